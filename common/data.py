@@ -1,0 +1,337 @@
+"""Data sets in standard formats -> token ids. See the README's table of row formats, one JSON line each.
+
+`load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them; `sft_documents` turns rows into token ids
+with a response mask; `pack` and `collate` make batches. A row that cannot be used is counted and named (file:row: why), a file with
+none that can is an InputError. Tokens are made in one way everywhere: the chat template renders the turns, prompt and response are
+tokenised apart and joined, so that training sees exactly the ids that generation starts from and goes on with.
+"""
+
+import collections
+import gzip
+import json
+import re
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from common import dist, tiny
+from common.run import InputError
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------------------------
+class Row(NamedTuple):
+    where: str  # "file:12", for messages
+    data: dict
+
+
+def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
+    """All rows of `spec`, the same on every rank.
+
+    spec: one source or several, "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions allow without
+    repeating any). A source is `tiny` or `tiny:key=value` (kind: see tiny.SIZES; split: "train" or "test"), a .jsonl, .jsonl.gz or
+    .parquet file, or a hub name, with its split, or configuration and split, in brackets: `org/name[train_sft]`, `org/name[main/train]`."""
+    sources = []
+    for part in spec.split(","):
+        match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
+        if not match:
+            raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
+        sources.append((_read(match[1], kind, split), match[2] and float(match[2])))
+    weights = [weight for _, weight in sources]
+    if all(weight is None for weight in weights):
+        return [row for rows, _ in sources for row in rows]
+    if None in weights or min(weights) <= 0:
+        raise InputError(f"--dataset {spec!r}: give every part of a mixture a weight above 0, or none of them")
+    # The largest mixture of these proportions that needs no row twice; which rows, decides their hash, not their order in the file
+    scale = min(len(rows) / weight for rows, weight in sources)
+    mixed = []
+    for rows, weight in sources:
+        chosen = sorted(range(len(rows)), key=lambda i: zlib.crc32(f"{rows[i].where}".encode()))[: round(weight * scale)]
+        mixed += [rows[i] for i in sorted(chosen)]
+    return mixed
+
+
+def _read(source, kind, split):
+    if source == "tiny" or source.startswith("tiny:"):
+        return [Row(f"tiny/{kind}:{i + 1}", row) for i, row in enumerate(tiny.rows(kind, split, **_tiny_options(source)))]
+    path = Path(source)
+    if source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or path.exists():
+        if not path.is_file():
+            raise InputError(f"--dataset {source}: there is no such file")
+        if source.endswith(".parquet"):
+            import datasets
+
+            try:
+                rows = datasets.Dataset.from_parquet(source).to_list()
+            except Exception as error:  # whatever pyarrow says of a file that is not parquet
+                raise InputError(f"{source}: not a readable parquet file ({error})") from error
+            return _some(source, [Row(f"{path.name}:{i + 1}", row) for i, row in enumerate(rows)])
+        if not source.endswith((".jsonl", ".jsonl.gz")):
+            raise InputError(f"--dataset {source}: a file must end in .jsonl, .jsonl.gz or .parquet")
+        return _some(source, list(_read_jsonl(path)))
+    import datasets
+
+    name, _, inner = source.rstrip("]").partition("[")
+    config, _, part = inner.rpartition("/")
+    try:
+        rows = datasets.load_dataset(name, config or None, split=part or split)
+    except Exception as error:  # no such name, no such split, no network: datasets has a dozen classes for these
+        raise InputError(f"--dataset {source}: no file of that name, and the hub gave: {error}") from error
+    return _some(source, [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)])
+
+
+def _some(source, rows):
+    if not rows:
+        raise InputError(f"{source}: the data set is empty")
+    return rows
+
+
+def _tiny_options(source):
+    options = {}
+    for item in source.split(":")[1:]:
+        key, _, value = item.partition("=")
+        if key not in ("length_bias", "seed", "label"):
+            raise InputError(f"--dataset {source}: tiny knows length_bias=NUMBER, seed=NUMBER and label=helpfulness|safety, not {item!r}")
+        try:
+            options[key] = {"length_bias": float, "seed": int, "label": str}[key](value)
+        except ValueError:
+            raise InputError(f"--dataset {source}: {key}={value!r} is not a number") from None
+    return options
+
+
+def _read_jsonl(path):
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{path}:{number}: not JSON ({error}); mend or remove the line") from None
+                if not isinstance(row, dict):
+                    raise InputError(f"{path}:{number}: a {type(row).__name__}, wanted one JSON object a line")
+                yield Row(f"{path.name}:{number}", row)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: broken gzip data after line {number} ({error}); fetch the file again") from None
+
+
+# -- rows -> messages ------------------------------------------------------------------------------------------------------------------
+def sft_messages(row: dict) -> tuple[list[dict], bool]:
+    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. ValueError says what is wrong.
+
+    `messages` rows train on every assistant turn; rows with one response, on that one: `prompt` + `completion`, `instruction`
+    (+ `input`) + `output`, rankings (the best `score` of `responses`), and dialogues in the style of HH-RLHF in `chosen`."""
+    if "messages" in row:
+        return _check(row["messages"], "messages"), True
+    if "completion" in row and "prompt" in row:
+        return _check(_as_messages(row["prompt"], "user", "prompt") + _as_messages(row["completion"], "assistant", "completion"), "prompt"), False
+    if "instruction" in row and "output" in row:
+        extra = row.get("input")
+        question = row["instruction"] if not extra else f"{row['instruction']}\n\n{extra}"
+        return _check(_as_messages(question, "user", "instruction") + _as_messages(row["output"], "assistant", "output"), "instruction"), False
+    if "responses" in row and ("prompt" in row or "instruction" in row):
+        key = "prompt" if "prompt" in row else "instruction"
+        if not isinstance(row["responses"], list) or not all(isinstance(r, dict) and isinstance(r.get("score"), (int, float)) for r in row["responses"]):
+            raise ValueError("responses is not a list of {text, score}")
+        if not row["responses"]:
+            raise ValueError("no response")
+        best = max(row["responses"], key=lambda r: r["score"])
+        return _check(_as_messages(row[key], "user", key) + _as_messages(best.get("text"), "assistant", "text"), key), False
+    if "chosen" in row:
+        if "prompt" in row:
+            return _check(_as_messages(row["prompt"], "user", "prompt") + _as_messages(row["chosen"], "assistant", "chosen"), "prompt"), False
+        return _check(_as_messages(row["chosen"], None, "chosen"), "chosen"), False
+    raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row: wanted messages; prompt + completion; instruction + output; prompt + responses; or chosen")
+
+
+def _as_messages(value, role, column):
+    """A string of one turn, an HH-RLHF dialogue, or a list of messages -> messages. role None: the string must be a dialogue."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("no response" if value is None and role == "assistant" else f"{column} is {type(value).__name__}, wanted text or a list of messages")
+    if role == "assistant" or (role and not value.startswith("\n\nHuman:")):
+        return [{"role": role, "content": value}]
+    turns = re.split(r"\n\n(Human|Assistant): ?", value)
+    if turns[0].strip() or len(turns) < 3:
+        raise ValueError(f"{column} is no dialogue: wanted \\n\\nHuman: ... \\n\\nAssistant: ...")
+    turns = [{"role": {"Human": "user", "Assistant": "assistant"}[who], "content": text} for who, text in zip(turns[1::2], turns[2::2])]
+    return turns[:-1] if role and turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip() else turns
+
+
+def _check(messages, column):
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{column} holds no messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"a message of {column} is not {{role, content}} with text in both")
+        if any("\ud800" <= c <= "\udfff" for c in message["content"]):
+            raise ValueError("text with a lone surrogate, which no tokenizer can encode")
+    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+        raise ValueError("no response")
+    if len(messages) == 1 or not any(m["content"].strip() for m in messages[:-1]):
+        raise ValueError("no prompt")
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+# -- messages -> token ids -------------------------------------------------------------------------------------------------------------
+class Document(NamedTuple):
+    ids: torch.Tensor  # (T,) int32
+    response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
+    messages: list[dict]
+    row: Row
+
+
+def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """The token ids that a response to `messages` follows: the rendered turns and the template's opening of an assistant turn."""
+    return _tokenize(tokenizer, _render(tokenizer, messages, add_generation_prompt=True), start=True)
+
+
+def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
+    """(ids, response mask) of a dialogue. Targets are its last assistant turn, or all of them; each ends with the end token, once.
+
+    ValueError when the chat template does not render a dialogue as the beginning of the longer one."""
+    ids, mask, done = [], [], ""
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant" or not (all_turns or i == len(messages) - 1) or i == 0:
+            continue
+        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
+        turn = _render(tokenizer, messages[: i + 1])
+        if not (prompt.startswith(done) and turn.startswith(prompt)):
+            raise ValueError("the chat template rewrites earlier turns, so prompt and response cannot be told apart")
+        asked = _tokenize(tokenizer, prompt[len(done) :], start=not done)
+        answered, done = _tokenize(tokenizer, turn[len(prompt) :]), turn
+        # What the template writes after the end token (ChatML: a line break) belongs to the next prompt, not to the response
+        ends = [j for j, token in enumerate(answered) if token == tokenizer.eos_token_id]
+        if not ends:
+            answered.append(tokenizer.eos_token_id)  # a template that does not end turns: the model must learn to stop all the same
+        after = len(answered) - (ends[-1] + 1 if ends else len(answered))
+        ids += asked + answered
+        mask += [False] * len(asked) + [True] * (len(answered) - after) + [False] * after
+    last = max((j for j, keep in enumerate(mask) if keep), default=-1)
+    return ids[: last + 1], mask[: last + 1]
+
+
+def _render(tokenizer, messages, **options):
+    import jinja2
+
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except jinja2.TemplateError as error:  # raised by templates that refuse a role or an order of roles
+        raise ValueError(f"the chat template refuses it: {error}") from None
+
+
+def _tokenize(tokenizer, text, start=False):
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if start and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
+        if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # a tokenizer that begins every text with BOS, and a template without it
+            ids = [tokenizer.bos_token_id, *ids]
+    return ids
+
+
+def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
+    """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a row whose prompt leaves no
+    room for a response, or with none, is dropped; both are counted and printed. InputError if nothing is left."""
+    documents, dropped, cut = [], collections.defaultdict(list), 0
+    for row in rows:
+        try:
+            messages, all_turns = sft_messages(row.data)
+            ids, mask = encode(tokenizer, messages, all_turns)
+        except ValueError as error:
+            dropped[str(error)].append(row.where)
+            continue
+        if len(ids) > max_length:
+            ids, mask, cut = ids[:max_length], mask[:max_length], cut + 1
+        if not any(mask[1:]):
+            dropped[f"the prompt fills all {max_length} tokens (--max-length)"].append(row.where)
+            continue
+        documents.append(Document(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask), messages, row))
+    report(name, len(rows), dropped)
+    if cut and dist.is_main():
+        print(f"{name}: {cut:,} of {len(documents):,} documents are longer than {max_length} tokens and were cut")
+    if not documents:
+        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {'; '.join(f'{why} ({at[0]})' for why, at in dropped.items())}")
+    return documents
+
+
+def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
+    """Print how many rows were dropped, why, and where the first of each kind are."""
+    if dropped and dist.is_main():
+        print(f"{name}: dropped {sum(map(len, dropped.values())):,} of {n_rows:,} rows")
+        for why, where in dropped.items():
+            print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
+
+
+def hold_out(documents: list[Document], share: float = 0.05, most: int = 500) -> tuple[list[Document], list[Document]]:
+    """(training, held-out) documents: by the hash of the prompt, so that one prompt is never on both sides."""
+    ranked = sorted({prompt_key(d.messages) for d in documents}, key=lambda key: zlib.crc32(key.encode()))
+    held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
+    return [d for d in documents if prompt_key(d.messages) not in held], [d for d in documents if prompt_key(d.messages) in held]
+
+
+def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
+    """`documents` without those whose prompt also is in `held_out`: the held-out figures would be flattered."""
+    held = {prompt_key(d.messages) for d in held_out}
+    kept = [d for d in documents if prompt_key(d.messages) not in held]
+    if len(kept) < len(documents):
+        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in documents if prompt_key(d.messages) in held]})
+    if not kept:
+        raise InputError(f"{name}: every prompt is in the held-out set too; name another --eval-dataset")
+    return kept
+
+
+def prompt_key(messages: list[dict]) -> str:
+    """A string that two dialogues share when their prompts are the same."""
+    return json.dumps([[m["role"], m["content"].strip()] for m in messages[:-1]])
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------------------------
+def pack(lengths: list[int], size: int) -> list[list[int]]:
+    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first.
+
+    A tree over the blocks holds the most free space below each node, so that the first block with room is found in log time."""
+    leaves = 1 << max(1, len(lengths) - 1).bit_length()
+    space = [size] * (2 * leaves)  # node i has the children 2i and 2i + 1; blocks not begun are all free
+    blocks: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[index] > size:
+            raise ValueError(f"document {index} has {lengths[index]} tokens, more than a block of {size}")
+        node = 1
+        while node < leaves:
+            node = 2 * node if space[2 * node] >= lengths[index] else 2 * node + 1
+        if node - leaves == len(blocks):
+            blocks.append([])
+        blocks[node - leaves].append(index)
+        space[node] -= lengths[index]
+        while node > 1:
+            node //= 2
+            space[node] = max(space[2 * node], space[2 * node + 1])
+    return blocks
+
+
+class Batch(NamedTuple):
+    input_ids: torch.Tensor  # (B, T)
+    position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
+    action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
+
+
+def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
+    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank that has nothing left
+    to do while others still have (all must run the same number of forwards)."""
+    width = max((sum(len(d.ids) for d in block) for block in blocks), default=2)
+    input_ids = torch.full((max(1, len(blocks)), width), pad_id)
+    position_ids = torch.zeros_like(input_ids)
+    response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for i, block in enumerate(blocks):
+        start = 0
+        for document in block:
+            end = start + len(document.ids)
+            input_ids[i, start:end] = document.ids
+            position_ids[i, start:] = torch.arange(width - start)  # padding goes on as part of the last document, which never sees it
+            response_mask[i, start:end] = document.response_mask
+            response_mask[i, start] = False  # what comes before a document's first token is another document: it predicts nothing
+            start = end
+    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))

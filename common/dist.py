@@ -1,0 +1,275 @@
+"""One process or many: torchrun set-up and shutdown, FSDP2, `consolidated`, gradient clipping, checkpoints.
+
+The environment decides. Without torchrun (or with one process) there is no process group and no sharding; with WORLD_SIZE > 1 every
+decoder layer and the root are sharded by FSDP2 with fp32 master weights and, on GPU, bf16 compute. The functions below are written so
+that a script reads the same either way.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import random
+import shutil
+import sys
+from collections import OrderedDict
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as td
+from torch import nn
+
+TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
+
+
+# -- processes -------------------------------------------------------------------------------------------------------------------------
+def setup() -> torch.device:
+    """Join the process group that torchrun's environment describes, if there is one, and return this rank's device."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not td.is_initialized():
+        # gloo beside nccl: checkpoints and objects travel on the CPU
+        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
+    return device
+
+
+def shutdown(code: int = 0):
+    """End the program. Call it last, with every file closed.
+
+    A program that used FSDP2 on gloo can abort in the interpreter's teardown after all its work is done (seen in 3 of 10 runs that
+    called destroy_process_group), so a distributed program flushes its output and leaves without that teardown."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not td.is_initialized():
+        sys.exit(code)
+    if code == 0:
+        td.barrier()  # nobody leaves while another rank still needs it; after an error nobody may wait for anybody
+    os._exit(code)
+
+
+def rank() -> int:
+    return td.get_rank() if td.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    return td.get_world_size() if td.is_initialized() else 1
+
+
+def is_main() -> bool:
+    return rank() == 0
+
+
+def barrier():
+    if td.is_initialized():
+        td.barrier()
+
+
+def all_sum(*values) -> list[float]:
+    """Each value summed over all ranks, in fp64. Numerators and denominators go through here, never per-rank means."""
+    total = torch.tensor([float(v) for v in values], dtype=torch.float64)
+    if td.is_initialized():
+        td.all_reduce(total)
+    return total.tolist()
+
+
+def gather(values: list) -> list:
+    """The lists of all ranks joined, rank 0's first, on every rank."""
+    if not td.is_initialized():
+        return values
+    parts = [None] * world_size()
+    td.all_gather_object(parts, values)
+    return [value for part in parts for value in part]
+
+
+# -- FSDP2 -----------------------------------------------------------------------------------------------------------------------------
+def shard(model, device, compute_dtype=None):
+    """The model on this rank's device, sharded when there are several ranks.
+
+    model: real weights on rank 0, any device elsewhere (models.load_policy leaves the other ranks on "meta", so that one copy is read).
+    compute_dtype: what forward and backward compute in; None: bf16 on GPU, fp32 on CPU. Master weights and reductions are fp32.
+    The model's `forward_methods` (see models.py) run FSDP's hooks too. Sets `model.compute_dtype`."""
+    compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if world_size() == 1:
+        model.to(device)
+    else:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        weights = model.state_dict() if is_main() else {}
+        buffers = {name: b.clone() for name, b in model.named_buffers()}  # not all of them are in the state dict: rotary frequencies
+        model.to("meta")
+        _tie(model)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+        for module in list(model.modules()):
+            if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers, by transformers' own list
+                fully_shard(module, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)  # embeddings, final norm and head; tied weights stay in this one group
+        model.to_empty(device=device)
+        _tie(model)
+        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        for name, buffer in model.named_buffers():
+            if is_main():
+                buffer.copy_(buffers[name])
+            td.broadcast(buffer, 0)
+        for method in getattr(model, "forward_methods", ()):
+            register_fsdp_forward_method(model, method)
+    model.compute_dtype = compute_dtype
+    return model
+
+
+def _tie(model):
+    """Moving a module to or from the meta device makes new parameters and so unties shared ones: tie input and output embeddings again."""
+    if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() is not None:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+@contextlib.contextmanager
+def consolidated(model):
+    """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each decoding step gathers all weights
+    again, about 20 times slower; consolidating once per rollout mends it).
+
+    Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and computes no gradient. Needs
+    memory for one copy of the weights in compute_dtype per rank. On one process weights are only cast, if compute_dtype is not theirs."""
+    training = model.training
+    model.eval()
+    with torch.no_grad(), _full_weights(model):
+        yield model
+    model.train(training)
+
+
+@contextlib.contextmanager
+def _full_weights(model):
+    from torch.distributed.fsdp import FSDPModule
+
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    if not modules:
+        masters = {p: p.data for p in model.parameters()}
+        for p in masters:
+            p.data = p.data.to(model.compute_dtype)  # the same tensor where the dtype is the same already
+        try:
+            yield
+        finally:
+            for p, data in masters.items():
+                p.data = data
+        return
+    # A tiny forward lets FSDP find its root and order; unshard before it fails. All ranks are here together, so it may communicate.
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device), use_cache=False)
+    for module in modules:
+        module.unshard()
+    hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    for m in modules:  # FSDP's hooks would free each layer after its forward, and cost more than a small layer's decoding step
+        m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for m, pre, post in hooks:
+            m._forward_pre_hooks, m._forward_hooks = pre, post
+        for module in modules:
+            module.reshard()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def clip_grad_norm(model, max_norm: float) -> float:
+    """Scale the gradients to a global norm of at most max_norm (0: leave them) and return the norm before that, over all ranks."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
+    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------------------------
+def save_checkpoint(root, step: int, modules: dict, state: dict):
+    """Write `root`/step_N whole or not at all, point `root`/latest at it, then drop older ones.
+
+    modules: {name: (model, optimizer or None)}. state: what else resuming needs, as JSON (schedulers, counters, positions).
+    Random number generators of every rank are added. Loads on any number of ranks (the generators on the same number only)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    root = Path(root)
+    final, temporary = root / f"step_{step}", root / f"step_{step}.tmp"
+    if is_main():
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    barrier()
+    tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
+    dcp.save(tensors, checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+    torch.save(_generators(), temporary / f"generators_{rank()}_of_{world_size()}.pt")
+    if is_main():
+        (temporary / "state.json").write_text(json.dumps(state))
+    barrier()  # every rank has written its part
+    if is_main():
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        pointer = root / "latest.tmp"
+        pointer.write_text(final.name)
+        os.replace(pointer, root / "latest")
+        for old in root.glob("step_*"):
+            if old != final:
+                shutil.rmtree(old, ignore_errors=True)
+    barrier()
+
+
+def load_checkpoint(root, modules: dict) -> dict:
+    """Restore `modules` and the random number generators from the checkpoint that `root`/latest names, and return its `state`."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    folder = Path(root) / (Path(root) / "latest").read_text().strip()
+    tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
+    dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
+    for name, (model, optimizer) in modules.items():
+        loaded = tensors[name]
+        set_state_dict(model, optimizer or [], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    generators = folder / f"generators_{rank()}_of_{world_size()}.pt"
+    if generators.exists():
+        _set_generators(torch.load(generators, weights_only=False))
+    elif is_main():
+        print(f"{folder} was written by another number of ranks: weights and optimiser are the same, random numbers start afresh")
+    return json.loads((folder / "state.json").read_text())
+
+
+def _generators():
+    import numpy
+
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def _set_generators(states):
+    import numpy
+
+    random.setstate(states["python"])
+    numpy.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
+    """Export with save_pretrained to `path`, whole or not at all (written beside it, then renamed). Every rank must call it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if is_main():
+        path, temporary = Path(path), Path(f"{path}.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        with torch.device("meta"):
+            skeleton = _plain_class(model)(config)  # a plain model to save from: no FSDP, no second copy of the weights
+        skeleton.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+        skeleton.to(dtype)
+        skeleton.save_pretrained(temporary, state_dict={name: w.to(dtype) for name, w in weights.items()})
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+    barrier()
+
+
+def _plain_class(model) -> type[nn.Module]:
+    """The transformers class of a model, also after fully_shard, which gives it a subclass named FSDP..."""
+    return type(model).__mro__[2] if type(model).__name__.startswith("FSDP") else type(model)
