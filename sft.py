@@ -95,7 +95,7 @@ def main(args: Args):
     # 2. data: the same documents and blocks on every rank; ranks take turns in each step's blocks
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     train = data.sft_documents(data.load_rows(args.dataset, "sft"), tokenizer, args.max_length, args.dataset)
-    if args.eval_dataset or args.dataset.startswith("tiny"):
+    if args.eval_dataset or data.is_tiny(args.dataset):
         held_out_rows = data.load_rows(args.eval_dataset or args.dataset, "sft", split="test")
         held_out = data.sft_documents(held_out_rows, tokenizer, args.max_length, args.eval_dataset or "held-out")
         train = data.without_prompts_of(train, held_out, args.dataset)
@@ -121,7 +121,7 @@ def main(args: Args):
         saved = dist.load_checkpoint(f"{args.output_dir}/checkpoint", {"policy": (model, optimizer)})
         scheduler.load_state_dict(saved["scheduler"])
         step, results = saved["step"], saved["results"]
-    log = metrics.Metrics(args.output_dir, resume_step=step if state == "resume" else None)
+    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if state == "resume" else None)
 
     # 5. loop
     if not results:
@@ -139,15 +139,16 @@ def main(args: Args):
         step += 1
         seconds = time.time() - started
         row = {"loss/nll": nll, "optim/lr": lr, "optim/grad_norm": grad_norm, "data/response_tokens": n_tokens, "data/documents": sum(map(len, batch))}
-        row["perf/tokens_per_s"] = sum(len(d.ids) for block in batch for d in block) / seconds
+        row["perf/tokens"] = sum(len(d.ids) for block in batch for d in block)
+        row["perf/tokens_per_s"] = row["perf/tokens"] / seconds
         if args.eval_every and step % args.eval_every == 0 and step < total_steps:
             row["eval/nll"] = held_out_nll(model, held_out, tokenizer.pad_token_id, args, device)
         log.log(step, epoch, **row)
         bar.set_postfix(nll=f"{nll:.3f}", norm=f"{grad_norm:.2f}", tok_s=f"{row['perf/tokens_per_s']:,.0f}", refresh=False)
         bar.update()
         if args.save_every and step % args.save_every == 0:
-            state = {"step": step, "scheduler": scheduler.state_dict(), "results": results}
-            dist.save_checkpoint(f"{args.output_dir}/checkpoint", step, {"policy": (model, optimizer)}, state)
+            to_resume = {"step": step, "scheduler": scheduler.state_dict(), "results": results, "logged_rows": log.n_rows}
+            dist.save_checkpoint(f"{args.output_dir}/checkpoint", step, {"policy": (model, optimizer)}, to_resume)
     bar.close()
 
     # 6. save
@@ -166,10 +167,10 @@ def check(args):
     """What can be known to be wrong before anything is loaded."""
     ranks = dist.world_size()
     if args.batch_size < 1 or args.micro_batch_size < 1 or args.batch_size % (ranks * args.micro_batch_size):
-        fit = max(1, math.gcd(args.batch_size, max(1, args.batch_size // ranks))) if args.batch_size >= ranks else args.batch_size
+        whole = max(1, ranks * max(1, args.micro_batch_size))
         raise InputError(
-            f"--batch-size {args.batch_size} is no multiple of {ranks} ranks x --micro-batch-size {args.micro_batch_size}: "
-            f"change one of them (a --micro-batch-size that divides {fit}, for example)"
+            f"--batch-size {args.batch_size} is no multiple of {ranks} rank(s) x --micro-batch-size {args.micro_batch_size} = {whole}: "
+            f"try --batch-size {math.ceil(max(1, args.batch_size) / whole) * whole}, or another --micro-batch-size"
         )
     if args.max_length < 2 or args.epochs <= 0 or (args.max_steps is not None and args.max_steps < 1) or args.lr < 0:
         raise InputError("--max-length wants at least 2, --epochs more than 0, --max-steps at least 1, --lr at least 0")
@@ -251,7 +252,7 @@ def evaluate(model, tokenizer, held_out, args, device, table=False):
     if samples:
         result["sample/length"] = sum(s["tokens"] for s in samples) / len(samples)
         result["sample/finished"] = sum(s["finished"] for s in samples) / len(samples)
-    if samples and args.dataset.startswith("tiny"):
+    if samples and data.is_tiny(args.eval_dataset or args.dataset):
         for s in samples:
             question = s["prompt"][-1]["content"]
             s["gold"], s["perfect"] = tiny.gold_score(question, s["response"]), tiny.perfect_score(question)

@@ -7,17 +7,20 @@ that a script reads the same either way.
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import random
 import shutil
 import sys
+import warnings
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as td
+import transformers
 from torch import nn
 
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
@@ -26,6 +29,7 @@ TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails
 # -- processes -------------------------------------------------------------------------------------------------------------------------
 def setup() -> torch.device:
     """Join the process group that torchrun's environment describes, if there is one, and return this rank's device."""
+    transformers.utils.logging.disable_progress_bar()  # of loading and saving weights: the scripts show their own
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -116,8 +120,25 @@ def shard(model, device, compute_dtype=None):
             td.broadcast(buffer, 0)
         for method in getattr(model, "forward_methods", ()):
             register_fsdp_forward_method(model, method)
+            _free_without_gradient(model, method)
     model.compute_dtype = compute_dtype
+    model.is_consolidated = False
     return model
+
+
+def _free_without_gradient(model, method):
+    """FSDP keeps the root's weights after a forward for the backward to come. Without gradient there is none: free them, or the model
+    goes on holding them and `parameters()` gives gathered tensors, which an optimiser must not be built on."""
+    run = getattr(model, method)
+
+    @functools.wraps(run)
+    def wrapped(*args, **kwargs):
+        result = run(*args, **kwargs)
+        if not torch.is_grad_enabled() and not model.is_consolidated:
+            model.reshard()
+        return result
+
+    setattr(model, method, wrapped)
 
 
 def _tie(model):
@@ -160,11 +181,13 @@ def _full_weights(model):
     for module in modules:
         module.unshard()
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in modules]
+    model.is_consolidated = True
     for m in modules:  # FSDP's hooks would free each layer after its forward, and cost more than a small layer's decoding step
         m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
     try:
         yield
     finally:
+        model.is_consolidated = False
         for m, pre, post in hooks:
             m._forward_pre_hooks, m._forward_hooks = pre, post
         for module in modules:
@@ -196,7 +219,8 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         temporary.mkdir()
     barrier()
     tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
-    dcp.save(tensors, checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+    with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
+        dcp.save(tensors, checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
     torch.save(_generators(), temporary / f"generators_{rank()}_of_{world_size()}.pt")
     if is_main():
         (temporary / "state.json").write_text(json.dumps(state))
@@ -220,7 +244,8 @@ def load_checkpoint(root, modules: dict) -> dict:
 
     folder = Path(root) / (Path(root) / "latest").read_text().strip()
     tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
-    dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     for name, (model, optimizer) in modules.items():
         loaded = tensors[name]
         set_state_dict(model, optimizer or [], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])

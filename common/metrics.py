@@ -12,19 +12,19 @@ from common import dist
 class Metrics:
     """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0; the other ranks' calls do nothing.
 
-    resume_step: where a resumed run goes on. Later rows, written after its checkpoint, are cut; the clock goes on from the last one kept."""
+    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones, written between the checkpoint
+    and the crash, are cut, since they will be written again; the clock goes on from the last one kept."""
 
-    def __init__(self, folder, resume_step: int | None = None):
-        self.path, before = Path(folder) / "metrics.jsonl", 0.0
-        if resume_step is not None and dist.is_main():
-            kept = [row for row in read_jsonl(self.path) if row["step"] <= resume_step]
-            temporary = Path(f"{self.path}.tmp")
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            os.replace(temporary, self.path)
+    def __init__(self, folder, keep_rows: int | None = None):
+        self.path, self.n_rows, before = Path(folder) / "metrics.jsonl", keep_rows or 0, 0.0
+        if keep_rows is not None and dist.is_main():
+            kept = read_jsonl(self.path)[:keep_rows]
+            write_jsonl(self.path, kept)
             before = kept[-1]["time_s"] if kept else 0.0
         self.start = time.time() - before
 
     def log(self, step: int, iteration: int, **values):
+        self.n_rows += 1
         if dist.is_main():
             row = {"step": step, "iteration": iteration, "time_s": round(time.time() - self.start, 3), **values}
             with open(self.path, "a") as file:

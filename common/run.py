@@ -64,7 +64,7 @@ def launch(main, recipes):
         print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
         code = 130
     except SystemExit as stop:  # tyro's --help and its own usage errors
-        code = stop.code if isinstance(stop.code, int) else 1
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException:
         print(f"[rank {dist.rank()}]", file=sys.stderr)
         traceback.print_exc()

@@ -1,0 +1,75 @@
+"""common/sampler.py against transformers' generate in batches of 64, on the same work in one run.
+
+    python tests/benchmarks/sampler.py            32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens, every 20th id a stop id
+
+Both sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric with mean near 20."""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from common.sampler import sample
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--n", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3 // 8 * 8, num_hidden_layers=args.layers,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=20,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = LlamaForCausalLM(config).eval().to(device)
+    lengths = torch.randint(20, 61, (args.prompts,)).tolist()
+    prompts = [torch.randint(1, args.vocabulary, (length,)).tolist() for length in lengths]
+    stop_ids = list(range(20, args.vocabulary, 20))
+
+    def ours(seed):
+        out = sample(model, prompts, n=args.n, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids, pad_id=0, seed=seed)
+        return int(out.sample_mask.sum())
+
+    def generate(seed):
+        torch.manual_seed(seed)
+        rows, tokens = [prompt for prompt in prompts for _ in range(args.n)], 0
+        for start in range(0, len(rows), 64):
+            batch = rows[start : start + 64]
+            width = max(map(len, batch))
+            ids = torch.tensor([[0] * (width - len(row)) + row for row in batch], device=device)
+            mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
+            out = model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
+                max_new_tokens=args.max_new_tokens, eos_token_id=stop_ids, pad_token_id=0,
+            )[:, width:]
+            ended = torch.isin(out, torch.tensor(stop_ids, device=device)).int()
+            tokens += int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop id
+        return tokens
+
+    ours(0), generate(0)  # warm up
+    speeds = {"sampler": [], "generate": []}
+    for repeat in range(args.repeats):
+        for name, run in (("sampler", ours), ("generate", generate)):
+            start = time.perf_counter()
+            tokens = run(repeat)
+            speeds[name].append(tokens / (time.perf_counter() - start))
+            print(f"{name:9} {tokens:6} tokens {speeds[name][-1]:8.0f} tokens/s", flush=True)
+    ratios = [a / b for a, b in zip(speeds["sampler"], speeds["generate"])]
+    print(f"sampler / generate: median {statistics.median(ratios):.2f} times (min {min(ratios):.2f}, max {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()
