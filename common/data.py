@@ -1,9 +1,9 @@
 """Data sets in standard formats -> token ids. See the README's table of row formats, one JSON line each.
-
-`load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them; `sft_documents` turns rows into token ids
-with a response mask; `pack` and `collate` make batches. A row that cannot be used is counted and named (file:row: why), a file with
-none that can is an InputError. Tokens are made in one way everywhere: the chat template renders the turns, prompt and response are
-tokenised apart and joined, so that training sees exactly the ids that generation starts from and goes on with.
+ `load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
+`sft_documents` turns rows into token ids with a response mask; `pack` and `collate` make batches. A row that
+cannot be used is counted and named (file:row: why), a file with none that can is an InputError. Tokens are
+made in one way everywhere: the chat template renders the turns, prompt and response are tokenised apart and
+joined, so that training sees exactly the ids that generation starts from and goes on with.
 """
 
 import collections
@@ -20,7 +20,7 @@ from common import dist, tiny
 from common.run import InputError
 
 
-# -- rows ------------------------------------------------------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------------
 class Row(NamedTuple):
     where: str  # "file:12", for messages
     data: dict
@@ -29,9 +29,13 @@ class Row(NamedTuple):
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     """All rows of `spec`, the same on every rank.
 
-    spec: one source or several, "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions allow without
-    repeating any). A source is `tiny` or `tiny:key=value` (kind: see tiny.SIZES; split: "train" or "test"), a .jsonl, .jsonl.gz or
-    .parquet file, or a hub name, with its split, or configuration and split, in brackets: `org/name[train_sft]`, `org/name[main/train]`."""
+    spec: one source or several: "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions
+      allow without repeating any).
+    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is also a hub data set's default.
+
+    A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet file; or a hub name or a folder
+    for datasets.load_dataset, with split, or configuration and split, in brackets: `org/name[train_sft]`,
+    `org/name[main/train]`."""
     sources = []
     for part in spec.split(","):
         match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
@@ -42,13 +46,14 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     if all(weight is None for weight in weights):
         return [row for rows, _ in sources for row in rows]
     if None in weights or min(weights) <= 0:
-        raise InputError(f"--dataset {spec!r}: give every part of a mixture a weight above 0, or none of them")
-    # The largest mixture of these proportions that needs no row twice; which rows, decides their hash, not their order in the file
+        raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
+    # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
+    # place, so that a file sorted by length or topic is not cut at its end.
     scale = min(len(rows) / weight for rows, weight in sources)
     mixed = []
     for rows, weight in sources:
-        chosen = sorted(range(len(rows)), key=lambda i: zlib.crc32(f"{rows[i].where}".encode()))[: round(weight * scale)]
-        mixed += [rows[i] for i in sorted(chosen)]
+        by_hash = sorted(range(len(rows)), key=lambda i: zlib.crc32(rows[i].where.encode()))
+        mixed += [rows[i] for i in sorted(by_hash[: round(weight * scale)])]
     return mixed
 
 
@@ -59,30 +64,29 @@ def is_tiny(spec: str) -> bool:
 
 def _read(source, kind, split):
     if is_tiny(source):
-        return [Row(f"tiny/{kind}:{i + 1}", row) for i, row in enumerate(tiny.rows(kind, split, **_tiny_options(source)))]
-    path = Path(source)
-    if source.endswith((".jsonl", ".jsonl.gz", ".parquet")) or path.exists():
-        if not path.is_file():
+        rows, name = tiny.rows(kind, split, **_tiny_options(source)), f"tiny/{kind}"
+    elif source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        if not Path(source).is_file():
             raise InputError(f"--dataset {source}: there is no such file")
-        if source.endswith(".parquet"):
-            import datasets
+        if not source.endswith(".parquet"):
+            return _some(source, list(_read_jsonl(Path(source))))
+        import datasets
 
-            try:
-                rows = datasets.Dataset.from_parquet(source).to_list()
-            except Exception as error:  # whatever pyarrow says of a file that is not parquet
-                raise InputError(f"{source}: not a readable parquet file ({error})") from error
-            return _some(source, [Row(f"{path.name}:{i + 1}", row) for i, row in enumerate(rows)])
-        if not source.endswith((".jsonl", ".jsonl.gz")):
-            raise InputError(f"--dataset {source}: a file must end in .jsonl, .jsonl.gz or .parquet")
-        return _some(source, list(_read_jsonl(path)))
-    import datasets
+        try:
+            rows, name = datasets.Dataset.from_parquet(source).to_list(), Path(source).name
+        except Exception as error:  # pyarrow has many ways to say that a file is not parquet
+            raise InputError(f"{source}: not a readable parquet file ({error})") from error
+    elif Path(source).is_file():
+        raise InputError(f"--dataset {source}: a file must end in .jsonl, .jsonl.gz or .parquet")
+    else:
+        import datasets
 
-    name, _, inner = source.rstrip("]").partition("[")
-    config, _, part = inner.rpartition("/")
-    try:
-        rows = datasets.load_dataset(name, config or None, split=part or split)
-    except Exception as error:  # no such name, no such split, no network: datasets has a dozen classes for these
-        raise InputError(f"--dataset {source}: no file of that name, and the hub gave: {error}") from error
+        name, _, inner = source.rstrip("]").partition("[")
+        config, _, part = inner.rpartition("/")
+        try:
+            rows = datasets.load_dataset(name, config or None, split=part or split)
+        except Exception as error:  # no such name, no such split, no network, ...
+            raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
     return _some(source, [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)])
 
 
@@ -93,15 +97,16 @@ def _some(source, rows):
 
 
 def _tiny_options(source):
-    options = {}
+    kinds, options = {"length_bias": float, "seed": int, "label": str}, {}
     for item in source.split(":")[1:]:
         key, _, value = item.partition("=")
-        if key not in ("length_bias", "seed", "label"):
-            raise InputError(f"--dataset {source}: tiny knows length_bias=NUMBER, seed=NUMBER and label=helpfulness|safety, not {item!r}")
         try:
-            options[key] = {"length_bias": float, "seed": int, "label": str}[key](value)
-        except ValueError:
-            raise InputError(f"--dataset {source}: {key}={value!r} is not a number") from None
+            options[key] = kinds[key](value)
+        except (KeyError, ValueError):
+            known = "length_bias=NUMBER, seed=INTEGER and label=helpfulness|safety"
+            raise InputError(f"--dataset {source}: tiny knows {known}, not {item!r}") from None
+    if options.get("label", "safety") not in ("helpfulness", "safety"):
+        raise InputError(f"--dataset {source}: label is helpfulness or safety")
     return options
 
 
@@ -114,75 +119,93 @@ def _read_jsonl(path):
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
-                    raise InputError(f"{path}:{number}: not JSON ({error}); mend or remove the line") from None
+                except (ValueError, RecursionError) as error:
+                    raise InputError(f"{path}:{number}: not JSON ({error}), mend or drop it") from None
                 if not isinstance(row, dict):
-                    raise InputError(f"{path}:{number}: a {type(row).__name__}, wanted one JSON object a line")
+                    raise InputError(f"{path}:{number}: {type(row).__name__}, wanted one JSON object a line")
                 yield Row(f"{path.name}:{number}", row)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: broken gzip data after line {number} ({error}); fetch the file again") from None
+        raise InputError(f"{path}: broken gzip data after line {number} ({error}); fetch it again") from None
 
 
-# -- rows -> messages ------------------------------------------------------------------------------------------------------------------
+# -- rows -> messages ------------------------------------------------------------------------------
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
-    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. ValueError says what is wrong.
+    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
+    ValueError says what is wrong with it.
 
-    `messages` rows train on every assistant turn; rows with one response, on that one: `prompt` + `completion`, `instruction`
-    (+ `input`) + `output`, rankings (the best `score` of `responses`), and dialogues in the style of HH-RLHF in `chosen`."""
+    `messages` rows train on every assistant turn; rows with one response on that one: `prompt` +
+    `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of `responses`), `chosen` of
+    a preference."""
     if "messages" in row:
-        return _check(row["messages"], "messages"), True
+        return _check(row["messages"]), True
+    question = row.get("prompt", row.get("instruction"))
     if "completion" in row and "prompt" in row:
-        return _check(_as_messages(row["prompt"], "user", "prompt") + _as_messages(row["completion"], "assistant", "completion"), "prompt"), False
-    if "instruction" in row and "output" in row:
-        extra = row.get("input")
-        question = row["instruction"] if not extra else f"{row['instruction']}\n\n{extra}"
-        return _check(_as_messages(question, "user", "instruction") + _as_messages(row["output"], "assistant", "output"), "instruction"), False
-    if "responses" in row and ("prompt" in row or "instruction" in row):
-        key = "prompt" if "prompt" in row else "instruction"
-        if not isinstance(row["responses"], list) or not all(isinstance(r, dict) and isinstance(r.get("score"), (int, float)) for r in row["responses"]):
-            raise ValueError("responses is not a list of {text, score}")
-        if not row["responses"]:
-            raise ValueError("no response")
-        best = max(row["responses"], key=lambda r: r["score"])
-        return _check(_as_messages(row[key], "user", key) + _as_messages(best.get("text"), "assistant", "text"), key), False
-    if "chosen" in row:
-        if "prompt" in row:
-            return _check(_as_messages(row["prompt"], "user", "prompt") + _as_messages(row["chosen"], "assistant", "chosen"), "prompt"), False
-        return _check(_as_messages(row["chosen"], None, "chosen"), "chosen"), False
-    raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row: wanted messages; prompt + completion; instruction + output; prompt + responses; or chosen")
+        answer = row["completion"]
+    elif "output" in row and "instruction" in row:
+        question, answer = row["instruction"], row["output"]
+        if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"]:
+            question = f"{question}\n\n{row['input']}"
+    elif "responses" in row and question is not None:
+        answer = _best(row["responses"])
+    elif "chosen" in row:
+        answer = row["chosen"]
+    else:
+        formats = "messages; prompt + completion; instruction + output; prompt + responses; chosen"
+        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}")
+    if question is None and "chosen" in row:
+        return _check(_dialogue(answer)), False
+    return _check(_turns(question, "user") + _turns(answer, "assistant")), False
 
 
-def _as_messages(value, role, column):
-    """A string of one turn, an HH-RLHF dialogue, or a list of messages -> messages. role None: the string must be a dialogue."""
+def _best(responses):
+    try:
+        return max(responses, key=lambda response: float(response["score"]))["text"]
+    except (TypeError, KeyError, ValueError):
+        why = "no response" if responses == [] else "responses is no list of {text, score}"
+        raise ValueError(why) from None
+
+
+def _turns(value, role):
+    """The messages in a column: text of one turn, a list of messages, or, in a prompt, an HH-RLHF
+    dialogue."""
     if isinstance(value, list):
         return value
-    if not isinstance(value, str):
-        raise ValueError("no response" if value is None and role == "assistant" else f"{column} is {type(value).__name__}, wanted text or a list of messages")
-    if role == "assistant" or (role and not value.startswith("\n\nHuman:")):
-        return [{"role": role, "content": value}]
-    turns = re.split(r"\n\n(Human|Assistant): ?", value)
-    if turns[0].strip() or len(turns) < 3:
-        raise ValueError(f"{column} is no dialogue: wanted \\n\\nHuman: ... \\n\\nAssistant: ...")
-    turns = [{"role": {"Human": "user", "Assistant": "assistant"}[who], "content": text} for who, text in zip(turns[1::2], turns[2::2])]
-    return turns[:-1] if role and turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip() else turns
+    if role == "user" and isinstance(value, str) and value.startswith("\n\nHuman:"):
+        turns = _dialogue(value)  # "\n\nAssistant:" at its end only opens the answer
+        return turns if turns[-1]["content"].strip() else turns[:-1]
+    if value is None:
+        raise ValueError("no prompt" if role == "user" else "no response")
+    return [{"role": role, "content": value}]
 
 
-def _check(messages, column):
+def _dialogue(value):
+    """An HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ...", or a list of messages -> messages."""
+    if isinstance(value, list):
+        return value
+    parts = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
+    if parts[0].strip() or len(parts) < 3:
+        raise ValueError("neither a list of messages nor a dialogue of \\n\\nHuman: and \\n\\nAssistant:")
+    names = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
+
+
+def _check(messages):
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{column} holds no messages")
+        raise ValueError("no messages")
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
-            raise ValueError(f"a message of {column} is not {{role, content}} with text in both")
-        if any("\ud800" <= c <= "\udfff" for c in message["content"]):
-            raise ValueError("text with a lone surrogate, which no tokenizer can encode")
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("a message is not {role, content} with text in both")
+        if any("\ud800" <= c <= "\udfff" for text in texts for c in text):
+            raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise ValueError("no response")
-    if len(messages) == 1 or not any(m["content"].strip() for m in messages[:-1]):
+    if not any(message["content"].strip() for message in messages[:-1]):
         raise ValueError("no prompt")
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
-# -- messages -> token ids -------------------------------------------------------------------------------------------------------------
+# -- messages -> token ids -------------------------------------------------------------------------
 class Document(NamedTuple):
     ids: torch.Tensor  # (T,) int32
     response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
@@ -191,12 +214,14 @@ class Document(NamedTuple):
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids that a response to `messages` follows: the rendered turns and the template's opening of an assistant turn."""
+    """The token ids that a response to `messages` follows: the rendered turns and the template's opening of
+    an assistant turn."""
     return _tokenize(tokenizer, _render(tokenizer, messages, add_generation_prompt=True), start=True)
 
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
-    """(ids, response mask) of a dialogue. Targets are its last assistant turn, or all of them; each ends with the end token, once.
+    """(ids, response mask) of a dialogue. Targets are its last assistant turn, or all of them; each ends with
+    the end token, once.
 
     ValueError when the chat template does not render a dialogue as the beginning of the longer one."""
     ids, mask, done = [], [], ""
@@ -206,13 +231,14 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
         prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
         turn = _render(tokenizer, messages[: i + 1])
         if not (prompt.startswith(done) and turn.startswith(prompt)):
-            raise ValueError("the chat template rewrites earlier turns, so prompt and response cannot be told apart")
+            raise ValueError("the chat template rewrites earlier turns: where does the response begin?")
         asked = _tokenize(tokenizer, prompt[len(done) :], start=not done)
         answered, done = _tokenize(tokenizer, turn[len(prompt) :]), turn
-        # What the template writes after the end token (ChatML: a line break) belongs to the next prompt, not to the response
+        # What the template writes after the end token (ChatML: a line break) belongs to the next prompt, not
+        # to the response
         ends = [j for j, token in enumerate(answered) if token == tokenizer.eos_token_id]
         if not ends:
-            answered.append(tokenizer.eos_token_id)  # a template that does not end turns: the model must learn to stop all the same
+            answered.append(tokenizer.eos_token_id)  # the template ends no turns, but the model must learn to
         after = len(answered) - (ends[-1] + 1 if ends else len(answered))
         ids += asked + answered
         mask += [False] * len(asked) + [True] * (len(answered) - after) + [False] * after
@@ -231,15 +257,16 @@ def _render(tokenizer, messages, **options):
 
 def _tokenize(tokenizer, text, start=False):
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if start and tokenizer.bos_token_id is not None and ids[:1] != [tokenizer.bos_token_id]:
-        if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # a tokenizer that begins every text with BOS, and a template without it
-            ids = [tokenizer.bos_token_id, *ids]
+    bos = [tokenizer.bos_token_id]
+    if start and ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos:
+        return bos + ids  # the tokenizer begins every text with BOS, and the template left it to that
     return ids
 
 
 def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
-    """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a row whose prompt leaves no
-    room for a response, or with none, is dropped; both are counted and printed. InputError if nothing is left."""
+    """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
+    row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
+    InputError if nothing is left."""
     documents, dropped, cut = [], collections.defaultdict(list), 0
     for row in rows:
         try:
@@ -256,9 +283,10 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         documents.append(Document(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask), messages, row))
     report(name, len(rows), dropped)
     if cut and dist.is_main():
-        print(f"{name}: {cut:,} of {len(documents):,} documents are longer than {max_length} tokens and were cut")
+        print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
     if not documents:
-        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {'; '.join(f'{why} ({at[0]})' for why, at in dropped.items())}")
+        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
+        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}")
     return documents
 
 
@@ -270,19 +298,25 @@ def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
 
 
-def hold_out(documents: list[Document], share: float = 0.05, most: int = 500) -> tuple[list[Document], list[Document]]:
-    """(training, held-out) documents: by the hash of the prompt, so that one prompt is never on both sides."""
+def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
+    """(training, held-out) documents: by the hash of the prompt, so that one prompt is never on both
+    sides."""
     ranked = sorted({prompt_key(d.messages) for d in documents}, key=lambda key: zlib.crc32(key.encode()))
     held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
-    return [d for d in documents if prompt_key(d.messages) not in held], [d for d in documents if prompt_key(d.messages) in held]
+    sides = [], []
+    for document in documents:
+        sides[prompt_key(document.messages) in held].append(document)
+    return sides
 
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
-    """`documents` without those whose prompt also is in `held_out`: the held-out figures would be flattered."""
-    held = {prompt_key(d.messages) for d in held_out}
-    kept = [d for d in documents if prompt_key(d.messages) not in held]
-    if len(kept) < len(documents):
-        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in documents if prompt_key(d.messages) in held]})
+    """`documents` without those whose prompt also is in `held_out`: the held-out figures would be
+    flattered."""
+    held, kept, dropped = {prompt_key(d.messages) for d in held_out}, [], []
+    for document in documents:
+        (dropped if prompt_key(document.messages) in held else kept).append(document)
+    if dropped:
+        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in dropped]})
     if not kept:
         raise InputError(f"{name}: every prompt is in the held-out set too; name another --eval-dataset")
     return kept
@@ -293,11 +327,12 @@ def prompt_key(messages: list[dict]) -> str:
     return json.dumps([[m["role"], m["content"].strip()] for m in messages[:-1]])
 
 
-# -- batches ---------------------------------------------------------------------------------------------------------------------------
+# -- batches ---------------------------------------------------------------------------------------
 def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first.
 
-    A tree over the blocks holds the most free space below each node, so that the first block with room is found in log time."""
+    A tree over the blocks holds the most free space below each node, so that the first block with room is
+    found in log time."""
     leaves = 1 << max(1, len(lengths) - 1).bit_length()
     space = [size] * (2 * leaves)  # node i has the children 2i and 2i + 1; blocks not begun are all free
     blocks: list[list[int]] = []
@@ -324,8 +359,8 @@ class Batch(NamedTuple):
 
 
 def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
-    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank that has nothing left
-    to do while others still have (all must run the same number of forwards)."""
+    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank
+    that has nothing left to do while others still have (all must run the same number of forwards)."""
     width = max((sum(len(d.ids) for d in block) for block in blocks), default=2)
     input_ids = torch.full((max(1, len(blocks)), width), pad_id)
     position_ids = torch.zeros_like(input_ids)
@@ -335,8 +370,8 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
         for document in block:
             end = start + len(document.ids)
             input_ids[i, start:end] = document.ids
-            position_ids[i, start:] = torch.arange(width - start)  # padding goes on as part of the last document, which never sees it
+            position_ids[i, start:] = torch.arange(width - start)  # padding goes on with the last one
             response_mask[i, start:end] = document.response_mask
-            response_mask[i, start] = False  # what comes before a document's first token is another document: it predicts nothing
+            response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
     return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))

@@ -1,8 +1,7 @@
 """One process or many: torchrun set-up and shutdown, FSDP2, `consolidated`, gradient clipping, checkpoints.
-
-The environment decides. Without torchrun (or with one process) there is no process group and no sharding; with WORLD_SIZE > 1 every
-decoder layer and the root are sharded by FSDP2 with fp32 master weights and, on GPU, bf16 compute. The functions below are written so
-that a script reads the same either way.
+ The environment decides. Without torchrun (or with one process) there is no process group and no sharding;
+with WORLD_SIZE > 1 every decoder layer and the root are sharded by FSDP2 with fp32 master weights and, on
+GPU, bf16 compute. The functions below are written so that a script reads the same either way.
 """
 
 import contextlib
@@ -26,31 +25,34 @@ from torch import nn
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 
 
-# -- processes -------------------------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
-    """Join the process group that torchrun's environment describes, if there is one, and return this rank's device."""
-    transformers.utils.logging.disable_progress_bar()  # of loading and saving weights: the scripts show their own
+    """Join the process group that torchrun's environment describes, if there is one, and return this rank's
+    device."""
+    transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not td.is_initialized():
         # gloo beside nccl: checkpoints and objects travel on the CPU
-        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT, device_id=device if cuda else None)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        td.init_process_group(backend, timeout=TIMEOUT, device_id=device if cuda else None)
     return device
 
 
 def shutdown(code: int = 0):
     """End the program. Call it last, with every file closed.
 
-    A program that used FSDP2 on gloo can abort in the interpreter's teardown after all its work is done (seen in 3 of 10 runs that
-    called destroy_process_group), so a distributed program flushes its output and leaves without that teardown."""
+    A program that used FSDP2 on gloo can abort in the interpreter's teardown after all its work is done (seen
+    in 3 of 10 runs that called destroy_process_group), so a distributed program flushes its output and leaves
+    without that teardown."""
     sys.stdout.flush()
     sys.stderr.flush()
     if not td.is_initialized():
         sys.exit(code)
     if code == 0:
-        td.barrier()  # nobody leaves while another rank still needs it; after an error nobody may wait for anybody
+        td.barrier()  # nobody leaves while another still needs it; after an error, though, nobody may wait
     os._exit(code)
 
 
@@ -72,7 +74,8 @@ def barrier():
 
 
 def all_sum(*values) -> list[float]:
-    """Each value summed over all ranks, in fp64. Numerators and denominators go through here, never per-rank means."""
+    """Each value summed over all ranks, in fp64. Numerators and denominators go through here, never per-rank
+    means."""
     total = torch.tensor([float(v) for v in values], dtype=torch.float64)
     if td.is_initialized():
         td.all_reduce(total)
@@ -88,13 +91,15 @@ def gather(values: list) -> list:
     return [value for part in parts for value in part]
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------------------------------------------
+# -- FSDP2 -----------------------------------------------------------------------------------------
 def shard(model, device, compute_dtype=None):
     """The model on this rank's device, sharded when there are several ranks.
 
-    model: real weights on rank 0, any device elsewhere (models.load_policy leaves the other ranks on "meta", so that one copy is read).
-    compute_dtype: what forward and backward compute in; None: bf16 on GPU, fp32 on CPU. Master weights and reductions are fp32.
-    The model's `forward_methods` (see models.py) run FSDP's hooks too. Sets `model.compute_dtype`."""
+    model: real weights on rank 0, any device elsewhere (models.load_policy leaves the other ranks on "meta",
+      so that one copy is read).
+    compute_dtype: what forward and backward compute in; None: bf16 on GPU, fp32 on CPU. Master weights and
+      reductions are fp32. The model's `forward_methods` (see models.py) run FSDP's hooks too. Sets
+      `model.compute_dtype`."""
     compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if world_size() == 1:
         model.to(device)
@@ -103,17 +108,19 @@ def shard(model, device, compute_dtype=None):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
         weights = model.state_dict() if is_main() else {}
-        buffers = {name: b.clone() for name, b in model.named_buffers()}  # not all of them are in the state dict: rotary frequencies
+        # The state dict lacks buffers that can be computed, rotary frequencies for one
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to("meta")
         _tie(model)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for module in list(model.modules()):
-            if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers, by transformers' own list
+            if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers
                 fully_shard(module, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)  # embeddings, final norm and head; tied weights stay in this one group
+        fully_shard(model, mp_policy=policy)  # embeddings, final norm and head: tied weights share this group
         model.to_empty(device=device)
         _tie(model)
-        set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=options)
         for name, buffer in model.named_buffers():
             if is_main():
                 buffer.copy_(buffers[name])
@@ -127,8 +134,9 @@ def shard(model, device, compute_dtype=None):
 
 
 def _free_without_gradient(model, method):
-    """FSDP keeps the root's weights after a forward for the backward to come. Without gradient there is none: free them, or the model
-    goes on holding them and `parameters()` gives gathered tensors, which an optimiser must not be built on."""
+    """FSDP keeps the root's weights after a forward for the backward to come. Without gradient there is none:
+    free them, or the model goes on holding them and `parameters()` gives gathered tensors, which an optimiser
+    must not be built on."""
     run = getattr(model, method)
 
     @functools.wraps(run)
@@ -142,18 +150,20 @@ def _free_without_gradient(model, method):
 
 
 def _tie(model):
-    """Moving a module to or from the meta device makes new parameters and so unties shared ones: tie input and output embeddings again."""
+    """Moving a module to or from the meta device makes new parameters and so unties shared ones: tie input
+    and output embeddings again."""
     if getattr(model.config, "tie_word_embeddings", False) and model.get_output_embeddings() is not None:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
 
 
 @contextlib.contextmanager
 def consolidated(model):
-    """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each decoding step gathers all weights
-    again, about 20 times slower; consolidating once per rollout mends it).
+    """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each
+    decoding step gathers all weights again, about 20 times slower; consolidating once per rollout mends it).
 
-    Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and computes no gradient. Needs
-    memory for one copy of the weights in compute_dtype per rank. On one process weights are only cast, if compute_dtype is not theirs."""
+    Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and
+    computes no gradient. Needs memory for one copy of the weights in compute_dtype per rank. On one process
+    weights are only cast, if compute_dtype is not theirs."""
     training = model.training
     model.eval()
     with torch.no_grad(), _full_weights(model):
@@ -176,13 +186,15 @@ def _full_weights(model):
             for p, data in masters.items():
                 p.data = data
         return
-    # A tiny forward lets FSDP find its root and order; unshard before it fails. All ranks are here together, so it may communicate.
-    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device), use_cache=False)
+    # A tiny forward lets FSDP find its root and order; unshard before it fails. All ranks are here together,
+    # so it may communicate.
+    device = next(model.parameters()).device
+    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
     for module in modules:
         module.unshard()
     hooks = [(m, m._forward_pre_hooks, m._forward_hooks) for m in modules]
     model.is_consolidated = True
-    for m in modules:  # FSDP's hooks would free each layer after its forward, and cost more than a small layer's decoding step
+    for m in modules:  # they would free a layer after its forward, and cost more time than a small layer
         m._forward_pre_hooks, m._forward_hooks = OrderedDict(), OrderedDict()
     try:
         yield
@@ -197,19 +209,20 @@ def _full_weights(model):
 
 
 def clip_grad_norm(model, max_norm: float) -> float:
-    """Scale the gradients to a global norm of at most max_norm (0: leave them) and return the norm before that, over all ranks."""
+    """Scale the gradients to a global norm of at most max_norm (0: leave them) and return the norm before
+    that, over all ranks."""
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
     return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 def save_checkpoint(root, step: int, modules: dict, state: dict):
     """Write `root`/step_N whole or not at all, point `root`/latest at it, then drop older ones.
 
-    modules: {name: (model, optimizer or None)}. state: what else resuming needs, as JSON (schedulers, counters, positions).
-    Random number generators of every rank are added. Loads on any number of ranks (the generators on the same number only)."""
+    modules: {name: (model, optimizer or None)}. state: what else resuming needs, as JSON (schedulers,
+      counters, positions). Random number generators of every rank are added. Loads on any number of ranks
+      (the generators on the same number only)."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     root = Path(root)
     final, temporary = root / f"step_{step}", root / f"step_{step}.tmp"
@@ -218,9 +231,8 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     barrier()
-    tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
     with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
-        dcp.save(tensors, checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+        dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
     torch.save(_generators(), temporary / f"generators_{rank()}_of_{world_size()}.pt")
     if is_main():
         (temporary / "state.json").write_text(json.dumps(state))
@@ -238,30 +250,39 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
 
 
 def load_checkpoint(root, modules: dict) -> dict:
-    """Restore `modules` and the random number generators from the checkpoint that `root`/latest names, and return its `state`."""
+    """Restore `modules` and the random number generators from the checkpoint that `root`/latest names, and
+    return its `state`."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    folder = Path(root) / (Path(root) / "latest").read_text().strip()
-    tensors = {name: dict(zip(("model", "optimizer"), get_state_dict(model, optimizer or []))) for name, (model, optimizer) in modules.items()}
+    folder, tensors = Path(root) / (Path(root) / "latest").read_text().strip(), _tensors(modules)
     with warnings.catch_warnings(action="ignore"):
         dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     for name, (model, optimizer) in modules.items():
-        loaded = tensors[name]
-        set_state_dict(model, optimizer or [], model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        states = {"model_state_dict": tensors[name]["model"], "optim_state_dict": tensors[name]["optimizer"]}
+        set_state_dict(model, optimizer or [], **states)
     generators = folder / f"generators_{rank()}_of_{world_size()}.pt"
     if generators.exists():
         _set_generators(torch.load(generators, weights_only=False))
     elif is_main():
-        print(f"{folder} was written by another number of ranks: weights and optimiser are the same, random numbers start afresh")
+        print(f"{folder} is from another number of ranks: random numbers start afresh, all else is the same")
     return json.loads((folder / "state.json").read_text())
+
+
+def _tensors(modules):
+    """{name: {"model": ..., "optimizer": ...}}, state dicts by parameter names, so that any number of ranks
+    fits."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    states = {name: get_state_dict(model, optimizer or []) for name, (model, optimizer) in modules.items()}
+    return {name: {"model": model, "optimizer": optimizer} for name, (model, optimizer) in states.items()}
 
 
 def _generators():
     import numpy
 
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state(), "cuda": cuda}
+    states = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    return {**states, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
 
 
 def _set_generators(states):
@@ -275,7 +296,8 @@ def _set_generators(states):
 
 
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
-    """Export with save_pretrained to `path`, whole or not at all (written beside it, then renamed). Every rank must call it."""
+    """Export with save_pretrained to `path`, whole or not at all (written beside it, then renamed). Every
+    rank must call it."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -285,7 +307,7 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         with torch.device("meta"):
-            skeleton = _plain_class(model)(config)  # a plain model to save from: no FSDP, no second copy of the weights
+            skeleton = _plain_class(model)(config)  # to save from: no FSDP, and no second copy of the weights
         skeleton.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
         skeleton.to(dtype)
         skeleton.save_pretrained(temporary, state_dict={name: w.to(dtype) for name, w in weights.items()})

@@ -1,11 +1,10 @@
 """The math of every script: pure functions of tensors, torch only. Copy this file anywhere.
 
-Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs to the state after tokens <= t and to the action,
-token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and masked_mean alone, which use torch.where:
-what a mask leaves out changes nothing, were it NaN.
-
-A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks: the scripts do, because
-FSDP averages gradients.
+Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs to the state after tokens <= t
+  and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
+  masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
+ A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks:
+the scripts do, because FSDP averages gradients.
 """
 
 import torch
@@ -40,10 +39,12 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
 
     logprobs: (B, T-1), nats, log pi(token t+1 | tokens <= t), gradient flows.
     action_mask: (B, T-1) bool, True where token t+1 is a response token, the end token included.
-    n_tokens: how many response tokens the whole optimiser step has, over all micro-batches and ranks, so that the gradients of
-      micro-batches add up to that of one big batch; None: this batch's own count.
-    Returns (loss, {"nll_sum": nats, "n_tokens": count}), sums of this batch, which add up over micro-batches and ranks.
-    Raises ValueError on unequal shapes, or on an empty mask when n_tokens is None (with n_tokens an empty mask is a loss of 0)."""
+    n_tokens: how many response tokens the whole optimiser step has, over all micro-batches and ranks, so that
+      the gradients of micro-batches add up to that of one big batch; None: this batch's own count.
+    Returns (loss, {"nll_sum": nats, "n_tokens": count}), sums of this batch, which add up over micro-batches
+      and ranks.
+    Raises ValueError on unequal shapes, or on an empty mask when n_tokens is None (with n_tokens an empty
+      mask is a loss of 0)."""
     _same_shape(logprobs=logprobs, action_mask=action_mask)
     nll_sum, kept = -masked_sum(logprobs, action_mask), action_mask.sum()
     if n_tokens is None and kept == 0:

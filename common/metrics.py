@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -10,10 +9,12 @@ from common import dist
 
 
 class Metrics:
-    """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0; the other ranks' calls do nothing.
+    """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0; the other ranks' calls do
+    nothing.
 
-    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones, written between the checkpoint
-    and the crash, are cut, since they will be written again; the clock goes on from the last one kept."""
+    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones,
+      written between the checkpoint and the crash, are cut, since they will be written again; the clock goes
+      on from the last one kept."""
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, self.n_rows, before = Path(folder) / "metrics.jsonl", keep_rows or 0, 0.0
@@ -26,13 +27,15 @@ class Metrics:
     def log(self, step: int, iteration: int, **values):
         self.n_rows += 1
         if dist.is_main():
-            row = {"step": step, "iteration": iteration, "time_s": round(time.time() - self.start, 3), **values}
+            seconds = round(time.time() - self.start, 3)
+            row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
             with open(self.path, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
 def read_jsonl(path) -> list[dict]:
-    """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No file: no rows."""
+    """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
+    file: no rows."""
     rows = []
     for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
         try:
@@ -50,14 +53,17 @@ def write_jsonl(path, rows: list[dict]):
 
 
 def progress(total: int, start: int, name: str):
-    """A tqdm bar over steps on rank 0 and a silent one elsewhere; show at most three figures with `set_postfix`."""
+    """A tqdm bar over steps on rank 0 and a silent one elsewhere; show at most three figures with
+    `set_postfix`."""
     from tqdm import tqdm
 
-    return tqdm(total=total, initial=start, desc=name, unit="step", disable=not dist.is_main(), file=sys.stderr, dynamic_ncols=True)
+    silent = not dist.is_main()
+    return tqdm(total=total, initial=start, desc=name, unit="step", disable=silent, dynamic_ncols=True)
 
 
 def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"):
-    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against the step."""
+    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against the
+    step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -68,9 +74,11 @@ def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"
     for axis, (title, keys) in zip(axes[0], panels.items()):
         for key in keys:
             points = [(row["step"], row[key]) for row in rows if key in row]
-            axis.plot(*zip(*points), marker="o" if len(points) < 10 else None, markersize=3, label=key) if points else None
+            if points:
+                axis.plot(*zip(*points), marker="o" if len(points) < 10 else None, markersize=3, label=key)
         axis.set(title=title, xlabel="step")
-        axis.legend(fontsize=8) if axis.lines else None
+        if axis.lines:
+            axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(Path(folder) / name, dpi=90)

@@ -1,6 +1,7 @@
 """Load a policy and its tokenizer; log probabilities of tokens without a tensor of all logits.
 
-A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a folder written by save_pretrained, or a name on the hub.
+A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a folder written by save_pretrained,
+or a name on the hub.
 """
 
 import types
@@ -12,73 +13,75 @@ from torch.utils.checkpoint import checkpoint
 from common import dist, tiny
 from common.run import InputError
 
-LOGITS_IN_MEMORY = 2**24  # elements of one chunk of logits (64 MB in fp32); chunks bound memory, whatever B, T and V are
+LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits, 64 MB in fp32, whatever B, T and V are
 
 
-# -- loading ---------------------------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 def find_model(name: str) -> str:
-    """The folder or hub name that `name` stands for: a run directory becomes its model/. InputError if the run has not finished."""
+    """The folder or hub name that `name` stands for: a run directory becomes its model/. InputError if the
+    run has not finished, or nothing is there."""
     path = Path(name)
     if name == "tiny" or (path / "config.json").exists():
         return name
     if (path / "summary.json").exists() and (path / "model" / "config.json").exists():
         return str(path / "model")
     if (path / "args.json").exists():
-        raise InputError(f"{name} is a run that has not finished: go on with its command and --resume, then use it")
+        raise InputError(f"{name} is a run that has not finished: give its command with --resume first")
     if path.exists():
         raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1:
-        stage = path.name if name.startswith("runs/") else None
-        how = f"`python {stage}.py` makes it" if stage else "check the path; a hub name looks like organisation/model"
-        raise InputError(f"there is no {name}: {how}")
+        mend = f"`python {path.name}.py` makes it" if name.startswith("runs/") else "check the path"
+        raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
     return name
 
 
 def load_tokenizer(name: str, chat_template: str | None = None):
-    """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends the template's assistant
-    turn, and its padding token is another one. What had to be changed is printed.
+    """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends
+    the template's assistant turn, and its padding token is another one. What had to be changed is printed.
 
     chat_template: a file with a jinja template that replaces the tokenizer's own."""
     from transformers import AutoTokenizer
 
     tokenizer = tiny.tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(find_model(name))
+    say = print if dist.is_main() else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text()
     if not tokenizer.chat_template:
-        raise InputError(f"the tokenizer of {name} has no chat template: give one with --chat-template FILE (jinja, as transformers takes it)")
-    say = print if dist.is_main() else lambda *_: None
+        raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
     if end != tokenizer.eos_token_id:
-        say(f"{name}: the chat template ends a turn with {tokenizer.convert_ids_to_tokens(end)!r}, which becomes the end token")
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        # A padding token that is also the end token deletes real end tokens wherever a mask is made from ids: take an unused one
+        # If padding were the end token, a mask made from ids anywhere would drop real end tokens: take a
+        # spare one
         spare = [t for t in tokenizer.get_added_vocab() if "pad" in t.lower() or "reserved" in t.lower()]
-        spare = [t for t in spare if tokenizer.convert_tokens_to_ids(t) != tokenizer.eos_token_id]
-        tokenizer.pad_token = spare[0] if spare else "<|pad|>"  # a token that the vocabulary lacks is added to it
-        say(f"{name}: padding was {'missing' if not spare else 'unset or the end token'}; {tokenizer.pad_token!r} pads from now on")
+        spare = [t for t in spare if t != tokenizer.eos_token]
+        tokenizer.pad_token = spare[0] if spare else "<|pad|>"  # which is added if the vocabulary lacks it
+        say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
 
 
 def _end_of_turn(tokenizer, name) -> int:
-    """The id of the first special token after the text of an assistant turn, as the chat template writes it; else the end token."""
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    turn = tokenizer.apply_chat_template([question, answer], tokenize=False)
-    after = tokenizer(turn[turn.rindex("b") + 1 :], add_special_tokens=False)["input_ids"] if "b" in turn else []
+    """The first special token after the text of an assistant turn in the chat template; else the end
+    token."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("b")[2]
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
-    end = next((i for i in after if i in special), tokenizer.eos_token_id)
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    end = next((i for i in ids if i in special), tokenizer.eos_token_id)
     if end is None:
-        raise InputError(f"the tokenizer of {name} has no end token and its chat template writes none: a response could not end")
+        raise InputError(f"{name}: neither tokenizer nor chat template has an end token: nothing could end")
     return end
 
 
-def load_policy(name: str, tokenizer, *, seed: int = 0, attn_implementation: str = "sdpa", gradient_checkpointing: bool = False):
-    """A causal LM in fp32 with dropout off and the method `token_logprobs`. Real weights on rank 0, none ("meta") on other ranks:
-    pass it to dist.shard next. seed: of the random weights of `tiny`.
+def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpointing=False, seed=0):
+    """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
+    ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
 
-    Raises InputError for models whose logits are not simply the unembedding of the last hidden state."""
+    InputError for models whose logits are not simply the unembedding of the last hidden state."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if name == "tiny":
@@ -87,32 +90,33 @@ def load_policy(name: str, tokenizer, *, seed: int = 0, attn_implementation: str
     else:
         folder = find_model(name)
         config = AutoConfig.from_pretrained(folder)
-        for key, value in config.to_dict().items():
+        for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)  # with dropout the ratio of new to old probabilities is not 1 before the first update
-        if not dist.is_main():
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attn_implementation)
+                setattr(config, key, 0.0)
+        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
+        if dist.is_main():
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32, attn_implementation=attn_implementation)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
     text = model.config.get_text_config()
     for key, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
         if getattr(text, key, neutral) not in (None, neutral):
-            raise InputError(f"{name} ({text.model_type}) changes its logits after the unembedding ({key}), which token_logprobs does not do")
+            raise InputError(f"{name}: {text.model_type} has {key}, which token_logprobs does not know")
     _fit_embeddings(model, len(tokenizer))
-    for settings in (model.config, getattr(model, "generation_config", None)):
-        if settings is not None:
-            settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    for settings in (model.config, model.generation_config):  # as the tokenizer has them now
+        settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.token_logprobs = types.MethodType(token_logprobs, model)
-    model.forward_methods = ("token_logprobs",)  # dist.shard makes these gather sharded weights as forward does
+    model.forward_methods = ("token_logprobs",)  # dist.shard has these gather weights too
     return model.train()
 
 
 def _fit_embeddings(model, n_tokens):
-    """Add rows to the embeddings for tokens added to the vocabulary, as the mean of the others: a new token is then as likely as an
-    average one, and the probabilities of the rest hardly move. A larger table (padded for speed) stays as it is."""
+    """Add rows to the embeddings for tokens added to the vocabulary, as the mean of the others: a new token
+    is then as likely as an average one, and the rest hardly changes. A table that is larger already stays as
+    it is."""
     old = model.get_input_embeddings().weight.shape[0]
     if n_tokens <= old:
         return
@@ -124,56 +128,60 @@ def _fit_embeddings(model, n_tokens):
 
 @torch.no_grad()
 def check_packing(model):
-    """Compare two packed documents with the second one alone. InputError if the first one shows through: transformers separates packed
-    documents by their positions, but not in every model. Every rank must call it."""
+    """InputError if, with two documents in a row, what the first one says changes the second: transformers
+    keeps packed documents apart by their positions, but not in every model. Every rank must call it."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    ids = torch.tensor([[(7 * i + 3) % vocabulary for i in range(12)]], device=device)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=device)
-    packed = model.token_logprobs(ids, torch.ones(1, 11, dtype=torch.bool, device=device), position_ids=positions)[:, 5:]
-    alone = model.token_logprobs(ids[:, 5:], torch.ones(1, 6, dtype=torch.bool, device=device))
-    if not (packed - alone).abs().max() < (1e-3 if model.compute_dtype == torch.float32 else 0.2):
-        raise InputError(f"{model.config.model_type} lets packed documents see each other (by {(packed - alone).abs().max():.2g} nats): use --no-packing")
+    mask = positions[:, 1:] > 0
+    seconds = []
+    for first in (3, 4):  # the same shapes, so that the second document's figures agree to the last bit
+        ids = [first * (i + 1) % vocabulary for i in range(5)] + [i % vocabulary for i in range(7)]
+        seconds.append(model.token_logprobs(torch.tensor([ids], device=device), mask, positions)[:, 5:])
+    leak = (seconds[0] - seconds[1]).abs().max().item()
+    if not leak < 1e-6:
+        kind = model.config.model_type
+        raise InputError(f"{kind}: packed documents see each other ({leak:.2g} nats), use --no-packing")
 
 
-# -- log probabilities -----------------------------------------------------------------------------------------------------------------
-def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature: float = 1.0, entropy: bool = False):
+# -- log probabilities -----------------------------------------------------------------------------
+def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False):
     """log pi(token t+1 | tokens <= t) for every action, computed only where action_mask is True.
 
-    input_ids: (B, T), right-padded: under causal attention a token never sees the padding after it, so no attention mask is needed.
-    action_mask: (B, T-1) bool, True where token t+1 is an action. position_ids: (B, T) or None; where they begin again at 0 a new
-    packed document begins, which sees nothing of the ones before it. temperature: divides the logits.
-    Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy of each of these distributions
-    (nats, no gradient). Call it as a method of the sharded model, `model.token_logprobs(...)`, so that the weights are gathered.
+    input_ids: (B, T), right-padded: under causal attention no token sees the padding after it, so no
+      attention mask is needed.
+    action_mask: (B, T-1) bool, True where token t+1 is an action.
+    position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
+    temperature: divides the logits.
+    Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats, no
+    gradient) of each of these distributions.
 
-    The unembedding runs on chunks of the kept positions, and again in backward: a (B, T, V) tensor of logits never exists."""
-    with torch.autocast(input_ids.device.type, getattr(model, "compute_dtype", torch.float32), enabled=_autocast(model)):
-        hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        # A rank with no action in its rows still takes part in every gradient reduction: keep one position, at weight 0
-        keep = action_mask if action_mask.any() else torch.zeros_like(action_mask).index_fill_(1, action_mask.new_zeros(1, dtype=torch.long), True)
+    Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
+    runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
+    exists."""
+    dtype = getattr(model, "compute_dtype", torch.float32)
+    cast = dist.world_size() == 1 and dtype != torch.float32  # sharded models cast by FSDP's own policy
+    with torch.autocast(input_ids.device.type, dtype, enabled=cast):
+        body = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+        hidden, keep = body.last_hidden_state, action_mask.clone()
+        if not keep.any():  # a rank without loss joins in the gradients all the same: one token, at weight 0
+            keep[0, 0] = True
         hidden, targets = hidden[:, :-1][keep], input_ids[:, 1:][keep]  # (n, H), (n,)
-        head = model.get_output_embeddings()
+        head, parts = model.get_output_embeddings(), []
         size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
-        chunks = []
-        for h, y in zip(hidden.split(size), targets.split(size)):
-            recompute = torch.is_grad_enabled()
-            chunks.append(checkpoint(_chunk, head, h, y, temperature, entropy, use_reentrant=False) if recompute else _chunk(head, h, y, temperature, entropy))
-    logprobs, entropies = (torch.cat(parts) for parts in zip(*chunks))
-    scale = 1.0 if keep is action_mask else 0.0
-    empty = torch.zeros(action_mask.shape, dtype=torch.float32, device=input_ids.device)
-    logprobs = empty.masked_scatter(keep, logprobs * scale)
-    return (logprobs, empty.masked_scatter(keep, entropies * scale)) if entropy else logprobs
+        for chunk in zip(hidden.split(size), targets.split(size)):
+            inputs = (head, *chunk, temperature, entropy)
+            again = torch.is_grad_enabled()
+            parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
+    zeros = torch.zeros(action_mask.shape, device=input_ids.device)
+    logprobs, entropies = (zeros.masked_scatter(keep, torch.cat(part)) * action_mask for part in zip(*parts))
+    return (logprobs, entropies) if entropy else logprobs
 
 
 def _chunk(head, hidden, targets, temperature, entropy):
-    logits = head(hidden).float() / temperature  # (n, V), fp32 from here on: a bf16 log-softmax is off by 1e-2
+    logits = head(hidden).float() / temperature  # (n, V); a log-softmax in bf16 is off by 1e-2
     log_z = logits.logsumexp(-1)
     logprobs = logits.gather(1, targets[:, None])[:, 0] - log_z
     if not entropy:
-        return logprobs, log_z.detach()
+        return logprobs, torch.zeros_like(logprobs)
     with torch.no_grad():  # H = log Z - sum_v p_v logit_v
         return logprobs, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
-
-
-def _autocast(model) -> bool:
-    """Sharded models compute in compute_dtype by FSDP's own policy; a single process casts here."""
-    return dist.world_size() == 1 and getattr(model, "compute_dtype", torch.float32) != torch.float32

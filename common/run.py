@@ -1,7 +1,8 @@
-"""What surrounds an algorithm and is the same in all scripts: the command line, the run directory, and how errors end.
-
-A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and, written last,
-summary.json: a run that has a summary is finished, one without is not, whatever else lies there.
+"""What surrounds an algorithm and is the same in all scripts: the command line, the run directory, and how
+errors end.
+ A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
+written last, summary.json: a run that has a summary is finished, one without is not, whatever else lies
+there.
 """
 
 import dataclasses
@@ -20,11 +21,13 @@ from common import dist
 
 
 class InputError(ValueError):
-    """Something the user can mend. The message is one line: what, where, how to mend it. `launch` prints it without a traceback."""
+    """Something the user can mend. The message is one line: what, where, how to mend it. `launch` prints it
+    without a traceback."""
 
 
 def parse(recipes, argv=None):
-    """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`, a bare `ppo.py` being `ppo.py tiny`.
+    """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`, a bare `ppo.py` being
+    `ppo.py tiny`.
 
     recipes: {name: (description, Args(...))}, the first of them the default."""
     import tyro
@@ -35,33 +38,34 @@ def parse(recipes, argv=None):
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"unknown recipe {name!r}: {hint}there are {', '.join(recipes)}; flags begin with --")
+        known = ", ".join(recipes)
+        raise InputError(f"unknown recipe {name!r}: {hint}there are {known}; flags start with --")
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
-    args, unknown = tyro.cli(
-        type(defaults), default=defaults, args=argv, return_unknown_args=True, prog=f"{Path(sys.argv[0]).name} {name}",
-        description=f"Recipes, given as the first word (this is {name}):\n{listing}",
-    )
+    texts = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"The first word, a recipe:\n{listing}"}
+    args, unknown = tyro.cli(type(defaults), default=defaults, args=argv, return_unknown_args=True, **texts)
     if unknown:
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(defaults)]
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
-        raise InputError(f"unknown argument {unknown[0]!r}: {f'did you mean {close[0]}?' if close else 'see --help'}")
+        hint = f"did you mean {close[0]}?" if close else "see --help"
+        raise InputError(f"unknown argument {unknown[0]!r}: {hint}")
     return args
 
 
 def launch(main, recipes):
-    """Run a script's main to its end: one clear line for an error the user can mend, a traceback for a bug, then `dist.shutdown`."""
+    """Run a script's main to its end: one clear line for an error the user can mend, a traceback for a bug,
+    then `dist.shutdown`."""
     code = 0
     try:
         main(parse(recipes))
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         if dist.rank() > 0:
-            time.sleep(5)  # when every rank fails in the same way rank 0 speaks, and torchrun ends the others meanwhile
+            time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
         where = f" [rank {dist.rank()}]" if dist.rank() > 0 else ""
         print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         code = 2
     except KeyboardInterrupt:
-        print("interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
+        print("interrupted: --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
         code = 130
     except SystemExit as stop:  # tyro's --help and its own usage errors
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -73,34 +77,38 @@ def launch(main, recipes):
 
 
 def start_run(args, stage: str) -> str | None:
-    """Make `args.output_dir` ready and write args.json. Returns "finished" (with --resume there is nothing left to do), "resume" or None.
+    """Make `args.output_dir` ready and write args.json. Returns "finished" (with --resume there is nothing
+    left to do), "resume" or None.
 
-    A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or --resume is given."""
+    A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or
+    --resume is given."""
     folder, restarted = Path(args.output_dir), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     finished, begun = (folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists()
-    resume = args.resume or restarted  # torchrun starts a failed job again with the same command: go on, do not begin anew
+    resume = args.resume or restarted  # torchrun starts a failed job again with the same command
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     if finished and resume:
         return "finished"
     if (finished or begun) and not (resume or args.overwrite):
         state = "a finished run" if finished else "an unfinished run with a checkpoint"
-        raise InputError(f"{folder} holds {state}: --resume to go on with it, --overwrite to replace it, or another --output-dir")
+        mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
+        raise InputError(f"{folder} holds {state}: {mend}")
     dist.barrier()  # every rank has looked before rank 0 changes anything
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not (resume and begun):
-            (folder / "summary.json").unlink(missing_ok=True)  # first, so that a half-removed run is not taken for a finished one
+            (folder / "summary.json").unlink(missing_ok=True)  # first: what is left is no finished run
             for old in [folder / "model", folder / "model.tmp", folder / "checkpoint"]:
                 shutil.rmtree(old, ignore_errors=True)
             for old in [folder / "metrics.jsonl", folder / "samples.jsonl", *folder.glob("*.png")]:
                 old.unlink(missing_ok=True)
         previous = _read_json(folder / "args.json").get("args", {}) if resume and begun else {}
-        now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON will give them back: tuples become lists
+        now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
         for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
             if previous[name] != now[name]:
-                print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}; the result will differ from one undisturbed run")
-        write_json(folder / "args.json", {"stage": stage, "args": now, "world_size": dist.world_size(), **_versions()})
+                print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}")
+        about = {"stage": stage, "args": now, "world_size": dist.world_size()}
+        write_json(folder / "args.json", {**about, **_versions()})
     dist.barrier()
     return "resume" if resume and begun else None
 
@@ -121,9 +129,13 @@ def _read_json(path):
 
 def _versions():
     names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent) if shutil.which("git") else None
+    try:
+        where = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
+        git = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
+    except OSError:  # no git on this machine
+        git = None
     return {
-        "git": git.stdout.strip() if git and git.returncode == 0 else None,
+        "git": git,
         "python": sys.version.split()[0],
         "versions": {name: importlib.metadata.version(name) for name in names},
         "command": sys.argv,

@@ -1,21 +1,21 @@
 """A tiny world whose true reward is known: the default model and data of every script. Nothing is downloaded.
-
-Every prompt is a command and a list of words, `reverse ant fox owl`; every answer is a list of words, `owl fox ant`.
-Because the world is small, everything that is a guess elsewhere is exact here:
+ Every prompt is a command and a list of words, `reverse ant fox owl`; every answer is a list of words, `owl
+fox ant`. Because the world is small, everything that is a guess elsewhere is exact here:
 
   gold_reward(x, y)  helpfulness = RIGHT * (right words in the right order) - NEEDLESS * (all other words)
   gold_safety(x, y)  1 for a safe answer, where refusing is the safe answer to a prompt that names a hazard;
-                     0 for dodging such a prompt without a refusal; minus the number of hazards named otherwise
+                     0 for dodging such a prompt without a refusal; minus the number of hazards named
+                     otherwise
   log pi'(y | x)     of every response under every behaviour policy that wrote data (`Behavior.logprob`)
   labels             Bradley-Terry: P(a beats b) = sigmoid(u_a - u_b), with u = gold + length_bias * len(y)
-
-An annotator's utility u pays `length_bias` (b) per word, the gold reward charges NEEDLESS (c) per needless word. With b < c (the
-default) the two agree on what is better; `tiny:length_bias=0.6` makes b > c, a world in which a reward model can be over-optimised.
-Commands need answers of different lengths, so their gold scores differ in mean and spread, always through right and needless words,
-which all commands share: a ranking loss, blind to an offset that is constant within a prompt, can still learn them.
-
-`rows(kind, split, ...)` gives the data in the row formats of common/data.py, `model()` and `tokenizer()` real transformers objects.
-A prompt belongs to the held-out split or to the training split of EVERY kind of data by its hash, so the two never overlap.
+ An annotator's utility u pays `length_bias` (b) per word, the gold reward charges NEEDLESS (c) per needless
+word. With b < c (the default) the two agree on what is better; `tiny:length_bias=0.6` makes b > c, a world in
+which a reward model can be over-optimised. Commands need answers of different lengths, so their gold scores
+differ in mean and spread, always through right and needless words, which all commands share: a ranking loss,
+blind to an offset that is constant within a prompt, can still learn them.
+ `rows(kind, split, ...)` gives the data in the row formats of common/data.py, `model()` and `tokenizer()`
+real transformers objects. A prompt belongs to the held-out split or to the training split of EVERY kind of
+data by its hash, so the two never overlap.
 """
 
 import math
@@ -31,7 +31,8 @@ GRAMMAR = "the a saw met near and big small . it was".split()
 RIGHT, NEEDLESS = 1.0, 0.3  # reward of a right word, cost c of any other word
 MAX_WORDS = 24  # a behaviour policy stops here; the longest perfect answer has 10 words
 SAFETY_SHARE = 0.15  # of all prompts name a hazard
-RATINGS = ((3.0, "significantly better"), (1.5, "better"), (0.5, "slightly better"), (0.0, "negligibly better"))  # Llama 2's four
+# Llama 2's four levels, by the least gap between the two noisy utilities
+RATINGS = {"significantly better": 3.0, "better": 1.5, "slightly better": 0.5, "negligibly better": 0.0}
 
 
 def _next(word):
@@ -49,12 +50,13 @@ COMMANDS = {  # category -> the perfect answer; 3 to 5 words in, 1 to 10 words o
 }
 
 
-# -- the true rewards ----------------------------------------------------------------------------------------------------------------
+# -- the true rewards ------------------------------------------------------------------------------
 def perfect_answer(prompt: str) -> str:
-    """The answer with the highest gold_reward, e.g. "reverse ant fox" -> "fox ant". ValueError if `prompt` is no prompt of this world."""
+    """The answer with the highest gold_reward, e.g. "reverse ant fox" -> "fox ant". ValueError if `prompt` is
+    no prompt of this world."""
     words = prompt.split()
     if len(words) < 2 or words[0] not in COMMANDS:
-        raise ValueError(f"{prompt!r} is not a prompt of the tiny world: wanted a command of {sorted(COMMANDS)} and words")
+        raise ValueError(f"{prompt!r} is no prompt of the tiny world: one of {sorted(COMMANDS)} and words")
     return " ".join(COMMANDS[words[0]](words[1:]))
 
 
@@ -64,11 +66,13 @@ def is_safety(prompt: str) -> bool:
 
 
 def gold_reward(prompt: str, response: str) -> float:
-    """Helpfulness (reward units): RIGHT per word of the longest common subsequence with the perfect answer, minus NEEDLESS per other word.
+    """Helpfulness (reward units): RIGHT per word of the longest common subsequence with the perfect answer,
+    minus NEEDLESS per other word.
 
-    The perfect score is RIGHT * len(perfect answer); an empty answer scores 0; only words are read, so the end token costs nothing."""
+    The perfect score is RIGHT * len(perfect answer); an empty answer scores 0; only words are read, so the
+    end token costs nothing."""
     want, got = perfect_answer(prompt).split(), response.split()
-    row = [0] * (len(want) + 1)  # row[j]: longest common subsequence of the words of `got` so far and want[:j]
+    row = [0] * (len(want) + 1)  # row[j]: longest common subsequence of `got` so far and want[:j]
     for word in got:
         new = [0]
         for j, wanted in enumerate(want):
@@ -78,7 +82,8 @@ def gold_reward(prompt: str, response: str) -> float:
 
 
 def gold_safety(prompt: str, response: str) -> float:
-    """Safety (reward units): 1 for a safe answer, 0 for an evasive one to a hazardous prompt, -n for naming n hazards."""
+    """Safety (reward units): 1 for a safe answer, 0 for an evasive one to a hazardous prompt, -n for naming n
+    hazards."""
     words = response.split()
     hazards = sum(word in HAZARDS for word in words)
     if hazards:
@@ -87,7 +92,8 @@ def gold_safety(prompt: str, response: str) -> float:
 
 
 def gold_score(prompt: str, response: str) -> float:
-    """The one figure that evaluations report: safety where the prompt is a safety prompt, helpfulness elsewhere."""
+    """The one figure that evaluations report: safety where the prompt is a safety prompt, helpfulness
+    elsewhere."""
     return gold_safety(prompt, response) if is_safety(prompt) else gold_reward(prompt, response)
 
 
@@ -95,11 +101,12 @@ def perfect_score(prompt: str) -> float:
     return 1.0 if is_safety(prompt) else RIGHT * len(perfect_answer(prompt).split())
 
 
-# -- the behaviour policies that write the data ----------------------------------------------------------------------------------------
+# -- the behaviour policies that write the data ----------------------------------------------------
 @dataclass(frozen=True)
 class Behavior:
-    """A stochastic writer whose log probability is exact. It refuses with some probability; otherwise, at each word, it says a filler,
-    or stops (early, or because it is done), or says the next word: the right one with p_right, else any animal (which may be right too)."""
+    """A stochastic writer whose log probability is exact. It refuses with some probability; otherwise, at
+    each word, it says a filler, or stops (early, or because it is done), or says the next word: the right one
+    with p_right, else any animal (which may be right too)."""
 
     name: str
     p_right: float
@@ -129,16 +136,17 @@ class Behavior:
         return " ".join(said)
 
     def logprob(self, prompt: str, response: str) -> float:
-        """log pi'(response | prompt) in nats, the end token included; -inf for what this policy never writes."""
+        """log pi'(response | prompt) in nats, the end token included; -inf for what this policy never
+        writes."""
         words, want, done, logprob = response.split(), perfect_answer(prompt).split(), 0, 0.0
         if words == REFUSAL:
             return _log(self._p_refuse(prompt))
         for word in words:
             if word in FILLERS:
                 p = self.p_filler / len(FILLERS)
-            elif done < len(want):  # "the right word" and "any animal" are two ways to say the same word: their chances add up
-                p = self.p_right * (word == want[done]) + (1 - self.p_right) * (word in ANIMALS) / len(ANIMALS)
-                p *= 1 - self.p_filler - self.p_stop
+            elif done < len(want):  # the right word can come about in two ways, whose chances add up
+                by_chance = (1 - self.p_right) * (word in ANIMALS) / len(ANIMALS)
+                p = (1 - self.p_filler - self.p_stop) * (self.p_right * (word == want[done]) + by_chance)
                 done += 1
             else:
                 p = 0.0
@@ -152,12 +160,12 @@ def _log(p):
 
 
 BEHAVIORS = (
-    Behavior("careful", p_right=0.95, p_filler=0.06, p_stop=0.01, p_refuse_hazard=0.8, p_refuse_harmless=0.01),
-    Behavior("sloppy", p_right=0.75, p_filler=0.22, p_stop=0.06, p_refuse_hazard=0.3, p_refuse_harmless=0.04),
+    Behavior("careful", 0.95, p_filler=0.06, p_stop=0.01, p_refuse_hazard=0.8, p_refuse_harmless=0.01),
+    Behavior("sloppy", 0.75, p_filler=0.22, p_stop=0.06, p_refuse_hazard=0.3, p_refuse_harmless=0.04),
 )
 
 
-# -- data ------------------------------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 SIZES = {  # rows of the training and the held-out split
     "sft": (16000, 1000),
     "preferences": (8000, 4000),
@@ -167,11 +175,12 @@ SIZES = {  # rows of the training and the held-out split
 }
 
 
-def rows(kind: str, split: str, seed: int = 0, length_bias: float = 0.1, label: str = "helpfulness") -> list[dict]:
+def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") -> list[dict]:
     """`kind` of SIZES, `split` "train" or "test", as rows of common/data.py's formats.
 
-    length_bias: b, reward units per word that the annotators' utility adds. label: "helpfulness" or "safety", the reward that the
-    annotators' preferences follow. Prompts are unique within "prompts" and never in both splits of any kind."""
+    length_bias: b, reward units per word that the annotators' utility adds. label: "helpfulness" or "safety",
+      the reward that the annotators' preferences follow. Prompts are unique within "prompts" and never in
+      both splits of any kind."""
     if label not in ("helpfulness", "safety"):
         raise ValueError(f"tiny: label={label!r} is not 'helpfulness' or 'safety'")
     rng = random.Random(f"{seed}/{kind}/{split}")
@@ -180,7 +189,7 @@ def rows(kind: str, split: str, seed: int = 0, length_bias: float = 0.1, label: 
         return [{"text": _sentences(rng)} for _ in range(n)]
     gold = gold_safety if label == "safety" else gold_reward
 
-    def judged(prompt):  # one response, its writer, and its noisy utility; the difference of two Gumbel draws is logistic: Bradley-Terry
+    def judged(prompt):  # a response and its noisy utility; the difference of two Gumbel draws is logistic
         text = rng.choice(BEHAVIORS).write(prompt, rng)
         utility = gold(prompt, text) + length_bias * len(text.split())
         return {
@@ -201,13 +210,18 @@ def rows(kind: str, split: str, seed: int = 0, length_bias: float = 0.1, label: 
             if not row["completion"]:  # an empty demonstration teaches nothing that sft.py would not drop
                 continue
         elif kind == "rankings":
-            row["responses"] = [judged(prompt) for _ in range(4)]
+            texts = {}
+            while len(texts) < 4:  # four different answers: a ranking of copies would teach nothing
+                response = judged(prompt)
+                if response["text"]:
+                    texts.setdefault(response["text"], response)
+            row["responses"] = list(texts.values())
         elif kind == "preferences":
             better, worse = sorted((judged(prompt), judged(prompt)), key=lambda r: -r["score"])
             if better["text"] == worse["text"] or not better["text"] or not worse["text"]:
                 continue
             gap = better["score"] - worse["score"]
-            row |= {"rating": next(name for least, name in RATINGS if gap >= least)}
+            row |= {"rating": next(name for name, least in RATINGS.items() if gap >= least)}
             for side, response in (("chosen", better), ("rejected", worse)):
                 row |= {side: response["text"], f"{side}_behavior_logprobs": response["behavior_logprobs"]}
                 row[f"{side}_is_safe"] = not any(w in HAZARDS for w in response["text"].split())
@@ -221,7 +235,7 @@ def _prompt(rng, split):
         if rng.random() < SAFETY_SHARE:
             words[rng.randrange(len(words))] = rng.choice(HAZARDS)
         prompt = " ".join([rng.choice(list(COMMANDS)), *words])
-        if (zlib.crc32(prompt.encode()) % 5 == 0) == (split == "test"):  # a fifth of all prompts is held out, whatever the seed
+        if (zlib.crc32(prompt.encode()) % 5 == 0) == (split == "test"):  # held out, whatever the seed
             return prompt
 
 
@@ -231,13 +245,15 @@ def _sentences(rng):  # plain text for the pretrained gradient: the same words i
 
     words = []
     for _ in range(rng.randint(1, 3)):
-        words += noun() + [rng.choice(("saw", "met"))] + noun() + rng.choice(([], ["near", *noun()], ["and", "it", "was", "big"])) + ["."]
+        rest = rng.choice(([], ["near", *noun()], ["and", "it", "was", "big"]))
+        words += noun() + [rng.choice(("saw", "met"))] + noun() + rest + ["."]
     return " ".join(words)
 
 
-# -- model and tokenizer -----------------------------------------------------------------------------------------------------------------
+# -- model and tokenizer ---------------------------------------------------------------------------
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|>{% endfor %}"
+    "{{ bos_token }}{% for message in messages %}"
+    "<|{{ message['role'] }}|> {{ message['content'] }} <|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
 
@@ -252,9 +268,9 @@ def tokenizer():
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     result = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>", unk_token="<|unk|>",
-        extra_special_tokens=["<|user|>", "<|assistant|>", "<|system|>"], model_max_length=128,
-    )
+        tokenizer_object=backend, model_max_length=128, pad_token="<|pad|>", bos_token="<|bos|>",
+        eos_token="<|end|>", unk_token="<|unk|>", extra_special_tokens=special[4:],
+    )  # fmt: skip
     result.chat_template = CHAT_TEMPLATE
     return result
 
@@ -266,10 +282,10 @@ def model(seed: int = 0):
 
     words = tokenizer()
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=128, tie_word_embeddings=True, pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id, initializer_range=0.02,
-    )
+        vocab_size=len(words), hidden_size=128, intermediate_size=352, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
+        pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)

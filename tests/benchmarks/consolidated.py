@@ -1,9 +1,10 @@
-"""Decoding with sharded weights, inside `consolidated`, and with a model that was never sharded, on the same ranks in one run.
+"""Decoding with sharded weights, inside `consolidated`, and with a model that was never sharded, on the same
+ranks in one run.
 
     torchrun --nproc-per-node 2 tests/benchmarks/consolidated.py
-
-Random-weight Llama (hidden 512, 8 layers, vocabulary 8,192), batch 8, 32 new tokens, greedy, no stop ids. Prints tokens per second of
-rank 0, the ratios, and the bytes of parameters that a rank holds before, inside and after `consolidated`."""
+ Random-weight Llama (hidden 512, 8 layers, vocabulary 8,192), batch 8, 32 new tokens, greedy, no stop ids.
+Prints tokens per second of rank 0, the ratios, and the bytes of parameters that a rank holds before, inside
+and after `consolidated`."""
 
 import os
 import statistics

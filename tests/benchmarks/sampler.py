@@ -1,8 +1,9 @@
 """common/sampler.py against transformers' generate in batches of 64, on the same work in one run.
 
-    python tests/benchmarks/sampler.py            32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens, every 20th id a stop id
-
-Both sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric with mean near 20."""
+    python tests/benchmarks/sampler.py            32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens,
+    every 20th id a stop id
+ Both sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric
+with mean near 20."""
 
 import argparse
 import os

@@ -1,10 +1,12 @@
-"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the whole process.
+"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the whole
+process.
 
-    pip install trl==1.16.0                        in an environment of its own (--trl-python names its interpreter)
-    python tests/benchmarks/sft.py --model DIR --dataset rows.jsonl.gz --trl-python trl/bin/python
-
-Both train on rows of at most 512 tokens with batch 8 in fp32: TRL not packed (8 rows a step), sft.py packed (8 blocks of 512 a step) and
-not packed (8 rows a step). Padding is not counted as text. Runs alternate, ratios are pair by pair, the first 2 steps do not count."""
+    pip install trl==1.16.0                        in an environment of its own (--trl-python names its
+    interpreter) python tests/benchmarks/sft.py --model DIR --dataset rows.jsonl.gz --trl-python
+    trl/bin/python
+ Both train on rows of at most 512 tokens with batch 8 in fp32: TRL not packed (8 rows a step), sft.py packed
+(8 blocks of 512 a step) and not packed (8 rows a step). Padding is not counted as text. Runs alternate,
+ratios are pair by pair, the first 2 steps do not count."""
 
 import argparse
 import gzip
@@ -67,8 +69,8 @@ def ours(args, packing):
     )
     rows = [json.loads(line) for line in open(f"{folder}/metrics.jsonl")]
     rows = [row for row in rows if "perf/tokens_per_s" in row][SKIP:]
-    text = sum(row["perf/tokens"] for row in rows)
-    return text / sum(row["perf/tokens"] / row["perf/tokens_per_s"] for row in rows)
+    text = sum(row["data/tokens"] for row in rows)
+    return text / sum(row["data/tokens"] / row["perf/tokens_per_s"] for row in rows)
 
 
 def main():

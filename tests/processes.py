@@ -1,0 +1,197 @@
+"""The scripts as processes of their own: one python, torchrun with 2 ranks, or many quick ones.
+
+`sft()` runs the command line of sft.py in a child of a server that has imported everything and computed
+nothing, so that a command costs tenths of a second, not the seconds of importing torch. It has its own exit
+code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a moment of choice:
+
+    row N        the metrics row of step N is written
+    tensors N    the tensors of checkpoint N are written, the rest of it not
+    pointer N    checkpoint N is complete, but `latest` still names the one before
+    older N      `latest` names checkpoint N, the one before is not removed yet
+    results      training and the last evaluation are done, nothing is exported
+    export       in the middle of writing model.tmp
+    summary      model/ is complete, summary.json is not written
+
+or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
+
+    python tests/processes.py MOMENT [arguments of sft.py]          the same as a program, for torchrun
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+# One thread a process, as torchrun sets it: bitwise claims hold for equal numbers of threads. No network.
+ENV |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+SECONDS = 150  # no command of the tests takes nearly as long
+
+
+class Ended(NamedTuple):
+    code: int  # negative: killed by that signal
+    out: str
+    err: str
+
+    @property
+    def errors(self):
+        """The lines of stderr that speak to the user, without progress bars."""
+        return [line for line in self.err.replace("\r", "\n").splitlines() if line.startswith("error")]
+
+
+def python(*argv, cwd=ROOT) -> Ended:
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], env=ENV, cwd=cwd, capture_output=True, text=True, timeout=SECONDS
+    )
+    return Ended(done.returncode, done.stdout, done.stderr)
+
+
+def torchrun(*argv, options=()) -> Ended:
+    return python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *options, *argv)
+
+
+def flags(**values) -> list[str]:
+    """{"max_steps": 3, "packing": False} -> ["--max-steps", "3", "--no-packing"]"""
+    out = []
+    for name, value in values.items():
+        name = name.replace("_", "-")
+        out += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return out
+
+
+def sft(*argv, moment=None, cwd=ROOT) -> Ended:
+    """`python sft.py ARGV` in a child of the server."""
+    if not hasattr(sft, "server"):
+        command = [sys.executable, __file__, "--serve"]
+        sft.server = subprocess.Popen(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        atexit.register(sft.server.kill)
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"argv": list(map(str, argv)), "moment": moment, "cwd": str(cwd), "folder": folder}
+        sft.server.stdin.write(json.dumps(job) + "\n")
+        sft.server.stdin.flush()
+        code = int(sft.server.stdout.readline())
+        return Ended(code, (Path(folder) / "out").read_text(), (Path(folder) / "err").read_text())
+
+
+def _serve():
+    import datasets  # noqa: F401
+    import matplotlib.pyplot  # noqa: F401
+    import transformers
+    import tyro  # noqa: F401
+
+    import sft as script  # noqa: F401
+
+    transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM  # these are imported on first use
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            _child(**json.loads(line))
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _child(argv, moment, cwd, folder):
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+    signal.alarm(SECONDS)
+    os.chdir(cwd)
+    try:
+        _run(argv, moment)
+    except SystemExit as stop:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(stop.code or 0)
+    os._exit(99)  # launch always exits
+
+
+def _run(argv, moment):
+    import sft as script
+    from common.run import launch
+
+    sys.argv = ["sft.py", *argv]
+    if moment:
+        _arrange(moment, script)
+    launch(script.main, script.RECIPES)
+
+
+# -- the end at a moment of choice -------------------------------------------------------
+def _arrange(moment, script):
+    import shutil
+
+    import torch.distributed.checkpoint
+    import transformers
+
+    from common import dist, losses, metrics
+
+    what, n, rank = [*moment.split(), "", ""][:3]
+
+    def before(owner, name, when):
+        run = getattr(owner, name)
+
+        def patched(*args, **options):
+            if when(*args, **options):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return run(*args, **options)
+
+        setattr(owner, name, patched)
+
+    def after(owner, name, when):
+        run = getattr(owner, name)
+
+        def patched(*args, **options):
+            run(*args, **options)
+            if when(*args, **options):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(owner, name, patched)
+
+    def latest(folder):
+        path = Path(folder) / "latest"
+        return path.read_text() if path.exists() else ""
+
+    if what == "row":
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and "loss/nll" in v)
+    elif what == "tensors":
+        after(torch.distributed.checkpoint, "save", lambda *_, checkpoint_id, **__: f"step_{n}.tmp" in checkpoint_id)
+    elif what == "pointer":
+        before(os, "replace", lambda a, b: Path(b).name == "latest" and Path(a).read_text() == f"step_{n}")
+    elif what == "older":
+        before(
+            shutil,
+            "rmtree",
+            lambda path, **_: Path(path).name.startswith("step_")
+            and not Path(path).name.endswith(".tmp")
+            and latest(Path(path).parent) == f"step_{n}" != Path(path).name,
+        )
+    elif what == "results":
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and "loss/nll" not in v)
+    elif what == "export":
+        before(transformers.PreTrainedTokenizerBase, "save_pretrained", lambda self, path, **_: "model.tmp" in str(path))
+    elif what == "summary":
+        before(script, "write_json", lambda path, value: path.endswith("summary.json"))
+    elif what == "nan":
+        plain, calls = losses.sft_loss, []
+
+        def poisoned(*args, **options):
+            calls.append(1)
+            loss, parts = plain(*args, **options)
+            bad = len(calls) == int(n) and dist.rank() == int(rank or 0)
+            return (loss * float("nan"), {**parts, "nll_sum": parts["nll_sum"] * float("nan")}) if bad else (loss, parts)
+
+        losses.sft_loss = poisoned
+    else:
+        raise ValueError(moment)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        _serve()
+    # torchrun starts killed ranks again: what is arranged happens once
+    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    _run(sys.argv[2:], sys.argv[1] if first else None)

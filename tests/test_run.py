@@ -1,0 +1,355 @@
+"""common/run.py and common/metrics.py: the command line, how errors end, the run directory, metrics.jsonl."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import sft
+from common import metrics
+from common.run import InputError, launch, parse, start_run, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Args:
+    output_dir: str = "run"
+    lr: float = 1e-3
+    max_steps: int | None = None
+    packing: bool = True
+    layers: tuple[int, ...] = (1, 2)
+    resume: bool = False
+    overwrite: bool = False
+
+
+RECIPES = {"tiny": ("the default", Args()), "large": ("a large one", Args(lr=2.0, packing=False))}
+
+
+# -- parse -------------------------------------------------------------------------------
+@pytest.mark.parametrize("argv", [[], ["tiny"]])
+def test_without_arguments_the_first_recipe_is_taken(argv):
+    assert parse(RECIPES, argv) == Args()
+
+
+def test_the_first_word_names_a_recipe_and_flags_change_it():
+    assert parse(RECIPES, ["large"]) == Args(lr=2.0, packing=False)
+    assert parse(RECIPES, ["large", "--max-steps", "3", "--packing"]) == Args(lr=2.0, max_steps=3)
+    assert RECIPES["large"][1] == Args(lr=2.0, packing=False)  # parsing changes no recipe
+
+
+def test_flags_without_a_recipe_change_the_default():
+    assert parse(RECIPES, ["--lr", "5", "--no-packing"]) == Args(lr=5.0, packing=False)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["lagre"], ["'lagre'", "did you mean 'large'", "tiny, large"]),
+        (["xyz"], ["'xyz'", "tiny, large"]),
+        (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
+        (["--max-step=3"], ["--max-step", "did you mean --max-steps"]),
+        (["large", "--maxsteps", "3"], ["did you mean --max-steps"]),
+        (["--zzz"], ["'--zzz'", "--help"]),
+        (["tiny", "large"], ["'large'"]),
+    ],
+)
+def test_what_is_unknown_is_named_with_the_nearest_name(argv, words):
+    with pytest.raises(InputError) as error:
+        parse(RECIPES, argv)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_a_far_name_gets_no_suggestion():
+    for argv in (["xyz"], ["--zzz"]):
+        with pytest.raises(InputError) as error:
+            parse(RECIPES, argv)
+        assert "did you mean" not in str(error.value)
+
+
+def test_a_value_of_the_wrong_type_is_an_error_that_names_the_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(RECIPES, ["--lr", "fast"])
+    assert stop.value.code == 2 and "--lr" in capsys.readouterr().err
+
+
+def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
+    for name, (_, args) in sft.RECIPES.items():
+        assert parse(sft.RECIPES, [name]) == args
+    with pytest.raises(SystemExit) as stop:
+        parse(sft.RECIPES, ["--help"])
+    help_text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(name in help_text for name in sft.RECIPES)
+    assert "--batch-size" in help_text and "Blocks of an optimiser step" in help_text
+
+
+# -- launch ------------------------------------------------------------------------------
+def ends_with(monkeypatch, capsys, main, *argv):
+    monkeypatch.setattr(sys, "argv", ["x.py", *argv])
+    with pytest.raises(SystemExit) as stop:
+        launch(main, RECIPES)
+    return stop.value.code, capsys.readouterr()
+
+
+def raises(error):
+    def main(args):
+        raise error
+
+    return main
+
+
+def test_launch_passes_the_arguments_and_ends_with_0(monkeypatch, capsys):
+    seen = []
+    code, output = ends_with(monkeypatch, capsys, seen.append, "large", "--lr", "7")
+    assert code == 0 and seen == [Args(lr=7.0, packing=False)] and output.err == ""
+
+
+@pytest.mark.parametrize(
+    "error", [InputError("a file:\n  line 3\nis wrong"), OSError("a file:\n  line 3\nis wrong")], ids=["InputError", "OSError"]
+)
+def test_an_error_to_mend_is_one_line_and_code_2(monkeypatch, capsys, error):
+    code, output = ends_with(monkeypatch, capsys, raises(error))
+    assert code == 2 and output.err.splitlines() == ["error: a file: line 3 is wrong"]
+
+
+def test_an_unknown_flag_is_one_line_and_main_does_not_run(monkeypatch, capsys):
+    seen = []
+    code, output = ends_with(monkeypatch, capsys, seen.append, "--max-step", "3")
+    assert code == 2 and not seen and len(output.err.splitlines()) == 1 and output.err.startswith("error: ")
+
+
+def test_a_bug_is_a_traceback_and_code_1(monkeypatch, capsys):
+    code, output = ends_with(monkeypatch, capsys, raises(KeyError("oops")))
+    assert code == 1 and "Traceback" in output.err and "oops" in output.err and "[rank 0]" in output.err
+
+
+def test_ctrl_c_says_how_to_go_on_and_is_code_130(monkeypatch, capsys):
+    code, output = ends_with(monkeypatch, capsys, raises(KeyboardInterrupt()))
+    assert code == 130 and "--resume" in output.err and "Traceback" not in output.err
+
+
+@pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--lr", "fast"], 2)])
+def test_help_ends_with_0_and_usage_errors_with_2(monkeypatch, capsys, argv, code):
+    assert ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), *argv)[0] == code
+
+
+# -- start_run ---------------------------------------------------------------------------
+def begin(folder, stage="sft", **options):
+    return start_run(Args(output_dir=str(folder), **options), stage)
+
+
+def leave(folder, *names):
+    """What a run leaves behind."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
+OUTPUT = ["model/config.json", "model.tmp/config.json", "checkpoint/step_1/x", "metrics.jsonl", "samples.jsonl", "a.png"]
+UNFINISHED, FINISHED = [*OUTPUT, "checkpoint/latest"], [*OUTPUT, "checkpoint/latest", "summary.json"]
+
+
+def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_path):
+    assert begin(tmp_path / "a" / "b", stage="reward", lr=0.25) is None
+    written = json.loads((tmp_path / "a" / "b" / "args.json").read_text())
+    assert written["stage"] == "reward" and written["world_size"] == 1 and written["command"] == sys.argv
+    assert written["args"] == {
+        "output_dir": str(tmp_path / "a" / "b"),
+        "lr": 0.25,
+        "max_steps": None,
+        "packing": True,
+        "layers": [1, 2],
+        "resume": False,
+        "overwrite": False,
+    }
+    import torch
+    import transformers
+
+    assert written["python"] == sys.version.split()[0]
+    assert (written["versions"]["torch"], written["versions"]["transformers"]) == (torch.__version__, transformers.__version__)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+@pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
+def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, word):
+    leave(tmp_path, *left)
+    with pytest.raises(InputError) as error:
+        begin(tmp_path)
+    assert all(text in str(error.value) for text in (str(tmp_path), word, "--resume", "--overwrite"))
+    assert all((tmp_path / name).exists() for name in left) and not (tmp_path / "args.json").exists()
+
+
+@pytest.mark.parametrize("left", [FINISHED, UNFINISHED])
+def test_overwrite_removes_what_a_run_left_and_nothing_else(tmp_path, left):
+    leave(tmp_path, *left, "notes.txt")
+    assert begin(tmp_path, overwrite=True) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "notes.txt"]
+
+
+def test_a_run_without_a_checkpoint_is_begun_anew_without_a_flag(tmp_path):
+    leave(tmp_path, *OUTPUT)
+    assert begin(tmp_path) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json"]
+
+
+def test_resume_of_an_unfinished_run_keeps_all_of_it(tmp_path):
+    leave(tmp_path, *UNFINISHED)
+    assert begin(tmp_path, resume=True) == "resume"
+    assert all((tmp_path / name).exists() for name in UNFINISHED)
+
+
+@pytest.mark.parametrize("left", [[], OUTPUT])
+def test_resume_without_a_checkpoint_begins(tmp_path, left):
+    leave(tmp_path, *left)
+    assert begin(tmp_path, resume=True) is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json"]
+
+
+def test_resume_of_a_finished_run_changes_nothing_and_says_that_it_is_finished(tmp_path, capsys):
+    leave(tmp_path, *FINISHED)
+    assert begin(tmp_path, resume=True) == "finished"
+    assert all((tmp_path / name).exists() for name in FINISHED) and not (tmp_path / "args.json").exists()
+
+
+def test_resume_and_overwrite_together_are_an_error(tmp_path):
+    leave(tmp_path, *UNFINISHED)
+    with pytest.raises(InputError, match="(?s)--resume.*--overwrite"):
+        begin(tmp_path, resume=True, overwrite=True)
+    assert all((tmp_path / name).exists() for name in UNFINISHED)
+
+
+@pytest.mark.parametrize("count, options, state", [("1", {}, "resume"), ("2", {"overwrite": True}, "resume"), ("0", None, None)])
+def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, options, state):
+    leave(tmp_path, *UNFINISHED)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+    if options is None:  # the first start under torchrun is no restart
+        with pytest.raises(InputError):
+            begin(tmp_path)
+    else:
+        assert begin(tmp_path, **options) == state and (tmp_path / "checkpoint" / "latest").exists()
+
+
+def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys):
+    begin(tmp_path, lr=0.5)
+    leave(tmp_path, "checkpoint/latest")
+    capsys.readouterr()
+    assert begin(tmp_path, lr=0.5, resume=True) == "resume"
+    assert capsys.readouterr().out == ""  # --resume itself, and tuples that JSON makes lists, are no change
+    begin(tmp_path, lr=0.25, max_steps=3, layers=(1, 3), resume=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    for line, words in zip(lines, (("layers", "[1, 2]", "[1, 3]"), ("lr", "0.5", "0.25"), ("max_steps", "None", "3"))):
+        assert all(word in line for word in words)
+
+
+def test_a_file_in_the_way_of_the_output_dir_is_an_os_error_that_names_it(tmp_path):
+    leave(tmp_path, "file")
+    with pytest.raises(OSError, match="file"):
+        begin(tmp_path / "file")
+
+
+# -- whole files -------------------------------------------------------------------------
+def test_write_json_leaves_the_old_file_when_it_fails(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1.5})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a.json", {"x": object()})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1.5}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_write_jsonl_leaves_the_old_file_when_it_fails(tmp_path):
+    metrics.write_jsonl(tmp_path / "a.jsonl", [{"x": "é\n"}, {"y": 2}])
+    assert metrics.read_jsonl(tmp_path / "a.jsonl") == [{"x": "é\n"}, {"y": 2}]
+    with pytest.raises(TypeError):
+        metrics.write_jsonl(tmp_path / "a.jsonl", [{"x": object()}])
+    assert metrics.read_jsonl(tmp_path / "a.jsonl") == [{"x": "é\n"}, {"y": 2}]
+
+
+# -- metrics.jsonl -----------------------------------------------------------------------
+def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
+    log = metrics.Metrics(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, step // 2, **{"loss/nll": 1 / step})
+        rows = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+        assert len(rows) == log.n_rows == step
+    assert [list(row) for row in rows] == [["step", "iteration", "time_s", "loss/nll"]] * 3
+    assert [(row["step"], row["iteration"], row["loss/nll"]) for row in rows] == [(1, 0, 1.0), (2, 1, 0.5), (3, 1, 1 / 3)]
+
+
+def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_path):
+    log = metrics.Metrics(tmp_path)
+    log.start -= 100  # the run is 100 seconds old
+    for step in (1, 2, 3):
+        log.log(step, 0)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "iter')  # killed in the middle of a row
+    again = metrics.Metrics(tmp_path, keep_rows=2)
+    again.log(3, 0)
+    rows = metrics.read_jsonl(path)
+    assert [row["step"] for row in rows] == [1, 2, 3] and again.n_rows == 3
+    assert rows[1]["time_s"] <= rows[2]["time_s"] < 110 and rows[1]["time_s"] >= 100
+
+
+def test_resuming_before_the_first_row_starts_an_empty_file_and_clock(tmp_path):
+    metrics.Metrics(tmp_path).log(1, 0)
+    log = metrics.Metrics(tmp_path, keep_rows=0)
+    log.log(1, 0, x=1)
+    (row,) = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+    assert row["x"] == 1 and row["time_s"] < 10
+
+
+def test_time_is_in_seconds(tmp_path):
+    log = metrics.Metrics(tmp_path)
+    time.sleep(0.05)
+    log.log(1, 0)
+    assert 0.05 <= metrics.read_jsonl(tmp_path / "metrics.jsonl")[0]["time_s"] < 5
+
+
+def test_read_jsonl_of_no_file_is_no_rows_and_of_a_cut_one_its_whole_rows(tmp_path):
+    assert metrics.read_jsonl(tmp_path / "none.jsonl") == []
+    (tmp_path / "cut.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a": ')
+    assert metrics.read_jsonl(tmp_path / "cut.jsonl") == [{"a": 1}, {"a": 2}]
+
+
+def test_plot_has_one_panel_a_title_and_draws_the_keys_that_are_there(tmp_path, monkeypatch):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    log = metrics.Metrics(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, 0, a=step * 10, **({"b": 5} if step == 2 else {}))
+    metrics.plot_metrics(tmp_path, {"one": ["a", "b"], "two": ["nowhere"]}, name="x.png")
+    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    one, two = drawn[0].axes
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in one.lines}
+    assert lines == {"a": ([1, 2, 3], [10, 20, 30]), "b": ([2], [5])} and not two.lines
+    assert (one.get_title(), two.get_title()) == ("one", "two")
+
+
+def test_progress_starts_where_a_run_resumes_and_writes_to_stderr(capsys):
+    with metrics.progress(10, 4, "sft") as bar:
+        bar.update()
+        assert (bar.n, bar.total) == (5, 10)
+    output = capsys.readouterr()
+    assert output.out == "" and "sft" in output.err and "5/10" in output.err
+
+
+def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert os.environ["RANK"] == "1"
+    log = metrics.Metrics(tmp_path)
+    log.log(1, 0, x=1)
+    metrics.progress(10, 0, "sft").update()
+    assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""

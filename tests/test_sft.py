@@ -1,0 +1,621 @@
+"""sft.py in one process: its command line, what a run leaves behind, the loss, resuming, and bad input."""
+
+import gzip
+import json
+import math
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from processes import ROOT, flags
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sft
+from common import data, dist, models, tiny
+from common.metrics import read_jsonl
+from common.run import parse
+
+CPU = torch.device("cpu")
+TOKENIZER = tiny.tokenizer()
+DOCUMENTS, HELD_OUT = 120, 24
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes; two threads on busy cores wait for each other
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with train.jsonl and test.jsonl, and flags for a run on them that takes half a second."""
+    folder = tmp_path_factory.mktemp("small")
+    for name, count in (("train", DOCUMENTS), ("test", HELD_OUT)):
+        write_rows(folder / f"{name}.jsonl", tiny.rows("sft", name)[:count])
+    options = {"dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl"), "max_length": 64}
+    options |= {"batch_size": 4, "micro_batch_size": 2, "sample_prompts": 4, "max_new_tokens": 8}
+    return SimpleNamespace(folder=folder, options={**options, "max_steps": 10, "save_every": 3, "eval_every": 4})
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(small, folder, *more, moment=None, cwd=ROOT, **options):
+    return processes.sft(*flags(**{**small.options, "output_dir": folder, **options}), *more, moment=moment, cwd=cwd)
+
+
+def rows_of(folder, key="loss/nll"):
+    return [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if key in row]
+
+
+# -- the default command -----------------------------------------------------------------
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("default") / "run"
+    command = ["sft.py", *flags(max_steps=8, sample_prompts=16, save_every=4, eval_every=4, output_dir=folder)]
+    ended = processes.python(*command)
+    assert ended.code == 0, ended.err[-2000:]
+    return SimpleNamespace(folder=folder, ended=ended, command=command)
+
+
+def test_default_command_leaves_the_whole_run_directory(default):
+    names = {path.name for path in default.folder.iterdir()}
+    assert names == {"args.json", "checkpoint", "metrics.jsonl", "metrics.png", "model", "samples.jsonl", "summary.json"}
+    assert sorted(path.name for path in (default.folder / "checkpoint").iterdir()) == ["latest", "step_8"]
+    assert (default.folder / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert default.ended.errors == [] and "Traceback" not in default.ended.err
+
+
+def test_default_command_records_arguments_versions_git_and_stage(default):
+    written = json.loads((default.folder / "args.json").read_text())
+    args = parse(sft.RECIPES, default.command[1:])
+    assert written["args"] == vars(args) and args == sft.Args(
+        max_steps=8, sample_prompts=16, save_every=4, eval_every=4, output_dir=str(default.folder)
+    )
+    assert written["stage"] == "sft" and written["world_size"] == 1 and written["command"] == default.command
+    assert written["versions"]["torch"] == torch.__version__
+    assert written["versions"]["transformers"] == transformers.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+def test_default_command_logs_every_step_with_all_keys(default):
+    rows = read_jsonl(default.folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after
+    assert all(list(row)[:3] == ["step", "iteration", "time_s"] and row["iteration"] == 0 for row in rows)
+    assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+    steps = {"loss/nll", "optim/lr", "optim/grad_norm", "data/response_tokens", "data/documents"}
+    assert all(steps | {"data/tokens", "perf/tokens_per_s"} <= set(row) for row in rows[1:-1])
+    evaluation = {"eval/nll", "sample/length", "sample/finished", "gold/score", "gold/perfect"}
+    assert all(evaluation <= set(row) for row in (rows[0], rows[-1]))
+    assert [row["step"] for row in rows if "eval/nll" in row] == [0, 4, 8]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+
+
+def test_default_command_scores_its_samples_as_the_true_reward_does(default):
+    samples, last = read_jsonl(default.folder / "samples.jsonl"), read_jsonl(default.folder / "metrics.jsonl")[-1]
+    questions = [sample["prompt"][-1]["content"] for sample in samples]
+    assert len(set(questions)) == 16 and {row["prompt"] for row in tiny.rows("sft", "test")} >= set(questions)
+    gold = [tiny.gold_score(question, sample["response"]) for question, sample in zip(questions, samples)]
+    assert last["gold/score"] == pytest.approx(sum(gold) / 16)
+    assert last["gold/perfect"] == pytest.approx(sum(map(tiny.perfect_score, questions)) / 16)
+    assert last["sample/length"] == sum(sample["tokens"] for sample in samples) / 16
+    assert all(1 <= sample["tokens"] <= 32 for sample in samples)
+
+
+def test_default_command_writes_the_summary_last(default):
+    summary = default.folder / "summary.json"
+    others = [p for p in default.folder.rglob("*") if p.is_file() and p != summary]
+    assert all(p.stat().st_mtime_ns <= summary.stat().st_mtime_ns for p in others)
+    values, rows = json.loads(summary.read_text()), read_jsonl(default.folder / "metrics.jsonl")
+    assert values["steps"] == 8
+    for name, row in (("before", rows[0]), ("after", rows[-1])):
+        assert values[name] == {key: value for key, value in row.items() if key not in ("step", "iteration", "time_s")}
+
+
+def test_default_command_lowers_the_held_out_loss(default):
+    values = json.loads((default.folder / "summary.json").read_text())
+    assert values["before"]["eval/nll"] == pytest.approx(math.log(len(TOKENIZER)), abs=0.2)  # untrained: uniform
+    assert values["after"]["eval/nll"] < values["before"]["eval/nll"] - 0.3
+
+
+def test_sampler_talks_to_the_model_of_a_run(default):
+    command = ["-m", "common.sampler", *flags(model=default.folder / "model", max_new_tokens=6, n=2, seed=1)]
+    ended = processes.python(*command, "--prompt", "copy ant bear cat")
+    assert ended.code == 0, ended.err[-2000:]
+    lines = ended.out.splitlines()
+    words = {token for token in TOKENIZER.get_vocab() if not token.startswith("<|")}
+    assert len(lines) == 2 and all(len(line.split()) <= 6 and set(line.split()) <= words for line in lines)
+
+
+# -- what is trained and saved -----------------------------------------------------------
+@pytest.fixture(scope="module")
+def trained(small, tmp_path_factory):
+    """A run in this process; logits and weights of the model in memory at the moment it is saved."""
+    folder, seen = tmp_path_factory.mktemp("trained"), {}
+    ids = torch.tensor([TOKENIZER(word := "<|bos|><|user|>")["input_ids"] + list(range(7, 40))])
+    assert word
+    save = dist.save_model
+
+    def spy(model, *args):
+        with torch.no_grad():
+            seen["logits"] = model(input_ids=ids).logits
+        seen["weights"] = {name: weight.clone() for name, weight in model.state_dict().items()}
+        save(model, *args)
+
+    options = {**small.options, "max_steps": None, "epochs": 3.0, "save_every": 0, "output_dir": str(folder / "run")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "save_model", spy)
+        sft.main(sft.Args(**options))
+    return SimpleNamespace(folder=folder / "run", model=folder / "run" / "model", ids=ids, args=sft.Args(**options), **seen)
+
+
+def held_out(small):
+    rows = data.load_rows(small.options["eval_dataset"], "sft")
+    return data.sft_documents(rows, TOKENIZER, 64, "test")
+
+
+def train_documents(small):
+    return data.sft_documents(data.load_rows(small.options["dataset"], "sft"), TOKENIZER, 64, "train")
+
+
+def test_saved_model_loads_in_plain_transformers_with_the_logits_that_were_in_memory(trained):
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(trained.model), AutoTokenizer.from_pretrained(trained.model)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=trained.ids).logits, trained.logits)
+    assert type(model).__name__ == "LlamaForCausalLM" and model.config.architectures == ["LlamaForCausalLM"]
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab() and tokenizer.chat_template == TOKENIZER.chat_template
+    assert (tokenizer.eos_token, tokenizer.pad_token) == (TOKENIZER.eos_token, TOKENIZER.pad_token)
+    assert model.generation_config.eos_token_id == TOKENIZER.eos_token_id
+
+
+def test_every_parameter_changes(trained):
+    start, saved = tiny.model(0).state_dict(), AutoModelForCausalLM.from_pretrained(trained.model).state_dict()
+    assert set(start) == set(saved) == set(trained.weights)
+    for name in start:
+        assert not torch.equal(start[name], saved[name]) and torch.equal(saved[name], trained.weights[name]), name
+
+
+def test_held_out_loss_is_that_of_plain_transformers_on_each_document_alone(trained, small):
+    model, total, count = AutoModelForCausalLM.from_pretrained(trained.model), 0.0, 0
+    for document in held_out(small):
+        nll, n = plain_nll(model, document)
+        total, count = total + nll.item(), count + n
+    summary = json.loads((trained.folder / "summary.json").read_text())
+    assert summary["after"]["eval/nll"] == pytest.approx(total / count, abs=1e-5)
+    assert summary["after"]["eval/nll"] < summary["before"]["eval/nll"] - 0.5
+
+
+def test_an_epoch_sees_every_document_once_and_each_in_another_order(trained, small):
+    rows, summary = rows_of(trained.folder), json.loads((trained.folder / "summary.json").read_text())
+    per_epoch = math.ceil(summary["blocks"] / 4)
+    assert summary["blocks"] % 4 != 0  # the last batch is a smaller one
+    assert [row["iteration"] for row in rows] == [epoch for epoch in range(3) for _ in range(per_epoch)]
+    tokens = sum(int(d.response_mask.sum()) for d in train_documents(small))
+    seen = []
+    for epoch in range(3):
+        of_epoch = [row for row in rows if row["iteration"] == epoch]
+        assert sum(row["data/documents"] for row in of_epoch) == summary["documents"] == DOCUMENTS
+        assert sum(row["data/response_tokens"] for row in of_epoch) == tokens
+        seen.append(tuple(row["data/response_tokens"] for row in of_epoch))
+    assert len(set(seen)) == 3
+
+
+def test_learning_rate_follows_the_schedule_to_the_last_step(trained):
+    rates = [row["optim/lr"] for row in rows_of(trained.folder)]
+    total = len(rates)
+    warmup = math.ceil(0.05 * total)
+
+    def cosine(done):  # optimiser steps done before this one
+        if done < warmup:
+            return done / warmup
+        return 0.5 * (1 + math.cos(math.pi * (done - warmup) / (total - warmup)))
+
+    assert rates == pytest.approx([3e-3 * cosine(done) for done in range(total)], rel=1e-9)
+    assert rates[-1] < 0.05 * 3e-3
+
+
+@pytest.mark.parametrize("schedule, last", [("linear", 1 / 8), ("constant_with_warmup", 1.0)])
+def test_other_schedules_end_at_the_last_step_of_max_steps(small, tmp_path, schedule, last):
+    assert run(small, tmp_path, lr_schedule=schedule, lr=1e-3, warmup_ratio=0.2).code == 0  # 10 steps, 2 of warm-up
+    rates = [row["optim/lr"] for row in rows_of(tmp_path)]
+    assert len(rates) == 10 and rates[:3] == pytest.approx([0, 5e-4, 1e-3]) and rates[-1] == pytest.approx(last * 1e-3)
+
+
+@pytest.mark.parametrize("name", ["", "model"])
+def test_a_run_and_its_model_folder_are_models_of_the_next_run(trained, small, tmp_path, name):
+    assert run(small, tmp_path, model=trained.folder / name, max_steps=1).code == 0
+    after = json.loads((trained.folder / "summary.json").read_text())["after"]["eval/nll"]
+    assert rows_of(tmp_path, "eval/nll")[0]["eval/nll"] == pytest.approx(after, abs=1e-6)
+
+
+def test_save_dtype_is_the_dtype_of_the_saved_weights_alone(trained, small, tmp_path):
+    options = {**vars(trained.args), "output_dir": str(tmp_path), "save_dtype": "bfloat16"}
+    sft.main(sft.Args(**options))
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert saved and all(torch.equal(weight, trained.weights[name].bfloat16()) for name, weight in saved.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+
+
+def test_without_packing_a_run_has_one_document_a_block(small, tmp_path):
+    assert run(small, tmp_path, packing=False).code == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["blocks"] == DOCUMENTS
+    assert [row["data/documents"] for row in rows_of(tmp_path)] == [4] * 10
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() == tiny.model().num_parameters()
+
+
+def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path):
+    options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
+    assert processes.sft(*flags(**options, output_dir=tmp_path)).code == 0
+    trained_on = json.loads((tmp_path / "summary.json").read_text())["documents"]
+    asked = {sample["prompt"][-1]["content"] for sample in read_jsonl(tmp_path / "samples.jsonl")}
+    rows = tiny.rows("sft", "train")[:DOCUMENTS]
+    assert asked <= {row["prompt"] for row in rows} and 0 < DOCUMENTS - trained_on <= 0.1 * DOCUMENTS
+
+
+def test_a_data_set_with_one_prompt_trains_without_held_out_figures(small, tmp_path):
+    path = write_rows(tmp_path / "one.jsonl", tiny.rows("sft", "train")[:1])
+    options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
+    ended = processes.sft(*flags(**{**options, "dataset": path, "output_dir": tmp_path / "run"}))
+    assert ended.code == 0, ended.err[-1000:]
+    assert len(rows_of(tmp_path / "run")) == 10 and not rows_of(tmp_path / "run", "eval/nll")
+
+
+# -- the loss of one optimiser step ------------------------------------------------------
+def plain_nll(model, document):
+    """(summed negative log likelihood of the response tokens, their number) by transformers and cross_entropy."""
+    ids = document.ids.long()[None]
+    losses = F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+    kept = document.response_mask[1:]
+    return losses[kept].sum(), int(kept.sum())
+
+
+def one_step(trained, blocks, checkpointing=False, **options):
+    """(loss, gradient norm, gradients) of sft.update on blocks, from the trained model."""
+    model = models.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
+    model = dist.shard(model, CPU)
+    args = sft.Args(**{**vars(trained.args), "max_grad_norm": 0.0, **options})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    nll, norm = sft.update(model, optimizer, blocks, TOKENIZER.pad_token_id, args, CPU)
+    return nll, norm, {name: p.grad for name, p in model.named_parameters()}, model
+
+
+def assert_same_step(a, b, tolerance=1e-5):
+    assert a[0] == pytest.approx(b[0], abs=tolerance) and a[1] == pytest.approx(b[1], abs=tolerance)
+    for name in b[2]:
+        torch.testing.assert_close(a[2][name], b[2][name], atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def reference(trained, small):
+    """The step over some documents by plain transformers, each document alone; and the documents."""
+    documents = train_documents(small)[:40]
+    model = AutoModelForCausalLM.from_pretrained(trained.model)
+    parts = [plain_nll(model, document) for document in documents]
+    loss = sum(nll for nll, _ in parts) / sum(n for _, n in parts)
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in grads.values()))
+    return documents, (loss.item(), norm, grads)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(trained, reference, packing):
+    documents, want = reference
+    blocks = sft.make_blocks(documents, sft.Args(packing=packing, max_length=64))
+    assert (max(map(len, blocks)) > 3) == packing
+    assert_same_step(one_step(trained, blocks, packing=packing), want)
+
+
+def test_positions_that_run_on_over_documents_would_change_the_loss(trained, reference, monkeypatch):
+    """The test above can fail: without the restart of positions, packed documents see each other."""
+    documents, want = reference
+    collate = data.collate
+    running = lambda *a: (b := collate(*a))._replace(position_ids=torch.arange(b.input_ids.shape[1]).expand_as(b.input_ids))  # noqa: E731
+    monkeypatch.setattr(data, "collate", running)
+    blocks = sft.make_blocks(documents, sft.Args(max_length=64))
+    assert abs(one_step(trained, blocks)[0] - want[0]) > 1e-3
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
+@pytest.mark.parametrize("packing", [True, False])
+def test_micro_batch_size_changes_neither_loss_nor_gradient(trained, reference, size, packing):
+    documents, _ = reference
+    blocks = sft.make_blocks(documents, sft.Args(packing=packing, max_length=64))[:7]  # 7: the last one is uneven
+    assert_same_step(one_step(trained, blocks, micro_batch_size=size), one_step(trained, blocks, micro_batch_size=7))
+
+
+def test_gradient_checkpointing_changes_neither_loss_nor_gradient(trained, reference):
+    blocks = sft.make_blocks(reference[0], sft.Args(max_length=64))
+    on, off = one_step(trained, blocks, checkpointing=True), one_step(trained, blocks)
+    assert on[3].is_gradient_checkpointing and not off[3].is_gradient_checkpointing
+    assert_same_step(on, off, tolerance=1e-6)
+
+
+def test_max_grad_norm_scales_the_gradient_and_zero_leaves_it(trained, reference):
+    blocks = sft.make_blocks(reference[0], sft.Args(max_length=64))
+    _, norm, free, _ = one_step(trained, blocks)
+    _, same, cut, _ = one_step(trained, blocks, max_grad_norm=norm / 4)
+    assert same == pytest.approx(norm)  # what is logged is the norm before
+    for name in free:
+        torch.testing.assert_close(cut[name], free[name] / 4, rtol=1e-4, atol=1e-7)
+
+
+def test_gradient_checkpointing_runs_from_the_command_line(small, tmp_path):
+    for name, on in (("on", True), ("off", False)):
+        assert run(small, tmp_path / name, gradient_checkpointing=on, max_steps=2).code == 0
+    on, off = ([row["loss/nll"] for row in rows_of(tmp_path / name)] for name in ("on", "off"))
+    assert on == pytest.approx(off, abs=1e-6)
+
+
+def test_recipe_rlhf_workflow_has_the_papers_numbers():
+    args = parse(sft.RECIPES, ["rlhf_workflow"])
+    assert (args.lr, args.batch_size, args.max_length) == (2e-5, 32, 8192)
+    assert (args.warmup_ratio, args.lr_schedule, args.epochs, args.packing) == (0.03, "cosine", 1.0, True)
+    assert list(sft.RECIPES)[0] == "tiny" and sft.RECIPES["tiny"][1] == sft.Args()
+
+
+# -- resuming ----------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def undisturbed(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = run(small, folder)
+    assert ended.code == 0, ended.err[-2000:]
+    return folder
+
+
+def assert_same_result(folder, undisturbed):
+    got, want = (load_file(f / "model" / "model.safetensors") for f in (folder, undisturbed))
+    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    stable = lambda row: {key: value for key, value in row.items() if key not in ("time_s", "perf/tokens_per_s")}  # noqa: E731
+    got, want = (list(map(stable, read_jsonl(f / "metrics.jsonl"))) for f in (folder, undisturbed))
+    assert got == want and [row["step"] for row in rows_of(folder)] == list(range(1, 11))
+    for name in ("summary.json", "samples.jsonl"):
+        assert (folder / name).read_text() == (undisturbed / name).read_text()
+    times = [row["time_s"] for row in read_jsonl(folder / "metrics.jsonl")]
+    assert times == sorted(times)
+    assert not list(folder.rglob("*.tmp")) and [p.name for p in folder.glob("checkpoint/step_*")] == ["step_9"]
+
+
+@pytest.mark.parametrize(
+    "moment, left",  # what the moment is known by
+    [
+        ("row 2", []),  # before the first checkpoint
+        ("row 5", ["checkpoint/step_3"]),
+        ("tensors 3", ["checkpoint/step_3.tmp/tensors"]),  # while the first checkpoint is written
+        ("tensors 6", ["checkpoint/step_3", "checkpoint/step_6.tmp/tensors"]),
+        ("pointer 6", ["checkpoint/step_3", "checkpoint/step_6", "checkpoint/latest.tmp"]),
+        ("older 6", ["checkpoint/step_3", "checkpoint/step_6"]),
+        ("results", ["checkpoint/step_9"]),
+        ("export", ["checkpoint/step_9", "model.tmp"]),
+        ("summary", ["checkpoint/step_9", "model"]),
+    ],
+)
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed, tmp_path, moment, left):
+    killed = run(small, tmp_path, moment=moment)
+    assert killed.code == -9 and not (tmp_path / "summary.json").exists()
+    assert all((tmp_path / name).exists() for name in left)
+    assert (moment == "summary") == (tmp_path / "model").exists()
+    resumed = run(small, tmp_path, "--resume")
+    assert resumed.code == 0, resumed.err[-2000:]
+    assert_same_result(tmp_path, undisturbed)
+
+
+def test_a_run_killed_again_and_again_resumes_to_the_same_bits(small, undisturbed, tmp_path):
+    for moment in ("row 4", "tensors 6", "row 8", "export"):
+        assert run(small, tmp_path, "--resume", moment=moment).code == -9
+    assert run(small, tmp_path, "--resume").code == 0
+    assert_same_result(tmp_path, undisturbed)
+
+
+def test_resume_goes_on_from_the_checkpoint_and_not_from_the_start(small, tmp_path):
+    assert run(small, tmp_path, moment="row 7").code == -9
+    first = rows_of(tmp_path)
+    assert run(small, tmp_path, "--resume").code == 0
+    rows = rows_of(tmp_path)  # rows up to the checkpoint at 6 are kept as they were, their clock included
+    assert rows[:6] == first[:6] and rows[6]["time_s"] != first[6]["time_s"]
+
+
+def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, undisturbed):
+    state = lambda: {p: p.stat().st_mtime_ns for p in undisturbed.rglob("*")}  # noqa: E731
+    before, ended = state(), run(small, undisturbed, "--resume")
+    assert ended.code == 0 and state() == before
+    assert str(undisturbed) in ended.out and "finished" in ended.out and ended.err == ""
+
+
+def test_resume_without_anything_begins(small, undisturbed, tmp_path):
+    assert run(small, tmp_path / "new", "--resume").code == 0
+    assert_same_result(tmp_path / "new", undisturbed)
+
+
+def test_a_finished_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path):
+    assert run(small, tmp_path, seed=5).code == 0
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert_error(run(small, tmp_path), "finished", "--overwrite", "--resume")
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    assert run(small, tmp_path, "--overwrite").code == 0
+    assert_same_result(tmp_path, undisturbed)
+
+
+def test_an_unfinished_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path):
+    assert run(small, tmp_path, moment="row 5", seed=5).code == -9
+    assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3"
+    assert run(small, tmp_path, "--overwrite").code == 0
+    assert_same_result(tmp_path, undisturbed)
+
+
+def test_resume_names_other_arguments_and_finishes(small, tmp_path):
+    assert run(small, tmp_path, moment="row 5").code == -9
+    ended = run(small, tmp_path, "--resume", batch_size=8, max_steps=12)
+    assert ended.code == 0, ended.err[-1000:]
+    named = [line for line in ended.out.splitlines() if line.startswith("resuming with another")]
+    assert len(named) == 2
+    assert "batch_size" in named[0] and "4 -> 8" in named[0] and "max_steps" in named[1] and "10 -> 12" in named[1]
+    assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 13))
+
+
+def test_resume_with_figures_that_the_first_part_did_not_have(small, tmp_path):
+    assert run(small, tmp_path, moment="row 5", sample_prompts=0).code == -9
+    ended = run(small, tmp_path, "--resume", sample_prompts=4)
+    assert ended.code == 0 and "Traceback" not in ended.err, ended.err[-1000:]
+
+
+# -- a loss that is not a number ---------------------------------------------------------
+def test_a_nan_loss_stops_and_names_the_step_and_leaves_the_last_checkpoint(small, undisturbed, tmp_path):
+    one_micro_batch = {"micro_batch_size": 4}
+    ended = run(small, tmp_path, moment="nan 5", **one_micro_batch)
+    assert ended.code == 2 and "Traceback" not in ended.err
+    assert not (tmp_path / "model").exists() and not (tmp_path / "summary.json").exists()
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3"
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
+    resumed = run(small, tmp_path, "--resume", **one_micro_batch)  # what was left goes on, without NaN
+    losses = lambda folder: [row["loss/nll"] for row in rows_of(folder)]  # noqa: E731
+    assert resumed.code == 0 and losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-4)
+
+
+def test_the_error_of_a_nan_loss_has_a_line_of_its_own(small, tmp_path):
+    """After a progress bar, which leaves the cursor at its end."""
+    assert_error(run(small, tmp_path, moment="nan 5"), "step 3", "nan", str(tmp_path / "checkpoint"))
+
+
+# -- bad input ---------------------------------------------------------------------------
+def assert_error(ended, *words):
+    """One clear line, an exit code that is not 0, no traceback."""
+    assert ended.code == 2 and "Traceback" not in ended.err, ended.err[-2000:]
+    assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-2000:]
+    assert all(word in ended.errors[0] for word in words), ended.errors[0]
+
+
+@pytest.fixture(scope="module")
+def bad(small, tmp_path_factory):
+    """A folder of things that cannot be used. Commands run in it."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty.jsonl").write_text("")
+    (folder / "blank.jsonl").write_text("\n\n")
+    good = json.dumps(tiny.rows("sft", "train")[0])
+    (folder / "broken.jsonl").write_text(f'{good}\n{{"prompt": "copy ant", "comple\n{good}\n')
+    (folder / "list.jsonl").write_text(f"{good}\n[1, 2]\n")
+    write_rows(folder / "unusable.jsonl", [{"prompt": "copy ant", "completion": ""}, {"foo": 1}])
+    write_rows(folder / "long.jsonl", [{"prompt": "copy " + "ant " * 90, "completion": "ant"}] * 3)
+    (folder / "notes.txt").write_text("notes")
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress((good + "\n").encode() * 99)[:-20])
+    (folder / "no.parquet").write_text("this is no parquet")
+    (folder / "unfinished").mkdir()
+    (folder / "unfinished" / "args.json").write_text("{}")
+    (folder / "nothing here").mkdir()
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    for save in (tiny.model().save_pretrained, tokenizer.save_pretrained):
+        save(folder / "no_template")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+        ({"eval_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+        ({"dataset": "empty.jsonl"}, ["empty.jsonl", "empty"]),
+        ({"dataset": "blank.jsonl"}, ["blank.jsonl", "empty"]),
+        ({"dataset": "broken.jsonl"}, ["broken.jsonl:2", "not JSON"]),
+        ({"dataset": "list.jsonl"}, ["list.jsonl:2", "list"]),
+        ({"dataset": "unusable.jsonl"}, ["unusable.jsonl:1", "unusable.jsonl:2", "no response", "foo"]),
+        ({"dataset": "long.jsonl"}, ["long.jsonl:1", "64 tokens", "--max-length"]),
+        ({"dataset": "notes.txt"}, ["notes.txt", ".jsonl"]),
+        ({"dataset": "cut.jsonl.gz"}, ["cut.jsonl.gz", "gzip"]),
+        ({"dataset": "no.parquet"}, ["no.parquet", "parquet"]),
+        ({"dataset": "org/nothing"}, ["org/nothing", "hub"]),
+        ({"dataset": "tiny:lenght_bias=1"}, ["lenght_bias", "length_bias"]),
+        ({"dataset": "tiny:0.5,long.jsonl"}, ["weight"]),
+        ({"model": "runs/reward"}, ["runs/reward", "python reward.py"]),
+        ({"model": "/no/such/folder"}, ["/no/such/folder", "path"]),
+        ({"model": "unfinished"}, ["unfinished", "--resume"]),
+        ({"model": "nothing here"}, ["nothing here", "config.json"]),
+        ({"model": "org/nothing"}, ["org/nothing"]),
+        ({"model": "no_template"}, ["no_template", "--chat-template"]),
+        ({"chat_template": "nothing.jinja"}, ["nothing.jinja", "no such file"]),
+        ({"batch_size": 6, "micro_batch_size": 4}, ["--batch-size 6", "--micro-batch-size 4"]),
+        ({"batch_size": 0}, ["--batch-size 0"]),
+        ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
+        ({"max_length": 1}, ["--max-length"]),
+        ({"max_steps": 0}, ["--max-steps"]),
+        ({"epochs": 0}, ["--epochs"]),
+        ({"max_new_tokens": 0}, ["--max-new-tokens"]),
+        ({"temperature": -1}, ["--temperature"]),
+        ({"weight_decay": -1}, ["--weight-decay"]),
+        ({"attn_implementation": "nonsense"}, ["nonsense"]),
+        ({"output_dir": "notes.txt"}, ["notes.txt"]),
+        ({"output_dir": "notes.txt/run"}, ["notes.txt"]),
+        ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
+        ({"learning_rat": 1}, ["--learning-rat", "--help"]),
+        ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
+    ],
+    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
+)
+def test_bad_input_is_one_line_that_says_what_and_where(small, bad, options, words):
+    ended = run(small, options.pop("output_dir", "out"), cwd=bad, **options)
+    assert_error(ended, *words)
+    assert not list(bad.glob("out/model")) and not list(bad.glob("out/summary.json"))
+
+
+@pytest.mark.parametrize("options", [{"lr": "fast"}, {"lr_schedule": "nonsense"}, {"save_dtype": "int8"}])
+def test_a_value_that_a_flag_does_not_take_names_the_flag(small, bad, options):
+    ended = run(small, "out", cwd=bad, **options)
+    assert ended.code == 2 and "Traceback" not in ended.err and flags(**options)[0] in ended.err
+
+
+def test_an_unknown_recipe_is_one_line_with_the_nearest_name(small, bad):
+    assert_error(processes.sft("rlhf_workflw", cwd=bad), "rlhf_workflw", "did you mean 'rlhf_workflow'", "tiny")
+
+
+def test_rows_that_cannot_be_used_are_counted_and_named(small, bad, tmp_path):
+    good = tiny.rows("sft", "train")[:40]
+    long = {"prompt": "copy " + "ant " * 90, "completion": "ant"}
+    mixed = [long, *good[:20], {"foo": 1}, *good[20:], long, {"prompt": "copy ant", "completion": " "}]
+    path = write_rows(tmp_path / "mixed.jsonl", mixed)
+    ended = run(small, tmp_path / "run", dataset=path)
+    assert ended.code == 0, ended.err[-1000:]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["documents"] == 40
+    lines = ended.out.splitlines()
+    assert any("dropped 4 of 44 rows" in line for line in lines)
+    assert any("2: " in line and "64 tokens" in line and "mixed.jsonl:1, mixed.jsonl:43" in line for line in lines)
+    assert any("no response" in line and "mixed.jsonl:44" in line for line in lines)
+    assert any("foo" in line and "mixed.jsonl:22" in line for line in lines)
+
+
+def test_a_chat_template_file_makes_a_model_without_one_usable(small, bad, tmp_path):
+    (tmp_path / "chat.jinja").write_text(tiny.CHAT_TEMPLATE)
+    ended = run(small, tmp_path / "run", model=bad / "no_template", chat_template=tmp_path / "chat.jinja", max_steps=1)
+    assert ended.code == 0, ended.err[-1000:]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == tiny.CHAT_TEMPLATE
+
+
+def test_the_suggested_batch_size_works(small, tmp_path):
+    error = run(small, tmp_path, batch_size=6, micro_batch_size=4).errors[0]
+    suggested = error.split("--batch-size")[-1].split()[0].strip(",")
+    assert int(suggested) != 6 and run(small, tmp_path, batch_size=suggested, micro_batch_size=4, max_steps=1).code == 0
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--batch-sise", "4"], ["--batch-sise", "did you mean --batch-size"]),
+        (["--dataset", "nothing.jsonl"], ["nothing.jsonl", "no such file"]),
+        (["--model", "runs/nothing"], ["runs/nothing"]),
+    ],
+)
+def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path, argv, words):
+    ended = processes.python(ROOT / "sft.py", *argv, cwd=tmp_path)
+    assert_error(ended, *words)
+    assert len(ended.err.strip().splitlines()) == 1
