@@ -107,7 +107,7 @@ def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpoint
     for settings in (model.config, model.generation_config):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     model.token_logprobs = types.MethodType(token_logprobs, model)
     model.forward_methods = ("token_logprobs",)  # dist.shard has these gather weights too
     return model.train()

@@ -563,15 +563,15 @@ def bad(small, tmp_path_factory):
     ],
     ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
 )
-def test_bad_input_is_one_line_that_says_what_and_where(small, bad, options, words):
-    ended = run(small, options.pop("output_dir", "out"), cwd=bad, **options)
+def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, options, words):
+    ended = run(small, tmp_path / "out", cwd=bad, **options)  # options may hold another output_dir
     assert_error(ended, *words)
-    assert not list(bad.glob("out/model")) and not list(bad.glob("out/summary.json"))
+    assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "summary.json").exists()
 
 
 @pytest.mark.parametrize("options", [{"lr": "fast"}, {"lr_schedule": "nonsense"}, {"save_dtype": "int8"}])
-def test_a_value_that_a_flag_does_not_take_names_the_flag(small, bad, options):
-    ended = run(small, "out", cwd=bad, **options)
+def test_a_value_that_a_flag_does_not_take_names_the_flag(small, bad, tmp_path, options):
+    ended = run(small, tmp_path, cwd=bad, **options)
     assert ended.code == 2 and "Traceback" not in ended.err and flags(**options)[0] in ended.err
 
 

@@ -1,0 +1,562 @@
+"""common/data.py and load_tokenizer: rows -> messages -> ids -> batches, and what bad input is answered with."""
+
+import copy
+import gzip
+import itertools
+import json
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers import models as backends
+from transformers import PreTrainedTokenizerFast
+
+from common import data, models, tiny
+from common.run import InputError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+def write(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (gzip.open if path.suffix == ".gz" else open)(path, "wb").write(text)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer()
+
+
+# -- row formats: (row, its messages, whether every assistant turn is a target) ------------
+HH = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"
+TALK = [user("a"), bot("b"), user("c"), bot("d")]
+SCORED = [{"text": "worse", "score": -2.0}, {"text": "b", "score": 1}, {"text": "mid", "score": 0.5}]
+FORMATS = {
+    "messages": ({"messages": TALK}, TALK, True),
+    "messages with a system turn": (
+        {"messages": [{"role": "system", "content": "s"}, user("a"), bot("b")], "prompt": "ignored"},
+        [{"role": "system", "content": "s"}, user("a"), bot("b")],
+        True,
+    ),
+    "prompt, completion": ({"prompt": "a", "completion": "b", "extra": 1}, [user("a"), bot("b")], False),
+    "prompt, completion as messages": ({"prompt": TALK[:3], "completion": [bot("d")]}, TALK, False),
+    "HH prompt, completion": ({"prompt": HH[:-1], "completion": "d"}, TALK, False),
+    "instruction, output": ({"instruction": "a", "output": "b"}, [user("a"), bot("b")], False),
+    "instruction, input, output": (
+        {"instruction": "a", "input": "i", "output": "b"},
+        [user("a\n\ni"), bot("b")],
+        False,
+    ),
+    "instruction, no input": (
+        {"instruction": "a", "input": "", "output": "b"},
+        [user("a"), bot("b")],
+        False,
+    ),
+    "prompt, responses": ({"prompt": "a", "responses": SCORED}, [user("a"), bot("b")], False),
+    "instruction, responses": ({"instruction": "a", "responses": SCORED}, [user("a"), bot("b")], False),
+    "prompt, chosen": ({"prompt": "a", "chosen": "b", "rejected": "x"}, [user("a"), bot("b")], False),
+    "prompt, chosen as messages": ({"prompt": TALK[:3], "chosen": TALK[3:]}, TALK, False),
+    "chosen as messages": ({"chosen": TALK, "rejected": TALK[:2]}, TALK, False),
+    "HH chosen": ({"chosen": HH, "rejected": "x"}, TALK, False),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sft_messages_of_every_row_format(name):
+    row, messages, all_turns = FORMATS[name]
+    assert data.sft_messages(row) == (messages, all_turns)
+
+
+def test_messages_rows_train_on_every_assistant_turn_and_others_on_the_last(tokenizer):
+    count = {}
+    for name in ("messages", "HH chosen"):  # the same dialogue; each turn is a word and the end token
+        (document,) = data.sft_documents([data.Row("f:1", FORMATS[name][0])], tokenizer, 64, "f")
+        count[name] = int(document.response_mask.sum())
+    assert count == {"messages": 4, "HH chosen": 2}
+
+
+# -- files and mixtures --------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
+def test_file_formats_give_the_rows_and_their_places(name, tmp_path):
+    rows = [{"prompt": f"p{i}", "completion": "é\n"} for i in range(3)]
+    if name.endswith("parquet"):
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    else:
+        write(tmp_path / name, rows)
+    expected = [data.Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)]
+    assert data.load_rows(str(tmp_path / name), "sft") == expected
+
+
+def test_blank_lines_are_skipped_but_counted(tmp_path):
+    (tmp_path / "r.jsonl").write_text('\n{"text": "a"}\n  \n{"text": "b"}')
+    where = [row.where for row in data.load_rows(str(tmp_path / "r.jsonl"), "text")]
+    assert where == ["r.jsonl:2", "r.jsonl:4"]
+
+
+def test_mixture_without_weights_is_all_rows_in_order(tmp_path):
+    a = write(tmp_path / "a.jsonl", [{"i": i} for i in range(3)])
+    b = write(tmp_path / "b.jsonl", [{"i": i} for i in range(10, 12)])
+    assert [row.data["i"] for row in data.load_rows(f"{a}, {b}", "sft")] == [0, 1, 2, 10, 11]
+
+
+@pytest.mark.parametrize(
+    "weights, counts",
+    [
+        ((0.7, 0.3), (100, 43)),  # a is used up: 100 / 0.7 = 142.9 rows in all, of which 0.3 are 42.9
+        ((7, 3), (100, 43)),  # proportions, whatever their sum
+        ((0.2, 0.8), (25, 100)),  # now b is used up: 100 / 0.8 = 125
+        ((0.5, 0.5), (100, 100)),
+    ],
+)
+def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts, tmp_path):
+    paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(100)]) for n in "ab"]
+    spec = ",".join(f"{path}:{weight}" for path, weight in zip(paths, weights))
+    mixed = data.load_rows(spec, "sft")
+    chosen = {n: [row.data["i"] for row in mixed if row.data["n"] == n] for n in "ab"}
+    assert tuple(map(len, chosen.values())) == counts
+    assert all(len(set(i)) == len(i) for i in chosen.values())
+    assert data.load_rows(spec, "sft") == mixed
+    for part in chosen.values():  # a part is from all over the file, not its head
+        assert len(part) == 100 or max(part) > 80
+
+
+def test_tiny_takes_options_and_the_split():
+    options = data.load_rows("tiny:length_bias=0.6:seed=3", "preferences", "test")
+    expected = tiny.rows("preferences", "test", seed=3, length_bias=0.6)
+    assert [row.data for row in options] == expected != tiny.rows("preferences", "test", seed=3)
+    half = data.load_rows("tiny:seed=1:0.5,tiny:seed=2:0.5", "prompts", "test")
+    assert len(half) == 2000 and half[0].data == tiny.rows("prompts", "test", seed=1)[0]
+    assert data.is_tiny("tiny:length_bias=0.6, tiny") and not data.is_tiny("tiny,a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "spec, asked",
+    [
+        ("org/name", ("org/name", None, "test")),
+        ("org/name[train_sft]", ("org/name", None, "train_sft")),
+        ("org/name[main/train]", ("org/name", "main", "train")),
+    ],
+)
+def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
+    import datasets
+
+    def load_dataset(name, config=None, *, split):
+        assert (name, config, split) == asked
+        return [{"prompt": "a"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert data.load_rows(spec, "sft", split="test") == [data.Row("org/name:1", {"prompt": "a"})]
+
+
+# -- bad input: an InputError that names it --------------------------------------------------
+GOOD = b'{"prompt": "copy ant", "completion": "ant"}\n'
+
+
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        ("r.jsonl", None, "r.jsonl"),  # missing
+        ("r.parquet", None, "r.parquet"),
+        ("r.jsonl", b"", "empty"),
+        ("r.jsonl", b"\n \n", "empty"),
+        ("r.jsonl.gz", gzip.compress(b""), "empty"),
+        ("r.txt", GOOD, "jsonl"),
+        ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
+        ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
+        ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),
+        ("r.jsonl", GOOD + b'{"prompt": "\xe9"}\n', r"r\.jsonl:2"),  # Latin-1, not UTF-8
+        ("r.jsonl", GOOD + b'{"a":' + b"[" * 100000 + b"\n", r"r\.jsonl:2"),  # nested too deep to parse
+        ("r.jsonl.gz", gzip.compress(GOOD * 9)[:-12], r"r\.jsonl\.gz"),  # truncated
+        ("r.jsonl.gz", gzip.compress(GOOD * 9)[:-8] + b"\0" * 8, r"r\.jsonl\.gz"),  # wrong checksum
+        ("r.jsonl.gz", gzip.compress(GOOD)[:12] + b"\xff" * 20, r"r\.jsonl\.gz"),  # damaged in the middle
+        ("r.jsonl.gz", GOOD, r"r\.jsonl\.gz"),  # not compressed at all
+        ("r.parquet", GOOD, r"r\.parquet"),
+        ("r.parquet", b"", r"r\.parquet"),
+    ],
+)
+def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=says):
+        data.load_rows(str(tmp_path / name), "sft")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "tiny,,tiny",
+        "tiny:0.5,tiny",
+        "tiny:0,tiny:1",
+        "tiny:speed=1",
+        "tiny:length_bias=long",
+        "tiny:length_bias=nan",
+        "tiny:length_bias=",
+        "tiny:seed=1.5",
+        "tiny:label=honesty",
+    ],
+)
+def test_bad_dataset_argument_is_an_input_error(spec):
+    with pytest.raises(InputError, match="--dataset"):
+        data.load_rows(spec, "preferences", "test")
+
+
+def test_hub_failure_is_an_input_error(monkeypatch):
+    import datasets
+
+    def load_dataset(*_, **__):
+        raise datasets.exceptions.DatasetNotFoundError("no such thing")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(InputError, match="org/name.*no such thing"):
+        data.load_rows("org/name", "sft")
+
+
+# -- bad rows: dropped, counted and named ----------------------------------------------------
+@pytest.mark.parametrize(
+    "row, why",
+    [
+        ({"question": "a", "answer": "b"}, "answer.*question"),  # unknown columns are listed
+        ({}, "no SFT row"),
+        ({"prompt": "a", "completion": None}, "no response"),
+        ({"prompt": "a", "completion": " \n"}, "no response"),
+        ({"messages": [user("a")]}, "no response"),
+        ({"messages": [user("a"), bot("b"), user("c")]}, "no response"),
+        ({"prompt": "a", "responses": []}, "no response"),
+        ({"chosen": "\n\nHuman: a\n\nAssistant: "}, "no response"),
+        ({"messages": [bot("b")]}, "no prompt"),
+        ({"prompt": " ", "completion": "b"}, "no prompt"),
+        ({"prompt": "a " * 70, "completion": "b"}, "64"),  # the prompt fills the 64 tokens
+        ({"prompt": "a\ud800", "completion": "b"}, "surrogate"),
+        ({"prompt": "a", "completion": "\udfff b"}, "surrogate"),
+        ({"chosen": "plain text", "rejected": "x"}, "Human"),
+    ],
+)
+def test_unusable_row_is_dropped_counted_and_named(row, why, tokenizer, tmp_path, capsys):
+    rows = data.load_rows(write(tmp_path / "r.jsonl", [json.loads(GOOD), row]), "sft")
+    (document,) = data.sft_documents(rows, tokenizer, 64, "mine")
+    out = capsys.readouterr().out
+    assert document.row.where == "r.jsonl:1"
+    assert "mine: dropped 1 of 2 rows" in out and "r.jsonl:2" in out
+    with pytest.raises(InputError, match=rf"(?s){why}.*r\.jsonl:2"):  # alone, it is why there is nothing
+        data.sft_documents(rows[1:], tokenizer, 64, "mine")
+
+
+WRONG = [None, 3, -1.5, True, 10**400, float("inf"), "", " \n", "\ud800", {}, {"a": 1}, [], [[]], [3], [None]]
+WRONG += [[["x"]], [user("x"), None], [{"role": "user"}], [{"role": 1, "content": "x"}], [user(["x"])]]
+
+
+def places(value, path=()):
+    """The path of everything inside a row: columns, messages, their role and content, ..."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, tokenizer):
+    good, row = data.Row("r:1", json.loads(GOOD)), FORMATS[name][0]
+    for path, value in itertools.product(places(row), WRONG):
+        bad = copy.deepcopy(row)
+        inside = bad
+        for key in path[:-1]:
+            inside = inside[key]
+        inside[path[-1]] = value
+        kept = len(data.sft_documents([good, data.Row("r:2", bad)], tokenizer, 64, "r")) == 2
+        unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
+        unread |= path[:1] == ("responses",) and path[1:2] in ((0,), (2,)) and path[-1] == "text"
+        if unread or (path[-1] == "input" and value in (None, "")):
+            assert kept, (path, value)
+        elif path[-1] not in ("role", "score") and (path[-1], value) != ("input", " \n"):
+            assert not kept, (path, value)  # a role may be any text, a score any number
+
+
+def test_missing_columns_drop_the_row(tokenizer):
+    good = data.Row("r:1", json.loads(GOOD))
+    for name, (row, *_) in FORMATS.items():
+        for key in set(row) - {"extra", "rejected", "input"} - ({"prompt"} if "messages" in row else set()):
+            rest = {k: v for k, v in row.items() if k != key}
+            if set(rest) != {"prompt"} or "messages" not in row:
+                documents = data.sft_documents([good, data.Row("r:2", rest)], tokenizer, 64, "r")
+                assert len(documents) == 1, (name, key)
+
+
+def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, capsys):
+    """copy ant bear cat -> <bos> <user> copy ant bear cat <end> <assistant> | ant bear cat <end>: 8 + 4."""
+    row = [data.Row("r:1", {"prompt": "copy ant bear cat", "completion": "ant bear cat"})]
+    for length, kept in ((12, 4), (11, 3), (9, 1)):
+        (document,) = data.sft_documents(row, tokenizer, length, "r")
+        assert len(document.ids) == length and int(document.response_mask.sum()) == kept
+        assert (document.ids[-1] == tokenizer.eos_token_id) == (length == 12)  # a cut answer has no end
+        assert ("cut" in capsys.readouterr().out) == (length < 12)
+    with pytest.raises(InputError, match="8 tokens"):
+        data.sft_documents(row, tokenizer, 8, "r")
+
+
+# -- encode: a tokenizer of bytes, whose one merge joins a line break with "h" ------------------
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_BOS = "<s>" + CHATML.replace("<|im_end|>\n", "<|im_end|>")
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
+
+
+def byte_tokenizer(template=CHATML, special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"), adds_bos=False, **names):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, "Ċh"])}  # Ċ is byte-level BPE's line break
+    backend = Tokenizer(backends.BPE(vocabulary, [("Ċ", "h")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    if adds_bos:
+        bos = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"} | names
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def targets(tokenizer, ids, mask):
+    """The text of each run of target tokens."""
+    runs = [list(group) for keep, group in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if keep]
+    return [tokenizer.decode([token for token, _ in run]) for run in runs]
+
+
+HELLO = [user("hi"), bot("hello"), user("how"), bot("hah")]
+
+
+def test_encode_of_the_tiny_tokenizer_token_by_token(tokenizer):
+    ids, mask = data.encode(tokenizer, [user("reverse ant fox"), bot("fox ant")])
+    tokens = "<|bos|> <|user|> reverse ant fox <|end|> <|assistant|> fox ant <|end|>".split()
+    assert tokenizer.convert_ids_to_tokens(ids) == tokens
+    assert mask == [False] * 7 + [True] * 3
+
+
+@pytest.mark.parametrize(
+    "template, names, end",
+    [
+        (CHATML, {}, "<|im_end|>"),  # what comes after the end token (a line break) is no target
+        (WITH_BOS, {}, "<|im_end|>"),
+        (NO_END, {"eos_token": "</s>"}, "\n</s>"),  # the end token is added, or nothing would teach to stop
+    ],
+    ids=["chatml", "with bos", "no end"],
+)
+def test_every_or_only_the_last_assistant_turn_is_a_target_with_one_end_token(template, names, end):
+    tokenizer = byte_tokenizer(template, **names)
+    ids, mask = data.encode(tokenizer, HELLO, all_turns=True)
+    assert targets(tokenizer, ids, mask) == ["hello" + end, "hah" + end]
+    ids, mask = data.encode(tokenizer, HELLO)
+    assert targets(tokenizer, ids, mask) == ["hah" + end]
+    assert ids[-1] == tokenizer.eos_token_id and mask[-1] and len(ids) == len(mask)
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_BOS, NO_END], ids=["chatml", "with bos", "no end"])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
+    tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
+    all_ids, all_mask = data.encode(tokenizer, HELLO, all_turns=True)
+    for i in (1, 3):
+        prompt = data.prompt_ids(tokenizer, HELLO[:i])
+        ids, mask = data.encode(tokenizer, HELLO[: i + 1])
+        answer = tokenizer("hello" if i == 1 else "hah", add_special_tokens=False)["input_ids"]
+        newline = tokenizer("\n", add_special_tokens=False)["input_ids"] if template == NO_END else []
+        assert ids == prompt + answer + newline + [tokenizer.eos_token_id]
+        assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+        if template != NO_END:  # there the end token of an earlier turn is in no rendered prompt
+            assert all_ids[: len(ids)] == ids and all_mask[-1]
+    if template == CHATML:  # tokenised as one text, "\nh" would be one token across the boundary
+        whole = tokenizer.apply_chat_template(HELLO[:2], tokenize=False)
+        whole = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][-len(whole) + 1 :]
+
+
+@pytest.mark.parametrize(
+    "template, adds_bos, count", [(WITH_BOS, False, 1), (WITH_BOS, True, 1), (CHATML, True, 1), (CHATML, False, 0)]
+)
+def test_bos_exactly_once_whoever_writes_it(template, adds_bos, count):
+    tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
+    for ids in (data.encode(tokenizer, HELLO, all_turns=True)[0], data.prompt_ids(tokenizer, HELLO[:3])):
+        assert ids.count(tokenizer.bos_token_id) == count
+        assert (ids[0] == tokenizer.bos_token_id) == bool(count)
+
+
+def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
+    tokenizer = byte_tokenizer(REFUSES)
+    rows = [data.Row("r:1", {"messages": HELLO})]
+    rows += [data.Row("r:2", {"messages": [{"role": "system", "content": "s"}, *HELLO]})]
+    (document,) = data.sft_documents(rows, tokenizer, 500, "r")
+    assert document.row.where == "r:1" and "no system turn" in capsys.readouterr().out
+
+
+def test_template_that_rewrites_earlier_turns_is_refused():
+    with pytest.raises(ValueError, match="rewrites"):
+        data.encode(byte_tokenizer("{{ messages|length }}" + CHATML), HELLO)
+
+
+# -- load_tokenizer ----------------------------------------------------------------------------
+def load(tokenizer, path, **options):
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    return models.load_tokenizer(str(path), **options)
+
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "special, pad, expected, added",
+    [
+        (SPECIAL, "</s>", "</s>", 0),  # nothing to mend
+        (SPECIAL, None, "<|pad|>", 1),
+        (SPECIAL, "<|im_end|>", "<|pad|>", 1),
+        ((*SPECIAL, "<|reserved_0|>"), None, "<|reserved_0|>", 0),
+        ((*SPECIAL, "[PAD]", "<|reserved_0|>"), "<|im_end|>", "[PAD]", 0),
+    ],
+)
+def test_padding_is_never_the_end_token(special, pad, expected, added, tmp_path):
+    tokenizer = byte_tokenizer(special=special, pad_token=pad)
+    size = len(tokenizer)
+    loaded = load(tokenizer, tmp_path)
+    assert loaded.pad_token == expected and loaded.pad_token_id != loaded.eos_token_id
+    assert len(loaded) == size + added and loaded.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|eob|>"])
+def test_the_end_token_is_the_one_that_the_template_writes(end, tmp_path, capsys):
+    special = ("<s>", "</s>", "<|im_start|>", end)
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", end), special, eos_token="</s>", pad_token="</s>")
+    loaded = load(tokenizer, tmp_path)
+    assert loaded.eos_token == end and end in capsys.readouterr().out
+    assert loaded.pad_token == "</s>"  # which is another one now, so it may stay
+    ids, mask = data.encode(loaded, HELLO)
+    assert targets(loaded, ids, mask) == ["hah" + end]
+
+
+def test_padding_that_equals_the_templates_end_token_is_replaced(tmp_path):
+    loaded = load(byte_tokenizer(eos_token="</s>", pad_token="<|im_end|>"), tmp_path)
+    assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|pad|>")
+
+
+def test_tokenizer_without_template_needs_a_file(tmp_path):
+    bare = byte_tokenizer(None)
+    with pytest.raises(InputError, match="--chat-template"):
+        load(bare, tmp_path)
+    with pytest.raises(InputError, match="nowhere.jinja"):
+        load(bare, tmp_path, chat_template=str(tmp_path / "nowhere.jinja"))
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    loaded = load(bare, tmp_path, chat_template=str(tmp_path / "mine.jinja"))
+    assert targets(loaded, *data.encode(loaded, HELLO)) == ["hah<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", ["{% for m in %}", "{{ raise_exception('never') }}"])
+def test_template_that_renders_nothing_is_an_input_error(template, tmp_path):
+    (tmp_path / "mine.jinja").write_text(template)
+    with pytest.raises(InputError, match="template"):
+        load(byte_tokenizer(), tmp_path, chat_template=str(tmp_path / "mine.jinja"))
+
+
+def test_tokenizer_that_could_never_end_a_response_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="end token"):
+        load(byte_tokenizer(NO_END, special=(), bos_token=None, eos_token=None, pad_token=None), tmp_path)
+
+
+# -- pack and collate --------------------------------------------------------------------------
+def first_fit_decreasing(lengths, size):
+    """The definition: longest first, each into the first block with room."""
+    blocks = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for block in blocks:
+            if sum(lengths[j] for j in block) + lengths[i] <= size:
+                block.append(i)
+                break
+        else:
+            blocks.append([i])
+    return blocks
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 4, 5, 31, 32, 33, 200])
+@pytest.mark.parametrize("longest", [3, 40, 100])
+def test_pack_is_first_fit_decreasing(n, longest):
+    rng = random.Random(n * 1000 + longest)
+    lengths = [rng.randint(1, longest) for _ in range(n)]
+    blocks = data.pack(lengths, 100)
+    assert blocks == first_fit_decreasing(lengths, 100)
+    assert sorted(i for block in blocks for i in block) == list(range(n))
+    assert all(sum(lengths[i] for i in block) <= 100 for block in blocks)
+
+
+def test_pack_by_hand_and_its_limit():
+    # 7, then 5 opens a block, 4 beside it (9), 3 beside the 7 (10), 2 fits neither, 1 beside 5 and 4
+    assert data.pack([4, 1, 7, 2, 5, 3], 10) == [[2, 5], [4, 0, 1], [3]]
+    assert data.pack([10, 10], 10) == [[0], [1]]
+    with pytest.raises(ValueError, match="11"):
+        data.pack([3, 11], 10)
+
+
+def document(ids, n_prompt, prompt="a"):
+    mask = torch.arange(len(ids)) >= n_prompt
+    return data.Document(torch.tensor(ids, dtype=torch.int32), mask, [user(prompt), bot("b")], data.Row("f:1", {}))
+
+
+def test_collate_by_hand():
+    """Two documents in row 0, the second all response: its first token must not be predicted from the first
+    document. Row 1 is shorter and padded with 9."""
+    a, b, c = document([1, 2, 3], 2), document([4, 5], 0), document([6, 7], 1)
+    batch = data.collate([[a, b], [c]], pad_id=9)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]]
+    assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1] and batch.position_ids[1, :2].tolist() == [0, 1]
+    assert batch.position_ids[1, 2:].min() > 0  # padding begins no document
+    # index t is the action token t + 1: 3 is a target, 4 (no context of its own) is not, 5 and 7 are
+    assert batch.action_mask.tolist() == [[False, True, False, True], [True, False, False, False]]
+
+
+def test_collate_of_no_blocks_is_one_row_without_actions():
+    batch = data.collate([], pad_id=9)
+    assert batch.input_ids.shape[0] == 1 and batch.input_ids.shape[1] >= 2
+    assert batch.action_mask.shape == (1, batch.input_ids.shape[1] - 1) and not batch.action_mask.any()
+
+
+# -- held-out documents ------------------------------------------------------------------------
+def prompts_of(documents):
+    return {d.messages[0]["content"].strip() for d in documents}
+
+
+@pytest.mark.parametrize("n_prompts, share, most, held", [(100, 0.05, 500, 5), (100, 0.5, 20, 20), (3, 0.05, 500, 1)])
+def test_hold_out_splits_by_prompt(n_prompts, share, most, held):
+    documents = [document([1, i % 3], 1, f"{i % n_prompts}" + " " * (i % 2)) for i in range(3 * n_prompts)]
+    train, test = data.hold_out(documents, share, most)
+    assert not prompts_of(train) & prompts_of(test) and len(prompts_of(test)) == held
+    assert len(train) + len(test) == len(documents) and prompts_of(train + test) == prompts_of(documents)
+    again = data.hold_out(documents[::-1], share, most)[1]
+    assert prompts_of(again) == prompts_of(test)  # whatever the order of the rows
+
+
+def test_hold_out_of_a_single_prompt_keeps_it_for_training():
+    documents = [document([1, 2], 1)] * 3
+    train, test = data.hold_out(documents)
+    assert len(train) == 3 and not test
+
+
+def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys):
+    train = [document([1, 2], 1, prompt) for prompt in ("a", "b", " a ", "c")]
+    kept = data.without_prompts_of(train, [document([5, 6], 1, "a")], "mine")
+    assert prompts_of(kept) == {"b", "c"} and "2 of 4" in capsys.readouterr().out
+    with pytest.raises(InputError, match="mine"):
+        data.without_prompts_of(train, train, "mine")
