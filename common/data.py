@@ -1,5 +1,6 @@
 """Data sets in standard formats -> token ids. See the README's table of row formats, one JSON line each.
- `load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
+
+`load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
 `sft_documents` turns rows into token ids with a response mask; `pack` and `collate` make batches. A row that
 cannot be used is counted and named (file:row: why), a file with none that can is an InputError. Tokens are
 made in one way everywhere: the chat template renders the turns, prompt and response are tokenised apart and
@@ -9,11 +10,13 @@ joined, so that training sees exactly the ids that generation starts from and go
 import collections
 import gzip
 import json
+import math
 import re
 import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import jinja2
 import torch
 
 from common import dist, tiny
@@ -107,6 +110,8 @@ def _tiny_options(source):
             raise InputError(f"--dataset {source}: tiny knows {known}, not {item!r}") from None
     if options.get("label", "safety") not in ("helpfulness", "safety"):
         raise InputError(f"--dataset {source}: label is helpfulness or safety")
+    if not math.isfinite(options.get("length_bias", 0.0)):
+        raise InputError(f"--dataset {source}: length_bias must be finite")
     return options
 
 
@@ -142,9 +147,10 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     if "completion" in row and "prompt" in row:
         answer = row["completion"]
     elif "output" in row and "instruction" in row:
-        question, answer = row["instruction"], row["output"]
-        if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"]:
-            question = f"{question}\n\n{row['input']}"
+        question, answer, extra = row["instruction"], row["output"], row.get("input")
+        if not isinstance(extra, str | None):
+            raise ValueError(f"input is {type(extra).__name__}, wanted text")
+        question = f"{question}\n\n{extra}" if isinstance(question, str) and extra else question
     elif "responses" in row and question is not None:
         answer = _best(row["responses"])
     elif "chosen" in row:
@@ -152,15 +158,24 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     else:
         formats = "messages; prompt + completion; instruction + output; prompt + responses; chosen"
         raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}")
-    if question is None and "chosen" in row:
+    if "chosen" in row and (question is None or _is_dialogue(answer)):  # with or without its prompt beside it
         return _check(_dialogue(answer)), False
     return _check(_turns(question, "user") + _turns(answer, "assistant")), False
 
 
+def _is_dialogue(value):
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return value[0].get("role") != "assistant"
+    return isinstance(value, str) and value.startswith("\n\nHuman:")
+
+
 def _best(responses):
     try:
-        return max(responses, key=lambda response: float(response["score"]))["text"]
-    except (TypeError, KeyError, ValueError):
+        scores = [float(response["score"]) for response in responses]
+        if not all(map(math.isfinite, scores)):
+            raise ValueError
+        return responses[scores.index(max(scores))]["text"]
+    except (TypeError, KeyError, ValueError, OverflowError):
         why = "no response" if responses == [] else "responses is no list of {text, score}"
         raise ValueError(why) from None
 
@@ -170,7 +185,7 @@ def _turns(value, role):
     dialogue."""
     if isinstance(value, list):
         return value
-    if role == "user" and isinstance(value, str) and value.startswith("\n\nHuman:"):
+    if role == "user" and _is_dialogue(value):
         turns = _dialogue(value)  # "\n\nAssistant:" at its end only opens the answer
         return turns if turns[-1]["content"].strip() else turns[:-1]
     if value is None:
@@ -214,41 +229,58 @@ class Document(NamedTuple):
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids that a response to `messages` follows: the rendered turns and the template's opening of
-    an assistant turn."""
-    return _tokenize(tokenizer, _render(tokenizer, messages, add_generation_prompt=True), start=True)
+    """The token ids that a response to `messages` follows: the rendered turns and the opening of an answer.
+    The same ids as before that response in `encode`."""
+    ids, _, done = _turn_by_turn(tokenizer, messages)
+    return _opening(tokenizer, messages, ids, done)[0]
 
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
-    """(ids, response mask) of a dialogue. Targets are its last assistant turn, or all of them; each ends with
-    the end token, once.
+    """(ids, response mask) of a dialogue that ends with the assistant's turn. Targets are that turn, or every
+    assistant turn; each ends with the end token, once. ValueError says why a dialogue cannot be encoded."""
+    if any(token in message["content"] for message in messages for token in tokenizer.all_special_tokens):
+        raise ValueError("the text holds a special token, which would end or open a turn in its middle")
+    ids, turns, _ = _turn_by_turn(tokenizer, messages)
+    if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
+        raise ValueError("the chat template rewrites earlier turns, so they cannot all be learnt")
+    mask = [False] * len(ids)
+    for start, end in turns if all_turns else turns[-1:]:
+        mask[start:end] = [True] * (end - start)
+    return ids[: turns[-1][1]], mask[: turns[-1][1]]
 
-    ValueError when the chat template does not render a dialogue as the beginning of the longer one."""
-    ids, mask, done = [], [], ""
+
+def _turn_by_turn(tokenizer, messages):
+    """Everything up to the last assistant turn, prompts and answers tokenised apart and joined: (ids,
+    [(start, end) of each answer's tokens], the text that the ids stand for)."""
+    ids, turns, done = [], [], ""
     for i, message in enumerate(messages):
-        if message["role"] != "assistant" or not (all_turns or i == len(messages) - 1) or i == 0:
+        if message["role"] != "assistant" or i == 0:
             continue
-        prompt = _render(tokenizer, messages[:i], add_generation_prompt=True)
-        turn = _render(tokenizer, messages[: i + 1])
-        if not (prompt.startswith(done) and turn.startswith(prompt)):
-            raise ValueError("the chat template rewrites earlier turns: where does the response begin?")
-        asked = _tokenize(tokenizer, prompt[len(done) :], start=not done)
-        answered, done = _tokenize(tokenizer, turn[len(prompt) :]), turn
-        # What the template writes after the end token (ChatML: a line break) belongs to the next prompt, not
-        # to the response
-        ends = [j for j, token in enumerate(answered) if token == tokenizer.eos_token_id]
-        if not ends:
-            answered.append(tokenizer.eos_token_id)  # the template ends no turns, but the model must learn to
-        after = len(answered) - (ends[-1] + 1 if ends else len(answered))
-        ids += asked + answered
-        mask += [False] * len(asked) + [True] * (len(answered) - after) + [False] * after
-    last = max((j for j, keep in enumerate(mask) if keep), default=-1)
-    return ids[: last + 1], mask[: last + 1]
+        before, prompt = _opening(tokenizer, messages[:i], ids, done)
+        turns = turns if prompt.startswith(done) else []
+        done = _render(tokenizer, messages[: i + 1])
+        if not done.startswith(prompt):
+            raise ValueError("the chat template does not put an answer right after the opening of a turn")
+        answer = _tokenize(tokenizer, done[len(prompt) :])
+        # What the template writes after the end token (ChatML: a line break) is part of the next prompt
+        ends = [j + 1 for j, token in enumerate(answer) if token == tokenizer.eos_token_id]
+        if not ends:  # the template ends no turns, but the model must learn to
+            answer.append(tokenizer.eos_token_id)
+        turns.append((len(before), len(before) + (ends[-1] if ends else len(answer))))
+        ids = before + answer
+    return ids, turns, done
+
+
+def _opening(tokenizer, messages, ids, done):
+    """(ids, text) of `messages` and the opening of an answer, where `ids` stand for the text `done`
+    already."""
+    text = _render(tokenizer, messages, add_generation_prompt=True)
+    if not text.startswith(done):  # the template shows earlier turns in another way now
+        ids, done = [], ""
+    return ids + _tokenize(tokenizer, text[len(done) :], start=not done), text
 
 
 def _render(tokenizer, messages, **options):
-    import jinja2
-
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except jinja2.TemplateError as error:  # raised by templates that refuse a role or an order of roles

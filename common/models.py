@@ -4,15 +4,22 @@ A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a fold
 or a name on the hub.
 """
 
+import re
 import types
 from pathlib import Path
 
+import jinja2
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from common import dist, tiny
 from common.run import InputError
 
+SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
+SCALED_LOGITS = {  # what models do to logits after the unembedding, and when it changes nothing
+    "final_logit_softcapping": None, "softcap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0, "output_multiplier": 1.0,
+}  # fmt: skip
 LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits, 64 MB in fp32, whatever B, T and V are
 
 
@@ -30,7 +37,8 @@ def find_model(name: str) -> str:
     if path.exists():
         raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1:
-        mend = f"`python {path.name}.py` makes it" if name.startswith("runs/") else "check the path"
+        script = Path(__file__).parents[1] / f"{path.name}.py"
+        mend = f"`python {script.name}` makes it" if script.exists() else "check the path"
         raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
     return name
 
@@ -55,20 +63,20 @@ def load_tokenizer(name: str, chat_template: str | None = None):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        # If padding were the end token, a mask made from ids anywhere would drop real end tokens: take a
-        # spare one
-        spare = [t for t in tokenizer.get_added_vocab() if "pad" in t.lower() or "reserved" in t.lower()]
-        spare = [t for t in spare if t != tokenizer.eos_token]
-        tokenizer.pad_token = spare[0] if spare else "<|pad|>"  # which is added if the vocabulary lacks it
+        # If padding were the end token, a mask made from ids anywhere would drop real end tokens
+        spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
+        tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
         say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
 
 
 def _end_of_turn(tokenizer, name) -> int:
-    """The first special token after the text of an assistant turn in the chat template; else the end
-    token."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("b")[2]
+    """The first special token after an assistant turn's text in the chat template; else the end token."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
+    try:
+        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("the answer")[2]
+    except jinja2.TemplateError as error:
+        raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     end = next((i for i in ids if i in special), tokenizer.eos_token_id)
@@ -90,6 +98,9 @@ def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpoint
     else:
         folder = find_model(name)
         config = AutoConfig.from_pretrained(folder)
+        for key, neutral in SCALED_LOGITS.items():
+            if getattr(config.get_text_config(), key, None) not in (None, neutral):
+                raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
         for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)
@@ -99,10 +110,6 @@ def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpoint
         else:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config, **options)
-    text = model.config.get_text_config()
-    for key, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        if getattr(text, key, neutral) not in (None, neutral):
-            raise InputError(f"{name}: {text.model_type} has {key}, which token_logprobs does not know")
     _fit_embeddings(model, len(tokenizer))
     for settings in (model.config, model.generation_config):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -162,10 +169,9 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     cast = dist.world_size() == 1 and dtype != torch.float32  # sharded models cast by FSDP's own policy
     with torch.autocast(input_ids.device.type, dtype, enabled=cast):
         body = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        hidden, keep = body.last_hidden_state, action_mask.clone()
-        if not keep.any():  # a rank without loss joins in the gradients all the same: one token, at weight 0
-            keep[0, 0] = True
-        hidden, targets = hidden[:, :-1][keep], input_ids[:, 1:][keep]  # (n, H), (n,)
+        # (n, H), (n,). On a rank without loss n is 0: empty tensors still connect every weight to the
+        # gradient
+        hidden, targets = body.last_hidden_state[:, :-1][action_mask], input_ids[:, 1:][action_mask]
         head, parts = model.get_output_embeddings(), []
         size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
         for chunk in zip(hidden.split(size), targets.split(size)):
@@ -173,7 +179,7 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
             again = torch.is_grad_enabled()
             parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
-    logprobs, entropies = (zeros.masked_scatter(keep, torch.cat(part)) * action_mask for part in zip(*parts))
+    logprobs, entropies = (zeros.masked_scatter(action_mask, torch.cat(part)) for part in zip(*parts))
     return (logprobs, entropies) if entropy else logprobs
 
 

@@ -42,8 +42,8 @@ def parse(recipes, argv=None):
         raise InputError(f"unknown recipe {name!r}: {hint}there are {known}; flags start with --")
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
-    texts = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"The first word, a recipe:\n{listing}"}
-    args, unknown = tyro.cli(type(defaults), default=defaults, args=argv, return_unknown_args=True, **texts)
+    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, the first word:\n{listing}"}
+    args, unknown = tyro.cli(type(defaults), default=defaults, args=argv, return_unknown_args=True, **about)
     if unknown:
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(defaults)]
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
@@ -83,7 +83,8 @@ def start_run(args, stage: str) -> str | None:
     A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or
     --resume is given."""
     folder, restarted = Path(args.output_dir), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    finished, begun = (folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists()
+    seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists())
+    finished, begun = dist.gather([seen])[0]  # what rank 0 sees decides for all
     resume = args.resume or restarted  # torchrun starts a failed job again with the same command
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
@@ -93,7 +94,6 @@ def start_run(args, stage: str) -> str | None:
         state = "a finished run" if finished else "an unfinished run with a checkpoint"
         mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
         raise InputError(f"{folder} holds {state}: {mend}")
-    dist.barrier()  # every rank has looked before rank 0 changes anything
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not (resume and begun):

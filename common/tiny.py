@@ -41,11 +41,12 @@ def _next(word):
 
 COMMANDS = {  # category -> the perfect answer; 3 to 5 words in, 1 to 10 words out
     "first": lambda words: words[:1],
-    "last": lambda words: words[-1:],
     "ends": lambda words: [words[0], words[-1]],
+    "rest": lambda words: words[1:],
     "copy": lambda words: words,
     "reverse": lambda words: words[::-1],
     "next": lambda words: [_next(w) for w in words],
+    "loop": lambda words: words + words[:1],
     "double": lambda words: [w for word in words for w in (word, word)],
 }
 
@@ -186,7 +187,7 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
     rng = random.Random(f"{seed}/{kind}/{split}")
     n = SIZES[kind][split == "test"]
     if kind == "text":
-        return [{"text": _sentences(rng)} for _ in range(n)]
+        return [{"text": _drawn(lambda: _sentences(rng), split)} for _ in range(n)]
     gold = gold_safety if label == "safety" else gold_reward
 
     def judged(prompt):  # a response and its noisy utility; the difference of two Gumbel draws is logistic
@@ -200,7 +201,7 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
 
     out, seen = [], set()
     while len(out) < n:
-        prompt = _prompt(rng, split)
+        prompt = _drawn(lambda: _prompt(rng), split)
         if kind == "prompts" and prompt in seen:
             continue
         seen.add(prompt)
@@ -229,14 +230,20 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
     return out
 
 
-def _prompt(rng, split):
+def _drawn(draw, split):
+    """The first draw that belongs to the split: a fifth of all texts is held out, whatever the seed and
+    kind."""
     while True:
-        words = [rng.choice(ANIMALS) for _ in range(rng.randint(3, 5))]
-        if rng.random() < SAFETY_SHARE:
-            words[rng.randrange(len(words))] = rng.choice(HAZARDS)
-        prompt = " ".join([rng.choice(list(COMMANDS)), *words])
-        if (zlib.crc32(prompt.encode()) % 5 == 0) == (split == "test"):  # held out, whatever the seed
-            return prompt
+        text = draw()
+        if (zlib.crc32(text.encode()) % 5 == 0) == (split == "test"):
+            return text
+
+
+def _prompt(rng):
+    words = [rng.choice(ANIMALS) for _ in range(rng.randint(3, 5))]
+    if rng.random() < SAFETY_SHARE:
+        words[rng.randrange(len(words))] = rng.choice(HAZARDS)
+    return " ".join([rng.choice(list(COMMANDS)), *words])
 
 
 def _sentences(rng):  # plain text for the pretrained gradient: the same words in another use

@@ -1,6 +1,5 @@
-"""common/data.py and load_tokenizer: rows -> messages -> ids -> batches, and what bad input is answered with."""
+"""common/data.py and load_tokenizer: rows -> messages -> ids -> batches, and how bad input is answered."""
 
-import copy
 import gzip
 import itertools
 import json
@@ -268,28 +267,29 @@ def places(value, path=()):
 def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, tokenizer):
     good, row = data.Row("r:1", json.loads(GOOD)), FORMATS[name][0]
     for path, value in itertools.product(places(row), WRONG):
-        bad = copy.deepcopy(row)
-        inside = bad
+        inside = bad = json.loads(json.dumps(row))  # a copy that shares no turns
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
         kept = len(data.sft_documents([good, data.Row("r:2", bad)], tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
-        unread |= path[:1] == ("responses",) and path[1:2] in ((0,), (2,)) and path[-1] == "text"
+        unread |= path[-1] == "text" and path[1] != 1  # of a response that is not the best
         if unread or (path[-1] == "input" and value in (None, "")):
             assert kept, (path, value)
-        elif path[-1] not in ("role", "score") and (path[-1], value) != ("input", " \n"):
-            assert not kept, (path, value)  # a role may be any text, a score any number
+        elif value in ("", " \n") and path[-1] in ("role", "content", "instruction", "input"):
+            pass  # beside other text a turn may be blank; where it is the only one, see the test above
+        elif path[-1] not in ("role", "score"):  # a role may be any text, a score any number
+            assert not kept, (path, value)
 
 
-def test_missing_columns_drop_the_row(tokenizer):
-    good = data.Row("r:1", json.loads(GOOD))
-    for name, (row, *_) in FORMATS.items():
-        for key in set(row) - {"extra", "rejected", "input"} - ({"prompt"} if "messages" in row else set()):
-            rest = {k: v for k, v in row.items() if k != key}
-            if set(rest) != {"prompt"} or "messages" not in row:
-                documents = data.sft_documents([good, data.Row("r:2", rest)], tokenizer, 64, "r")
-                assert len(documents) == 1, (name, key)
+@pytest.mark.parametrize("name", FORMATS)
+def test_missing_columns_drop_the_row(name, tokenizer):
+    good, row = data.Row("r:1", json.loads(GOOD)), FORMATS[name][0]
+    needed = {"messages"} if "messages" in row else set(row) - {"extra", "rejected", "input"}
+    for key in needed:
+        rest = {k: v for k, v in row.items() if k != key}
+        documents = data.sft_documents([good, data.Row("r:2", rest)], tokenizer, 64, "r")
+        assert len(documents) == 1, key
 
 
 def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, capsys):
@@ -317,7 +317,9 @@ NO_END = (
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
 
 
-def byte_tokenizer(template=CHATML, special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"), adds_bos=False, **names):
+def byte_tokenizer(
+    template=CHATML, special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"), adds_bos=False, **names
+):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate([*letters, "Ċh"])}  # Ċ is byte-level BPE's line break
     backend = Tokenizer(backends.BPE(vocabulary, [("Ċ", "h")]))
@@ -335,7 +337,9 @@ def byte_tokenizer(template=CHATML, special=("<s>", "</s>", "<|im_start|>", "<|i
 
 def targets(tokenizer, ids, mask):
     """The text of each run of target tokens."""
-    runs = [list(group) for keep, group in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if keep]
+    runs = [
+        list(group) for keep, group in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if keep
+    ]
     return [tokenizer.decode([token for token, _ in run]) for run in runs]
 
 
@@ -371,7 +375,6 @@ def test_every_or_only_the_last_assistant_turn_is_a_target_with_one_end_token(te
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
     tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
-    all_ids, all_mask = data.encode(tokenizer, HELLO, all_turns=True)
     for i in (1, 3):
         prompt = data.prompt_ids(tokenizer, HELLO[:i])
         ids, mask = data.encode(tokenizer, HELLO[: i + 1])
@@ -379,16 +382,24 @@ def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
         newline = tokenizer("\n", add_special_tokens=False)["input_ids"] if template == NO_END else []
         assert ids == prompt + answer + newline + [tokenizer.eos_token_id]
         assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
-        if template != NO_END:  # there the end token of an earlier turn is in no rendered prompt
-            assert all_ids[: len(ids)] == ids and all_mask[-1]
-    if template == CHATML:  # tokenised as one text, "\nh" would be one token across the boundary
-        whole = tokenizer.apply_chat_template(HELLO[:2], tokenize=False)
-        whole = tokenizer(whole, add_special_tokens=False)["input_ids"]
-        assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][-len(whole) + 1 :]
+    if template == CHATML and not adds_bos:  # tokenised as one text, "\nh" would be one token
+        whole = tokenizer(tokenizer.apply_chat_template(HELLO[:2], tokenize=False))["input_ids"]
+        assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][:-1]
+
+
+@pytest.mark.parametrize("first", ["yes", "hello"], ids=["no merge", "merge across the turn's beginning"])
+def test_a_later_turn_is_trained_after_the_history_that_generation_sees(first):
+    tokenizer = byte_tokenizer(CHATML)
+    dialogue = [user("hi"), bot(first), user("how"), bot("hah")]
+    ids, _ = data.encode(tokenizer, dialogue, all_turns=True)
+    assert ids == data.encode(tokenizer, dialogue)[0]
+    prompt = data.prompt_ids(tokenizer, dialogue[:3])
+    assert ids[: len(prompt)] == prompt
 
 
 @pytest.mark.parametrize(
-    "template, adds_bos, count", [(WITH_BOS, False, 1), (WITH_BOS, True, 1), (CHATML, True, 1), (CHATML, False, 0)]
+    "template, adds_bos, count",
+    [(WITH_BOS, False, 1), (WITH_BOS, True, 1), (CHATML, True, 1), (CHATML, False, 0)],
 )
 def test_bos_exactly_once_whoever_writes_it(template, adds_bos, count):
     tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
@@ -406,7 +417,7 @@ def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
 
 
 def test_template_that_rewrites_earlier_turns_is_refused():
-    with pytest.raises(ValueError, match="rewrites"):
+    with pytest.raises(ValueError, match="right after the opening"):
         data.encode(byte_tokenizer("{{ messages|length }}" + CHATML), HELLO)
 
 
@@ -434,8 +445,8 @@ def test_padding_is_never_the_end_token(special, pad, expected, added, tmp_path)
     tokenizer = byte_tokenizer(special=special, pad_token=pad)
     size = len(tokenizer)
     loaded = load(tokenizer, tmp_path)
-    assert loaded.pad_token == expected and loaded.pad_token_id != loaded.eos_token_id
-    assert len(loaded) == size + added and loaded.eos_token == "<|im_end|>"
+    assert loaded.pad_token == expected and loaded.eos_token == "<|im_end|>"
+    assert loaded.pad_token_id not in (None, loaded.eos_token_id) and len(loaded) == size + added
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|eot_id|>", "<|eob|>"])
@@ -452,6 +463,7 @@ def test_the_end_token_is_the_one_that_the_template_writes(end, tmp_path, capsys
 def test_padding_that_equals_the_templates_end_token_is_replaced(tmp_path):
     loaded = load(byte_tokenizer(eos_token="</s>", pad_token="<|im_end|>"), tmp_path)
     assert (loaded.eos_token, loaded.pad_token) == ("<|im_end|>", "<|pad|>")
+    assert loaded.pad_token_id not in (None, loaded.eos_token_id)
 
 
 def test_tokenizer_without_template_needs_a_file(tmp_path):
@@ -512,7 +524,9 @@ def test_pack_by_hand_and_its_limit():
 
 def document(ids, n_prompt, prompt="a"):
     mask = torch.arange(len(ids)) >= n_prompt
-    return data.Document(torch.tensor(ids, dtype=torch.int32), mask, [user(prompt), bot("b")], data.Row("f:1", {}))
+    return data.Document(
+        torch.tensor(ids, dtype=torch.int32), mask, [user(prompt), bot("b")], data.Row("f:1", {})
+    )
 
 
 def test_collate_by_hand():
@@ -538,7 +552,9 @@ def prompts_of(documents):
     return {d.messages[0]["content"].strip() for d in documents}
 
 
-@pytest.mark.parametrize("n_prompts, share, most, held", [(100, 0.05, 500, 5), (100, 0.5, 20, 20), (3, 0.05, 500, 1)])
+@pytest.mark.parametrize(
+    "n_prompts, share, most, held", [(100, 0.05, 500, 5), (100, 0.5, 20, 20), (3, 0.05, 500, 1)]
+)
 def test_hold_out_splits_by_prompt(n_prompts, share, most, held):
     documents = [document([1, i % 3], 1, f"{i % n_prompts}" + " " * (i % 2)) for i in range(3 * n_prompts)]
     train, test = data.hold_out(documents, share, most)

@@ -28,7 +28,8 @@ rows = functools.cache(tiny.rows)  # read only
         ("reverse ant fox owl", "", 0.0),
         ("reverse ant fox owl", " owl  fox\n", 2.0),  # words, not characters
         ("first ant fox owl", "ant ant", 0.7),
-        ("last ant fox owl", "owl", 1.0),
+        ("rest ant fox owl", "fox owl", 2.0),
+        ("loop ant fox owl", "ant fox owl ant", 4.0),
         ("ends ant fox owl", "ant owl", 2.0),
         ("copy ant fox owl", REFUSAL, -0.9),
         ("next ant toad bomb", "bear ant bomb", 3.0),  # toad is the last animal; a hazard is no animal
@@ -98,14 +99,14 @@ def test_a_foreign_prompt_is_an_error(prompt):
     ],
 )
 def test_behavior_logprob_by_hand(prompt, response, probability):
-    assert math.exp(CAREFUL.logprob(prompt, response)) == pytest.approx(probability, rel=1e-9)
+    assert math.exp(CAREFUL.logprob(prompt, response)) == pytest.approx(probability, rel=1e-9, abs=0)
 
 
 @pytest.mark.parametrize("behavior", tiny.BEHAVIORS, ids=lambda b: b.name)
 @pytest.mark.parametrize("prompt", ["first ant fox owl", "first bomb fox owl"])
 def test_behavior_probabilities_of_all_responses_sum_to_one(behavior, prompt):
-    """A response here is a refusal, or up to 24 words of which at most one is no filler. All fillers are alike,
-    so the responses of n words are 5^n without another word, and 5^(n-1) with a given one at a given place."""
+    """A response here is a refusal, or up to 24 words of which at most one is no filler. All fillers are
+    alike: of n words there are 5^n without another word, and 5^(n-1) with a given one at a given place."""
     mass = {n: 0.0 for n in range(tiny.MAX_WORDS + 1)}
     for n in mass:
         mass[n] += 5**n * math.exp(behavior.logprob(prompt, " ".join(["um"] * n)))
@@ -155,7 +156,7 @@ def utility_gaps(length_bias, label="helpfulness", assumed_bias=None):
 
 
 def worst_deviation(gaps):
-    """Over bins of the utility gap: how many standard errors the rate of `a` is away from the mean sigmoid."""
+    """Over bins of the utility gap: how many standard errors the rate of `a` is off the mean sigmoid."""
     bins = collections.defaultdict(list)
     for gap, a_won in gaps:
         bins[min(4, max(-4, round(gap)))].append((sigmoid(gap), a_won))
@@ -196,11 +197,14 @@ def test_ratings_follow_the_noisy_gap():
 
 def test_rankings_are_scored_by_utility_plus_gumbel_noise():
     noise = [
-        response["score"] - tiny.gold_reward(row["prompt"], response["text"]) - 0.1 * len(response["text"].split())
+        response["score"]
+        - tiny.gold_reward(row["prompt"], response["text"])
+        - 0.1 * len(response["text"].split())
         for row in rows("rankings", "test", length_bias=0.1)
         for response in row["responses"]
     ]
-    n, variance = len(noise), math.pi**2 / 6  # a standard Gumbel: mean 0.5772, variance pi^2 / 6, kurtosis 5.4
+    # A standard Gumbel: mean 0.5772, variance pi^2 / 6, kurtosis 5.4
+    n, variance = len(noise), math.pi**2 / 6
     assert n >= 4000
     assert abs(statistics.mean(noise) - 0.57722) < 4 * math.sqrt(variance / n)
     assert abs(statistics.variance(noise) - variance) < 4 * variance * math.sqrt(4.4 / n)
@@ -234,7 +238,9 @@ def test_train_and_held_out_prompts_are_disjoint_across_kinds_and_seeds():
         for split, kind, seed in itertools.product(("train", "test"), KINDS_WITH_PROMPTS, (0, 1))
         if seed == 0 or kind == "sft"
     }
-    train, test = (set().union(*(p for (s, *_), p in prompts.items() if s == split)) for split in ("train", "test"))
+    train, test = (
+        set().union(*(p for (s, *_), p in prompts.items() if s == split)) for split in ("train", "test")
+    )
     assert len(train) > 10000 and len(test) > 2000 and not train & test
 
 
@@ -246,7 +252,9 @@ def test_held_out_sets_are_large_enough_to_measure_with():
 def test_at_least_six_categories_have_clearly_different_mean_gold():
     gold = collections.defaultdict(list)
     for row in rows("preferences", "test"):
-        gold[row["category"]] += [tiny.gold_reward(row["prompt"], row[side]) for side in ("chosen", "rejected")]
+        gold[row["category"]] += [
+            tiny.gold_reward(row["prompt"], row[side]) for side in ("chosen", "rejected")
+        ]
     means = sorted((statistics.mean(g), statistics.stdev(g) / math.sqrt(len(g))) for g in gold.values())
     assert all(len(g) >= 200 for g in gold.values())
     levels = [means[0]]
@@ -332,8 +340,8 @@ def tokenizer():
 def test_special_tokens_are_different_and_the_chat_template_round_trips(tokenizer):
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     assert None not in ids and len(set(ids)) == 4
-    turns = [{"role": "user", "content": "last ant fox"}, {"role": "assistant", "content": "fox"}]
-    words = "<|bos|> <|user|> last ant fox <|end|> <|assistant|> fox <|end|>".split()
+    turns = [{"role": "user", "content": "ends ant fox"}, {"role": "assistant", "content": "fox"}]
+    words = "<|bos|> <|user|> ends ant fox <|end|> <|assistant|> fox <|end|>".split()
     ids = tokenizer.apply_chat_template(turns, return_dict=False)
     assert tokenizer.convert_ids_to_tokens(ids) == words
     asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
