@@ -57,7 +57,7 @@ class Args:
     """Gradients are scaled down to this global norm; 0: never."""
     batch_size: int = 16
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
-    micro_batch_size: int = 16
+    micro_batch_size: int = 8
     """Blocks of a forward on one rank; batch_size is a multiple of ranks times this."""
     max_length: int = 128
     """Tokens of a block, and at most of a document."""
@@ -75,8 +75,8 @@ class Args:
     """Of the samples."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    attn_implementation: str = "sdpa"
-    """Of transformers: sdpa, flash_attention_2 or flex_attention (the last two on GPU)."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
+    """Transformers' name for it; the last two need a GPU."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights in model/."""
     seed: int = 0
@@ -95,8 +95,22 @@ def check(args):
             f"--batch-size {args.batch_size} is no multiple of {ranks} rank(s) x --micro-batch-size "
             f"{args.micro_batch_size}: change one of them, to --batch-size {max(1, whole)} for example"
         )
-    if args.max_length < 2 or args.epochs <= 0 or args.lr < 0 or (args.max_steps or 1) < 1:
-        raise InputError("wanted: --max-length at least 2, --max-steps 1, --epochs above 0, --lr at least 0")
+    for flag, right, wanted in (
+        ("--max-length", args.max_length >= 2, "2 or more"),
+        ("--epochs", args.epochs > 0, "more than 0"),
+        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
+        ("--lr", args.lr >= 0, "0 or more"),
+        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
+        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
+        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
+        ("--eval-every", args.eval_every >= 0, "0 or more"),
+        ("--save-every", args.save_every >= 0, "0 or more"),
+        ("--sample-prompts", args.sample_prompts >= 0, "0 or more"),
+        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
+        ("--temperature", args.temperature >= 0, "0 or more"),
+    ):
+        if not right:
+            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
 
 
 def make_blocks(documents, args):
@@ -241,6 +255,7 @@ def main(args: Args):
         batch = [blocks[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         nll, grad_norm = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
         if not (math.isfinite(nll) and math.isfinite(grad_norm)):
+            bar.close()
             raise InputError(
                 f"step {step + 1}: loss {nll}, gradient norm {grad_norm}. The step was not taken; lower --lr "
                 f"or look at the data. The last good checkpoint, if --save-every made one, is in {checkpoint}"
@@ -272,7 +287,7 @@ def main(args: Args):
             gold = f"  gold {row['gold']:.1f} of {row['perfect']:.1f}" if "gold" in row else ""
             print(f"  {row['prompt'][-1]['content'][:60]!r} -> {row['response'][:80]!r}{gold}")
         for key, value in after.items():
-            print(f"{key}: {before[key]:.4f} -> {value:.4f}")
+            print(f"{key}: {before.get(key, math.nan):.4f} -> {value:.4f}")
         panels = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
         metrics.plot_metrics(args.output_dir, panels)
         sizes = {"steps": step, "documents": len(train), "blocks": len(blocks)}

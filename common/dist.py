@@ -35,9 +35,14 @@ def setup() -> torch.device:
     if cuda:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not td.is_initialized():
+        options = {"timeout": TIMEOUT, "device_id": device if cuda else None}
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # One node: a restart gets the store of the ranks before it, where gloo finds their dead addresses
+            store, options["rank"], options["world_size"] = next(td.rendezvous("env://", timeout=TIMEOUT))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            options["store"] = td.PrefixStore(f"attempt_{attempt}", store)
         # gloo beside nccl: checkpoints and objects travel on the CPU
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        td.init_process_group(backend, timeout=TIMEOUT, device_id=device if cuda else None)
+        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
     return device
 
 
@@ -166,9 +171,11 @@ def consolidated(model):
     weights are only cast, if compute_dtype is not theirs."""
     training = model.training
     model.eval()
-    with torch.no_grad(), _full_weights(model):
-        yield model
-    model.train(training)
+    try:
+        with torch.no_grad(), _full_weights(model):
+            yield model
+    finally:
+        model.train(training)
 
 
 @contextlib.contextmanager
@@ -178,8 +185,8 @@ def _full_weights(model):
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     if not modules:
         masters = {p: p.data for p in model.parameters()}
-        for p in masters:
-            p.data = p.data.to(model.compute_dtype)  # the same tensor where the dtype is the same already
+        for p in masters:  # where the dtype is the same already, to() gives the same tensor
+            p.data = p.data.to(getattr(model, "compute_dtype", p.dtype))
         try:
             yield
         finally:
@@ -310,7 +317,9 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
             skeleton = _plain_class(model)(config)  # to save from: no FSDP, and no second copy of the weights
         skeleton.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
         skeleton.to(dtype)
-        skeleton.save_pretrained(temporary, state_dict={name: w.to(dtype) for name, w in weights.items()})
+        tied = skeleton.all_tied_weights_keys  # by now copies of others, that need no place in the file
+        weights = {name: weight.to(dtype) for name, weight in weights.items() if name not in tied}
+        skeleton.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)

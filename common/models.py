@@ -50,7 +50,10 @@ def load_tokenizer(name: str, chat_template: str | None = None):
     chat_template: a file with a jinja template that replaces the tokenizer's own."""
     from transformers import AutoTokenizer
 
-    tokenizer = tiny.tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(find_model(name))
+    try:
+        tokenizer = tiny.tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(find_model(name))
+    except OSError as error:  # not on the hub, no network, or files missing in the folder
+        raise InputError(f"--model {name}: {error}") from None
     say = print if dist.is_main() else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():

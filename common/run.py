@@ -5,11 +5,14 @@ written last, summary.json: a run that has a summary is finished, one without is
 there.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.metadata
+import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -42,8 +45,16 @@ def parse(recipes, argv=None):
         raise InputError(f"unknown recipe {name!r}: {hint}there are {known}; flags start with --")
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
-    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, the first word:\n{listing}"}
-    args, unknown = tyro.cli(type(defaults), default=defaults, args=argv, return_unknown_args=True, **about)
+    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            options = {"default": defaults, "args": argv, "return_unknown_args": True, **about}
+            args, unknown = tyro.cli(type(defaults), **options)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise InputError(" ".join(re.sub("[\u2500-\u257f]", " ", box.getvalue()).split())) from None
     if unknown:
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(defaults)]
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
@@ -82,6 +93,8 @@ def start_run(args, stage: str) -> str | None:
 
     A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or
     --resume is given."""
+    if not args.output_dir:
+        raise InputError("--output-dir is empty: name a folder")
     folder, restarted = Path(args.output_dir), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists())
     finished, begun = dist.gather([seen])[0]  # what rank 0 sees decides for all
@@ -89,6 +102,8 @@ def start_run(args, stage: str) -> str | None:
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     if finished and resume:
+        if dist.is_main():
+            print(f"{folder} is finished already")
         return "finished"
     if (finished or begun) and not (resume or args.overwrite):
         state = "a finished run" if finished else "an unfinished run with a checkpoint"
@@ -131,7 +146,7 @@ def _versions():
     names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
     try:
         where = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        git = subprocess.run(["git", "rev-parse", "HEAD"], **where).stdout.strip() or None
+        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], **where).stdout.strip() or None
     except OSError:  # no git on this machine
         git = None
     return {

@@ -18,6 +18,7 @@ or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
 """
 
 import atexit
+import importlib
 import json
 import os
 import signal
@@ -29,10 +30,14 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-ENV = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+ENV = {
+    k: v
+    for k, v in os.environ.items()
+    if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+}
 # One thread a process, as torchrun sets it: bitwise claims hold for equal numbers of threads. No network.
 ENV |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-SECONDS = 150  # no command of the tests takes nearly as long
+SECONDS = 100  # no command of the tests takes nearly as long
 
 
 class Ended(NamedTuple):
@@ -47,10 +52,15 @@ class Ended(NamedTuple):
 
 
 def python(*argv, cwd=ROOT) -> Ended:
-    done = subprocess.run(
-        [sys.executable, *map(str, argv)], env=ENV, cwd=cwd, capture_output=True, text=True, timeout=SECONDS
-    )
-    return Ended(done.returncode, done.stdout, done.stderr)
+    command, pipe = [sys.executable, *map(str, argv)], subprocess.PIPE
+    with subprocess.Popen(command, env=ENV, cwd=cwd, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed
+            out, err = process.communicate()
+            return Ended(124, out, f"{err}\nstill running after {SECONDS} seconds")
+    return Ended(process.returncode, out, err)
 
 
 def torchrun(*argv, options=()) -> Ended:
@@ -62,7 +72,11 @@ def flags(**values) -> list[str]:
     out = []
     for name, value in values.items():
         name = name.replace("_", "-")
-        out += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        out += (
+            [f"--{name}" if value else f"--no-{name}"]
+            if isinstance(value, bool)
+            else [f"--{name}", str(value)]
+        )
     return out
 
 
@@ -70,7 +84,9 @@ def sft(*argv, moment=None, cwd=ROOT) -> Ended:
     """`python sft.py ARGV` in a child of the server."""
     if not hasattr(sft, "server"):
         command = [sys.executable, __file__, "--serve"]
-        sft.server = subprocess.Popen(command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        sft.server = subprocess.Popen(
+            command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         atexit.register(sft.server.kill)
     with tempfile.TemporaryDirectory() as folder:
         job = {"argv": list(map(str, argv)), "moment": moment, "cwd": str(cwd), "folder": folder}
@@ -81,14 +97,12 @@ def sft(*argv, moment=None, cwd=ROOT) -> Ended:
 
 
 def _serve():
-    import datasets  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
     import transformers
-    import tyro  # noqa: F401
 
-    import sft as script  # noqa: F401
-
-    transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM  # these are imported on first use
+    for name in ("datasets", "matplotlib.pyplot", "tyro", "sft"):
+        importlib.import_module(name)
+    for name in ("LlamaForCausalLM", "AutoModelForCausalLM"):  # imported on first use
+        getattr(transformers, name)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -131,12 +145,16 @@ def _arrange(moment, script):
 
     what, n, rank = [*moment.split(), "", ""][:3]
 
+    def die():
+        os.write(2, f"killed at {moment}\n".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def before(owner, name, when):
         run = getattr(owner, name)
 
         def patched(*args, **options):
             if when(*args, **options):
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
             return run(*args, **options)
 
         setattr(owner, name, patched)
@@ -147,7 +165,7 @@ def _arrange(moment, script):
         def patched(*args, **options):
             run(*args, **options)
             if when(*args, **options):
-                os.kill(os.getpid(), signal.SIGKILL)
+                die()
 
         setattr(owner, name, patched)
 
@@ -158,21 +176,31 @@ def _arrange(moment, script):
     if what == "row":
         after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and "loss/nll" in v)
     elif what == "tensors":
-        after(torch.distributed.checkpoint, "save", lambda *_, checkpoint_id, **__: f"step_{n}.tmp" in checkpoint_id)
+        after(
+            torch.distributed.checkpoint,
+            "save",
+            lambda *_, checkpoint_id, **__: f"step_{n}.tmp" in checkpoint_id,
+        )
     elif what == "pointer":
         before(os, "replace", lambda a, b: Path(b).name == "latest" and Path(a).read_text() == f"step_{n}")
     elif what == "older":
         before(
             shutil,
             "rmtree",
-            lambda path, **_: Path(path).name.startswith("step_")
-            and not Path(path).name.endswith(".tmp")
-            and latest(Path(path).parent) == f"step_{n}" != Path(path).name,
+            lambda path, **_: (
+                Path(path).name.startswith("step_")
+                and not Path(path).name.endswith(".tmp")
+                and latest(Path(path).parent) == f"step_{n}" != Path(path).name
+            ),
         )
     elif what == "results":
         after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and "loss/nll" not in v)
     elif what == "export":
-        before(transformers.PreTrainedTokenizerBase, "save_pretrained", lambda self, path, **_: "model.tmp" in str(path))
+        before(
+            transformers.PreTrainedTokenizerBase,
+            "save_pretrained",
+            lambda self, path, **_: "model.tmp" in str(path),
+        )
     elif what == "summary":
         before(script, "write_json", lambda path, value: path.endswith("summary.json"))
     elif what == "nan":
@@ -182,7 +210,11 @@ def _arrange(moment, script):
             calls.append(1)
             loss, parts = plain(*args, **options)
             bad = len(calls) == int(n) and dist.rank() == int(rank or 0)
-            return (loss * float("nan"), {**parts, "nll_sum": parts["nll_sum"] * float("nan")}) if bad else (loss, parts)
+            return (
+                (loss * float("nan"), {**parts, "nll_sum": parts["nll_sum"] * float("nan")})
+                if bad
+                else (loss, parts)
+            )
 
         losses.sft_loss = poisoned
     else:

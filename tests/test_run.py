@@ -110,7 +110,9 @@ def test_launch_passes_the_arguments_and_ends_with_0(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "error", [InputError("a file:\n  line 3\nis wrong"), OSError("a file:\n  line 3\nis wrong")], ids=["InputError", "OSError"]
+    "error",
+    [InputError("a file:\n  line 3\nis wrong"), OSError("a file:\n  line 3\nis wrong")],
+    ids=["InputError", "OSError"],
 )
 def test_an_error_to_mend_is_one_line_and_code_2(monkeypatch, capsys, error):
     code, output = ends_with(monkeypatch, capsys, raises(error))
@@ -151,7 +153,14 @@ def leave(folder, *names):
         path.write_text("{}")
 
 
-OUTPUT = ["model/config.json", "model.tmp/config.json", "checkpoint/step_1/x", "metrics.jsonl", "samples.jsonl", "a.png"]
+OUTPUT = [
+    "model/config.json",
+    "model.tmp/config.json",
+    "checkpoint/step_1/x",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "a.png",
+]
 UNFINISHED, FINISHED = [*OUTPUT, "checkpoint/latest"], [*OUTPUT, "checkpoint/latest", "summary.json"]
 
 
@@ -172,7 +181,10 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     import transformers
 
     assert written["python"] == sys.version.split()[0]
-    assert (written["versions"]["torch"], written["versions"]["transformers"]) == (torch.__version__, transformers.__version__)
+    assert (written["versions"]["torch"], written["versions"]["transformers"]) == (
+        torch.__version__,
+        transformers.__version__,
+    )
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
 
@@ -225,7 +237,9 @@ def test_resume_and_overwrite_together_are_an_error(tmp_path):
     assert all((tmp_path / name).exists() for name in UNFINISHED)
 
 
-@pytest.mark.parametrize("count, options, state", [("1", {}, "resume"), ("2", {"overwrite": True}, "resume"), ("0", None, None)])
+@pytest.mark.parametrize(
+    "count, options, state", [("1", {}, "resume"), ("2", {"overwrite": True}, "resume"), ("0", None, None)]
+)
 def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, options, state):
     leave(tmp_path, *UNFINISHED)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
@@ -245,7 +259,9 @@ def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys
     begin(tmp_path, lr=0.25, max_steps=3, layers=(1, 3), resume=True)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    for line, words in zip(lines, (("layers", "[1, 2]", "[1, 3]"), ("lr", "0.5", "0.25"), ("max_steps", "None", "3"))):
+    for line, words in zip(
+        lines, (("layers", "[1, 2]", "[1, 3]"), ("lr", "0.5", "0.25"), ("max_steps", "None", "3"))
+    ):
         assert all(word in line for word in words)
 
 
@@ -280,7 +296,11 @@ def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
         rows = metrics.read_jsonl(tmp_path / "metrics.jsonl")
         assert len(rows) == log.n_rows == step
     assert [list(row) for row in rows] == [["step", "iteration", "time_s", "loss/nll"]] * 3
-    assert [(row["step"], row["iteration"], row["loss/nll"]) for row in rows] == [(1, 0, 1.0), (2, 1, 0.5), (3, 1, 1 / 3)]
+    assert [(row["step"], row["iteration"], row["loss/nll"]) for row in rows] == [
+        (1, 0, 1.0),
+        (2, 1, 0.5),
+        (3, 1, 1 / 3),
+    ]
 
 
 def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_path):
@@ -326,7 +346,9 @@ def test_plot_has_one_panel_a_title_and_draws_the_keys_that_are_there(tmp_path, 
 
     drawn = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k)))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))
+    )
     log = metrics.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, 0, a=step * 10, **({"b": 5} if step == 2 else {}))

@@ -1,0 +1,330 @@
+"""What test_dist.py asks of 2 ranks, in one launch: every function marked @case runs on all ranks, and what it
+returns on rank 0 goes into results.json, or the traceback.
+
+    torchrun --nproc-per-node 2 tests/dist_cases.py FOLDER        FOLDER: what test_dist.prepare() has made
+
+The functions above the cases are for 1 rank too: test_dist.py calls them in its own process and compares.
+"""
+
+import contextlib
+import gc
+import json
+import sys
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import sft
+from common import data, dist, losses, models, tiny
+from common.run import InputError
+from common.sampler import sample
+
+CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
+ARGS = sft.Args(max_length=64, micro_batch_size=2, max_grad_norm=1.0)
+RUN = {"max_length": 64, "batch_size": 4, "micro_batch_size": 2, "sample_prompts": 5, "max_new_tokens": 8}
+RUN |= {"max_steps": 8, "save_every": 3, "eval_every": 4}
+
+
+def run_options(folder):
+    """Arguments of a short run of sft.py on the rows that lie in `folder`."""
+    return {**RUN, "dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl")}
+
+
+EVEN = [8] * 5  # blocks of each step
+# With micro-batches of 2, 5 blocks are 3 and 2: 2 micro-batches each, and rank 1's second one is empty; of 1
+# block rank 1 has none
+UNEVEN = [5, 1, 7, 3, 9]
+
+
+# -- on any number of ranks --------------------------------------------------------------
+def blocks():
+    rows = [data.Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
+    return sft.make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS)
+
+
+def policy(name="tiny", seed=0, compute_dtype=None):
+    model = dist.shard(models.load_policy(str(name), TOKENIZER, seed=seed), CPU, compute_dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+
+def train(model, optimizer, sizes, start=0):
+    """[loss, gradient norm] of one step for each number of blocks."""
+    out, some = [], blocks()
+    for size in sizes:
+        batch, start = [some[(start + i) % len(some)] for i in range(size)], start + size
+        out.append(list(sft.update(model, optimizer, batch, TOKENIZER.pad_token_id, ARGS, CPU)))
+    return out
+
+
+def descend():
+    """A model after five steps of plain gradient descent, whose result shows the size of gradients too. (Adam's
+    does not, and where a gradient is nearly 0 it makes a large step of its rounding.)"""
+    model, _ = policy()
+    train(model, torch.optim.SGD(model.parameters(), lr=0.3), UNEVEN)
+    return model
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def state(model, optimizer=None):
+    """Every weight, and every moment and step of Adam, whole, by name; the same on every rank."""
+    out = {name: whole(weight).clone() for name, weight in model.state_dict().items()}
+    for name, parameter in model.named_parameters() if optimizer else ():
+        out |= {f"{name}/{key}": whole(value).clone() for key, value in optimizer.state[parameter].items()}
+    return out
+
+
+def same(a, b):
+    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def write_checkpoint(folder):
+    """Two steps, a checkpoint of them, its state as a plain file, and two steps more."""
+    model, optimizer = policy()
+    train(model, optimizer, [8, 8])
+    dist.save_checkpoint(folder / "checkpoint", 2, {"policy": (model, optimizer)}, {"step": 2, "x": [1.5]})
+    now = state(model, optimizer)
+    after = train(model, optimizer, [8, 8], start=16)
+    if dist.is_main():
+        torch.save({"state": now, "after": after}, folder / "plain.pt")
+    dist.barrier()
+
+
+def read_checkpoint(folder):
+    """(is the state equal, the next steps' figures, those of whoever wrote it, what else was saved)"""
+    model, optimizer = policy(seed=7)  # other weights, no moments
+    saved = dist.load_checkpoint(folder / "checkpoint", {"policy": (model, optimizer)})
+    plain = torch.load(folder / "plain.pt")
+    equal = same(state(model, optimizer), plain["state"])
+    return equal, train(model, optimizer, [8, 8], start=16), plain["after"], saved
+
+
+def held(model=None):
+    """Bytes of all live tensors of this process, or of a model's parameters: storages, each once."""
+    gc.collect()
+    tensors = model.parameters() if model else [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = {}
+    for tensor in tensors:
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if tensor.layout == torch.strided and not tensor.is_meta:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+# -- on 2 ranks --------------------------------------------------------------------------
+CASES = []
+
+
+def case(function):
+    CASES.append(function)
+    return function
+
+
+@case
+def sums(folder):
+    """Of all ranks."""
+    rank = dist.rank()
+    return {
+        "all_sum": dist.all_sum(rank + 1, 0.1),
+        "gather": dist.gather([rank] * (2 * rank)),
+        "world": dist.world_size(),
+    }
+
+
+@case
+def even(folder):
+    return {"steps": train(*policy(), EVEN)}
+
+
+@case
+def uneven(folder):
+    return {"steps": train(*policy(), UNEVEN)}
+
+
+@case
+def saved(folder):
+    model = descend()
+    dist.save_model(model, TOKENIZER, folder / "saved by two")
+    return same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
+
+
+def sharding(folder):
+    model = models.load_policy(str(folder), TOKENIZER)
+    out = {
+        "on_meta": [all(p.is_meta for p in model.parameters()), any(p.is_meta for p in model.parameters())]
+    }
+    dist.shard(model, CPU)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(1, 41).view(2, 20)
+    with torch.no_grad():  # the first forward
+        logits, want = model(input_ids=ids).logits, plain(input_ids=ids).logits
+    model.reshard()
+    out |= {"logits": torch.equal(logits, want), "weights": same(state(model), plain.state_dict())}
+    file, full = load_file(folder / "model.safetensors"), state(model)
+    out["file"] = bool(file) and all(torch.equal(full[name], weight) for name, weight in file.items())
+    buffers = dict(plain.named_buffers())
+    out["buffers"] = bool(buffers) and same(dict(model.named_buffers()), buffers)
+    out["share"] = sum(p.to_local().numel() for p in model.parameters()) / plain.num_parameters()
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), [4])
+    trained = state(model)
+    heads = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    out["tied"] = [
+        heads[0] is heads[1],
+        torch.equal(trained["lm_head.weight"], trained["model.embed_tokens.weight"]),
+    ]
+    out["all_changed"] = all(not torch.equal(trained[name], full[name]) for name in full)
+    return dist.gather([out])
+
+
+@case
+def tied(folder):
+    return sharding(folder / "tied")
+
+
+@case
+def untied(folder):
+    return sharding(folder / "untied")
+
+
+@case
+def consolidated(folder):
+    rank = dist.rank()
+    prompts = [[5 + i + j for j in range(3 + 4 * i)] for i in range(5)] if rank == 0 else [[9, 8]]
+    options = {
+        "max_new_tokens": 24 if rank == 0 else 3,
+        "stop_ids": [TOKENIZER.eos_token_id] if rank == 0 else [],
+    }
+    options |= {"pad_id": TOKENIZER.pad_token_id, "temperature": 0}
+    want = sample(
+        AutoModelForCausalLM.from_pretrained(folder / "tied"), prompts, **options
+    ).response_tokens.tolist()
+    model, optimizer = policy(folder / "tied")
+    out = {
+        "parameters": [held(model)],
+        "tensors": [held()],
+        "steps": len(want[0]),
+        "full": 4 * model.num_parameters(),
+    }
+    for _ in range(2):
+        with dist.consolidated(model):
+            out["parameters"].append(held(model))
+            out["tensors"].append(held())
+            got = sample(model, prompts, **options).response_tokens.tolist()
+            out["training_inside"] = model.training
+        out["parameters"].append(held(model))
+        out["tensors"].append(held())
+        out["tokens"] = got == want and out.get("tokens", True)
+    out["training_after"] = model.training
+    with dist.consolidated(model):
+        if rank == 0:  # the other rank has nothing to answer
+            sample(model, prompts, **options)
+    with contextlib.suppress(ValueError), dist.consolidated(model):
+        raise ValueError("something goes wrong inside")
+    out["after_error"] = [held(model), model.training]
+    out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    with torch.no_grad():
+        model.token_logprobs(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
+    out["after_no_grad"] = [held(model), all(isinstance(p, DTensor) for p in model.parameters())]
+    other, other_optimizer = policy(folder / "tied")  # never consolidated
+    figures = train(model, optimizer, [8, 5]), train(other, other_optimizer, [8, 5])
+    out["same_update"] = figures[0] == figures[1] and same(
+        state(model, optimizer), state(other, other_optimizer)
+    )
+    return dist.gather([out])
+
+
+@case
+def checkpoint_of_two(folder):
+    (folder / "two").mkdir(exist_ok=True)
+    write_checkpoint(folder / "two")
+    equal, after, want, saved = read_checkpoint(folder / "two")
+    return {"equal": equal, "after": after, "want": want, "saved": saved}
+
+
+@case
+def checkpoint_of_one(folder):
+    equal, after, want, saved = read_checkpoint(folder / "one")
+    return {"equal": equal, "after": after, "want": want, "saved": saved}
+
+
+@case
+def random_numbers(folder):
+    model, optimizer = policy()
+    torch.manual_seed(dist.rank())
+    torch.rand(3)
+    dist.save_checkpoint(folder / "random", 1, {"policy": (model, None)}, {})
+    want = torch.rand(4).tolist()
+    torch.manual_seed(99)
+    dist.load_checkpoint(folder / "random", {"policy": (model, None)})
+    return dist.gather([{"want": want, "got": torch.rand(4).tolist()}])
+
+
+@case
+def nan_on_one_rank(folder):
+    plain, calls = losses.sft_loss, []
+
+    def poisoned(logprobs, *args, **options):
+        calls.append(1)
+        return plain(
+            logprobs * float("nan") if len(calls) == 2 and dist.rank() == 1 else logprobs, *args, **options
+        )
+
+    losses.sft_loss = poisoned
+    try:
+        sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "nan")))
+        message = ""
+    except InputError as error:
+        message = str(error)
+    finally:
+        losses.sft_loss = plain
+    return dist.gather([message])
+
+
+@case
+def bf16(folder):
+    model, optimizer = policy(folder / "tied", compute_dtype=torch.bfloat16)
+    seen = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, inputs: seen.append(str(inputs[0].dtype))
+    )
+    steps = train(model, optimizer, [8, 5, 8])
+    hook.remove()
+    with dist.consolidated(model):
+        inside = {str(p.dtype) for p in model.parameters()}
+    kept = {str(value.dtype) for value in state(model, optimizer).values()}
+    fp32 = train(*policy(folder / "tied"), [8, 5, 8])
+    return {"steps": steps, "fp32": fp32, "seen": seen, "kept": sorted(kept), "inside": sorted(inside)}
+
+
+@case
+def undisturbed(folder):
+    sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "undisturbed")))
+    return {}
+
+
+def main(folder):
+    dist.TIMEOUT = timedelta(seconds=60)
+    dist.setup()
+    results = {}
+    for function in CASES:
+        try:
+            results[function.__name__] = function(folder)
+        except Exception:
+            results[function.__name__] = {"error": traceback.format_exc()}
+        if dist.is_main():
+            (folder / "results.json").write_text(json.dumps(results))
+    dist.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

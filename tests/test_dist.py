@@ -1,0 +1,313 @@
+"""common/dist.py and sft.py on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
+
+One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its own."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import dist_cases
+import processes
+import pytest
+import torch
+from processes import ROOT, flags
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import sft
+from common import dist, tiny
+from common.metrics import read_jsonl
+
+WEIGHTS = "model/model.safetensors"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prepare(folder):
+    """What the cases read: two models, and a checkpoint written by 1 rank."""
+    for name, seed in (("tied", 3), ("untied", 4)):
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        config = LlamaConfig(
+            vocab_size=len(dist_cases.TOKENIZER),
+            tie_word_embeddings=name == "tied",
+            initializer_range=0.1,
+            **shape,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder / name)
+        dist_cases.TOKENIZER.save_pretrained(folder / name)
+    for name, count in (("train", 126), ("test", 24)):
+        rows = tiny.rows("sft", name)[:count]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "one").mkdir()
+    dist_cases.write_checkpoint(folder / "one")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The results of all cases on 2 ranks, and the folder they worked in."""
+    folder = tmp_path_factory.mktemp("two")
+    prepare(folder)
+    ended = processes.torchrun(ROOT / "tests" / "dist_cases.py", folder)
+    results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
+
+    def of(name):
+        assert name in results, f"the launch ended before {name}: {ended.err[-3000:]}"
+        error = isinstance(results[name], dict) and results[name].get("error")
+        assert not error, error
+        return results[name]
+
+    of.folder, of.ended = folder, ended
+    return of
+
+
+def close(a, b, tolerance=1e-5):
+    return [x == pytest.approx(y, rel=tolerance, abs=tolerance) for x, y in zip(a, b, strict=True)] == [
+        True
+    ] * len(a)
+
+
+def test_the_launch_of_all_cases_ends_with_exit_code_0(two):
+    assert two.ended.code == 0, two.ended.err[-3000:]
+
+
+def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
+    assert two("sums") == {"all_sum": [3.0, pytest.approx(0.2)], "gather": [1, 1], "world": 2}
+    assert (dist.all_sum(1, 0.1), dist.gather([5]), dist.world_size()) == ([1.0, 0.1], [5], 1)
+
+
+# -- training ----------------------------------------------------------------------------
+@pytest.mark.parametrize("name, sizes", [("even", dist_cases.EVEN), ("uneven", dist_cases.UNEVEN)])
+def test_loss_and_gradient_norm_of_five_steps_equal_one_rank(two, name, sizes):
+    steps = dist_cases.train(*dist_cases.policy(), sizes)
+    assert len(steps) == 5 and close(two(name)["steps"], steps)
+
+
+def test_the_uneven_steps_leave_ranks_with_fewer_blocks_or_none():
+    mine = [[len(range(size)[rank::2]) for rank in (0, 1)] for size in dist_cases.UNEVEN]
+    assert [1, 0] in mine and [3, 2] in mine  # with micro-batches of 2: none at all, and an empty second one
+
+
+def test_a_run_of_the_script_logs_what_one_rank_logs(two, tmp_path):
+    two("undisturbed")
+    sft.main(sft.Args(**dist_cases.run_options(two.folder), output_dir=str(tmp_path)))
+    one, both = (read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path, two.folder / "undisturbed"))
+    assert [list(row) for row in one] == [list(row) for row in both]
+    exact = ("step", "iteration", "optim/lr", "data/documents", "data/response_tokens", "data/tokens")
+    assert [[row.get(key) for key in exact] for row in one] == [
+        [row.get(key) for key in exact] for row in both
+    ]
+    for key in (
+        "loss/nll",
+        "optim/grad_norm",
+        "eval/nll",
+    ):  # of the first steps: later ones drift apart by rounding
+        assert close(
+            [row[key] for row in one[:5] if key in row], [row[key] for row in both[:5] if key in row]
+        )
+    prompts = [
+        [row["prompt"] for row in read_jsonl(f / "samples.jsonl")]
+        for f in (tmp_path, two.folder / "undisturbed")
+    ]
+    assert len(prompts[0]) == 5 and sorted(map(str, prompts[0])) == sorted(map(str, prompts[1]))
+    assert json.loads((two.folder / "undisturbed" / "args.json").read_text())["world_size"] == 2
+
+
+def test_bf16_compute_keeps_fp32_weights_and_moments_and_is_close_to_fp32(two):
+    case = two("bf16")
+    assert case["kept"] == ["torch.float32"] and case["inside"] == ["torch.bfloat16"]
+    assert set(case["seen"]) == {"torch.bfloat16"}  # what the unembedding got
+    assert case["steps"] != case["fp32"] and close(case["steps"], case["fp32"], 0.03)
+
+
+def test_bf16_compute_on_one_rank_is_the_same_to_its_precision(two):
+    model, optimizer = dist_cases.policy(two.folder / "tied", compute_dtype=torch.bfloat16)
+    assert close(dist_cases.train(model, optimizer, [8, 5, 8]), two("bf16")["steps"], 0.03)
+    assert {value.dtype for value in dist_cases.state(model, optimizer).values()} == {torch.float32}
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with dist.consolidated(model):
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# -- sharding ----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_a_folder_model_is_read_by_rank_0_and_is_whole_on_every_rank(two, name):
+    ranks = two(name)
+    assert [rank["on_meta"] for rank in ranks] == [[False, False], [True, True]]
+    for rank in ranks:
+        assert rank["file"] and rank["weights"] and rank["buffers"] and rank["logits"]
+        assert rank["share"] == pytest.approx(0.5, abs=0.01) and rank["all_changed"]
+
+
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_embeddings_are_tied_after_sharding_and_training_as_they_were_before(two, name):
+    assert [rank["tied"] for rank in two(name)] == [[name == "tied"] * 2] * 2
+
+
+# -- consolidated ------------------------------------------------------------------------
+def test_consolidated_sampling_gives_the_tokens_of_the_unsharded_model(two):
+    ranks = two("consolidated")
+    assert all(rank["tokens"] for rank in ranks)
+    assert ranks[0]["steps"] > ranks[1]["steps"]  # ranks decoded different numbers of steps
+
+
+def test_consolidated_holds_one_full_copy_inside_and_frees_it_after(two):
+    for rank in two("consolidated"):
+        before, inside, after, inside_again, after_again = rank["parameters"]
+        assert before == after == after_again == pytest.approx(rank["full"] / 2, rel=0.02)
+        assert inside == inside_again == pytest.approx(rank["full"], rel=0.02)
+        before, inside, after, inside_again, after_again = rank["tensors"]
+        assert min(inside, inside_again) >= before + 0.98 * rank["full"]
+        assert after == after_again == before
+
+
+def test_consolidated_is_in_evaluation_mode_inside_and_restores_training_mode(two):
+    for rank in two("consolidated"):
+        assert not rank["training_inside"] and rank["training_after"] and rank["sharded"]
+
+
+def test_consolidated_frees_the_copy_and_restores_training_mode_after_an_error(two):
+    for rank in two("consolidated"):
+        assert rank["after_error"] == [rank["parameters"][0], True]
+
+
+def test_a_forward_without_gradient_leaves_no_gathered_weights(two):
+    assert all(rank["after_no_grad"] == [rank["parameters"][0], True] for rank in two("consolidated"))
+
+
+def test_training_after_consolidated_is_bitwise_training_without_it(two):
+    assert all(rank["same_update"] for rank in two("consolidated"))
+
+
+# -- files -------------------------------------------------------------------------------
+def test_the_model_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(two, tmp_path):
+    assert two("saved")
+    start = dist_cases.state(dist_cases.policy()[0])
+    dist.save_model(dist_cases.descend(), dist_cases.TOKENIZER, tmp_path / "model")
+    one, both = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "model", two.folder / "saved by two")
+    )
+    for name in one:
+        torch.testing.assert_close(one[name], both[name], atol=1e-5, rtol=1e-5)
+        moved, apart = (start[name] - one[name]).abs().max(), (one[name] - both[name]).abs().max()
+        assert apart <= 0.01 * moved and moved > 0, name
+    configs = [
+        json.loads((f / "config.json").read_text()) for f in (tmp_path / "model", two.folder / "saved by two")
+    ]
+    assert configs[0] == configs[1] and configs[0]["architectures"] == ["LlamaForCausalLM"]
+    assert type(AutoModelForCausalLM.from_pretrained(two.folder / "saved by two")) is LlamaForCausalLM
+    assert (
+        AutoTokenizer.from_pretrained(two.folder / "saved by two").get_vocab()
+        == dist_cases.TOKENIZER.get_vocab()
+    )
+
+
+def test_tied_weights_are_written_once_by_two_ranks_as_by_one(two, tmp_path):
+    two("saved")
+    dist.save_model(dist_cases.policy()[0], dist_cases.TOKENIZER, tmp_path / "one")
+    one, both = (load_file(f / "model.safetensors") for f in (tmp_path / "one", two.folder / "saved by two"))
+    assert set(one) == set(both) and "lm_head.weight" not in one
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one(two, capsys):
+    two("checkpoint_of_two")
+    equal, after, want, saved = dist_cases.read_checkpoint(two.folder / "two")
+    assert equal and close(after, want) and saved == {"step": 2, "x": [1.5]}
+    assert "another number of ranks" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_one_rank_loads_on_two(two):
+    case = two("checkpoint_of_one")
+    assert case["equal"] and close(case["after"], case["want"]) and case["saved"] == {"step": 2, "x": [1.5]}
+    assert "another number of ranks" in two.ended.out
+
+
+def test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(two):
+    case = two("checkpoint_of_two")
+    assert case["equal"] and case["after"] == case["want"]
+    equal, after, want, _ = dist_cases.read_checkpoint(two.folder / "one")
+    assert equal and after == want
+
+
+def test_a_checkpoint_restores_each_ranks_random_numbers(two):
+    ranks = two("random_numbers")
+    assert all(rank["got"] == rank["want"] for rank in ranks) and ranks[0]["got"] != ranks[1]["got"]
+
+
+def test_only_the_last_checkpoint_is_kept_and_latest_names_it(tmp_path):
+    model, optimizer = dist_cases.policy()
+    for step in (1, 2, 10):
+        dist.save_checkpoint(tmp_path, step, {"policy": (model, optimizer)}, {"step": step})
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", f"step_{step}"]
+    assert dist.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"step": 10}
+
+
+# -- the ends of a job -------------------------------------------------------------------
+def assert_same_run(folder, undisturbed):
+    got, want = (load_file(f / WEIGHTS) for f in (folder, undisturbed))
+    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    keys = ("step", "loss/nll", "optim/grad_norm", "eval/nll")
+    got, want = (
+        [[row.get(key) for key in keys] for row in read_jsonl(f / "metrics.jsonl")]
+        for f in (folder, undisturbed)
+    )
+    assert got == want and [row[0] for row in got] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after
+
+
+def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
+    two("undisturbed")
+    command = flags(**dist_cases.run_options(two.folder), output_dir=tmp_path)
+    killed = processes.torchrun(ROOT / "tests" / "processes.py", "row 5", *command)
+    assert killed.code != 0 and killed.err.count("killed at row 5") == 2  # both ranks
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3" and not (tmp_path / "model").exists()
+    resumed = processes.torchrun(ROOT / "sft.py", *command, "--resume")
+    assert resumed.code == 0, resumed.err[-3000:]
+    assert_same_run(tmp_path, two.folder / "undisturbed")
+
+
+def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_path):
+    two("undisturbed")
+    command = [ROOT / "tests" / "processes.py", "row 5", *flags(**dist_cases.run_options(two.folder))]
+    ended = processes.torchrun(*command, *flags(output_dir=tmp_path), options=["--max-restarts", 1])
+    assert ended.err.count("killed at row 5") == 2 and ended.code == 0, ended.err[-3000:]
+    assert_same_run(tmp_path, two.folder / "undisturbed")
+
+
+def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
+    for message in two("nan_on_one_rank"):
+        assert re.search(r"\bstep 2\b", message) and "nan" in message
+    assert [row["step"] for row in read_jsonl(two.folder / "nan" / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("error", ["missing file", "nan on rank 1"])
+def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
+    if error == "missing file":
+        program, words = (
+            [ROOT / "sft.py", *flags(dataset="nothing.jsonl", micro_batch_size=4)],
+            ["nothing.jsonl", "no such file"],
+        )
+    else:
+        program = [ROOT / "tests" / "processes.py", "nan 2 1", *flags(**dist_cases.run_options(two.folder))]
+        words = ["step 2", "nan"]
+    ended = processes.torchrun(*program, *flags(output_dir=tmp_path / "run"))
+    assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[
+        -3000:
+    ]  # torchrun's own traceback is there
+    assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-3000:]
+    assert all(word in ended.errors[0] for word in words), ended.errors
+    assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_programs_that_shard_end_with_exit_code_0_every_time():
+    n = int(os.environ.get("EXIT_CODE_RUNS", "2"))
+    ended = processes.python(Path("tests") / "benchmarks" / "exit_codes.py", n)
+    assert ended.code == 0 and f"{n} of {n}" in ended.out, ended.out
