@@ -138,11 +138,11 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
     ValueError says what is wrong with it.
 
-    `messages` rows train on every assistant turn; rows with one response on that one: `prompt` +
-    `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of `responses`), `chosen` of
-    a preference."""
-    if "messages" in row:
-        return _check(row["messages"]), True
+    `messages` (or ShareGPT's `conversations`) rows train on every assistant turn; rows with one response on
+    that one: `prompt` + `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of
+    `responses`), `chosen` of a preference."""
+    if "messages" in row or "conversations" in row:
+        return _check(row["messages"] if "messages" in row else _sharegpt(row["conversations"])), True
     question = row.get("prompt", row.get("instruction"))
     if "completion" in row and "prompt" in row:
         answer = row["completion"]
@@ -156,8 +156,8 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     elif "chosen" in row:
         answer = row["chosen"]
     else:
-        formats = "messages; prompt + completion; instruction + output; prompt + responses; chosen"
-        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}")
+        formats = "messages; conversations; prompt + completion; instruction + output; prompt + responses"
+        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}; chosen")
     if "chosen" in row and (question is None or _is_dialogue(answer)):  # with or without its prompt beside it
         return _check(_dialogue(answer)), False
     return _check(_turns(question, "user") + _turns(answer, "assistant")), False
@@ -167,6 +167,19 @@ def _is_dialogue(value):
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return value[0].get("role") != "assistant"
     return isinstance(value, str) and value.startswith("\n\nHuman:")
+
+
+def _sharegpt(value):
+    """Messages of {from, value} -> {role, content}; others stay as they are."""
+    if not isinstance(value, list):
+        return value
+    names = {"human": "user", "gpt": "assistant"}
+    return [
+        {"role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
+        if isinstance(m, dict) and "from" in m
+        else m
+        for m in value
+    ]
 
 
 def _best(responses):

@@ -40,6 +40,11 @@ TALK = [user("a"), bot("b"), user("c"), bot("d")]
 SCORED = [{"text": "worse", "score": -2.0}, {"text": "b", "score": 1}, {"text": "mid", "score": 0.5}]
 FORMATS = {
     "messages": ({"messages": TALK}, TALK, True),
+    "ShareGPT": (
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        [user("a"), bot("b")],
+        True,
+    ),
     "messages with a system turn": (
         {"messages": [{"role": "system", "content": "s"}, user("a"), bot("b")], "prompt": "ignored"},
         [{"role": "system", "content": "s"}, user("a"), bot("b")],
@@ -276,9 +281,9 @@ def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, 
         unread |= path[-1] == "text" and path[1] != 1  # of a response that is not the best
         if unread or (path[-1] == "input" and value in (None, "")):
             assert kept, (path, value)
-        elif value in ("", " \n") and path[-1] in ("role", "content", "instruction", "input"):
+        elif value in ("", " \n") and path[-1] in ("role", "from", "content", "value", "instruction", "input"):
             pass  # beside other text a turn may be blank; where it is the only one, see the test above
-        elif path[-1] not in ("role", "score"):  # a role may be any text, a score any number
+        elif path[-1] not in ("role", "from", "score"):  # a role may be any text, a score any number
             assert not kept, (path, value)
 
 
