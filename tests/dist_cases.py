@@ -1,5 +1,5 @@
-"""What test_dist.py asks of 2 ranks, in one launch: every function marked @case runs on all ranks, and what it
-returns on rank 0 goes into results.json, or the traceback.
+"""What test_dist.py asks of 2 ranks, in one launch: every function marked @case runs on all ranks, and what
+it returns on rank 0 goes into results.json, or the traceback.
 
     torchrun --nproc-per-node 2 tests/dist_cases.py FOLDER        FOLDER: what test_dist.prepare() has made
 
@@ -64,8 +64,8 @@ def train(model, optimizer, sizes, start=0):
 
 
 def descend():
-    """A model after five steps of plain gradient descent, whose result shows the size of gradients too. (Adam's
-    does not, and where a gradient is nearly 0 it makes a large step of its rounding.)"""
+    """A model after five steps of plain gradient descent, whose result shows the size of gradients too.
+    (Adam's does not, and where a gradient is nearly 0 it makes a large step of its rounding.)"""
     model, _ = policy()
     train(model, torch.optim.SGD(model.parameters(), lr=0.3), UNEVEN)
     return model

@@ -281,7 +281,14 @@ def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, 
         unread |= path[-1] == "text" and path[1] != 1  # of a response that is not the best
         if unread or (path[-1] == "input" and value in (None, "")):
             assert kept, (path, value)
-        elif value in ("", " \n") and path[-1] in ("role", "from", "content", "value", "instruction", "input"):
+        elif value in ("", " \n") and path[-1] in (
+            "role",
+            "from",
+            "content",
+            "value",
+            "instruction",
+            "input",
+        ):
             pass  # beside other text a turn may be blank; where it is the only one, see the test above
         elif path[-1] not in ("role", "from", "score"):  # a role may be any text, a score any number
             assert not kept, (path, value)

@@ -1,6 +1,6 @@
 """common/dist.py and sft.py on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
-
-One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its own."""
+ One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
+own."""
 
 import json
 import os

@@ -67,7 +67,8 @@ def test_greedy_equals_generate_token_for_token(config):
 
 def test_slots_do_not_change_greedy_answers(llama):
     few, many = (
-        sample(llama, MIXED, max_new_tokens=12, stop_ids=[7], pad_id=0, temperature=0, slots=s) for s in (1, 64)
+        sample(llama, MIXED, max_new_tokens=12, stop_ids=[7], pad_id=0, temperature=0, slots=s)
+        for s in (1, 64)
     )
     assert torch.equal(few.response_tokens, many.response_tokens)
 
@@ -76,7 +77,10 @@ def test_slots_do_not_change_greedy_answers(llama):
     "config, name",
     [
         (MistralConfig(**SIZES, sliding_window=16), "mistral has a sliding window of 16"),
-        (Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=16), "gemma3_text has .*sliding_attention"),
+        (
+            Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=16),
+            "gemma3_text has .*sliding_attention",
+        ),
         (BloomConfig(vocab_size=V, hidden_size=64, n_layer=2, n_head=4), "bloom takes no position_ids"),
         (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba"),
     ],
@@ -88,23 +92,33 @@ def test_models_without_full_attention_are_refused_by_name(config, name):
 
 def test_a_sliding_window_that_the_config_turns_off_is_full_attention():
     config = Qwen2Config(**SIZES, sliding_window=4, use_sliding_window=False)
-    assert sample(build(config), [[3, 4]], max_new_tokens=8, stop_ids=[], pad_id=0).response_tokens.shape == (1, 8)
+    assert sample(build(config), [[3, 4]], max_new_tokens=8, stop_ids=[], pad_id=0).response_tokens.shape == (
+        1,
+        8,
+    )
 
 
 def test_a_model_that_ignores_positions_is_caught_by_the_trial_batch():
     class Deaf(LlamaForCausalLM):
-        def forward(self, input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        def forward(
+            self, input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **kwargs
+        ):
             kwargs["attention_mask"] = None if attention_mask is None else torch.ones_like(attention_mask)
-            return super().forward(input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs)
+            return super().forward(
+                input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs
+            )
 
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="other logits with a ragged cache"):
         sample(Deaf(LlamaConfig(**SIZES)), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
 
 
-@pytest.mark.parametrize("settings", [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 5), (0.8, 0.6, 9)])
+@pytest.mark.parametrize(
+    "settings", [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (1.0, 1.0, 5), (0.8, 0.6, 9)]
+)
 def test_logprobs_are_those_of_the_distribution_sampled_from(llama, settings):
-    """The distribution is made by transformers' own warpers from a forward of the whole row without a cache."""
+    """The distribution is made by transformers' own warpers from a forward of the whole row without a
+    cache."""
     temperature, top_p, top_k = settings
     choice = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     out = sample(llama, MIXED[:6], n=2, max_new_tokens=10, stop_ids=[7], pad_id=0, slots=4, seed=3, **choice)
@@ -144,7 +158,8 @@ def test_tokens_are_drawn_as_often_as_their_probability_says(top_p, vocabulary):
 
 
 def test_a_prompt_is_run_once_and_no_finished_row_is_run_again(llama):
-    """Every token but a response's last one enters the model once; a prompt enters it once for its n responses."""
+    """Every token but a response's last one enters the model once; a prompt enters it once for its n
+    responses."""
     seen = collections.Counter()
 
     def count(module, args, kwargs):
@@ -153,7 +168,9 @@ def test_a_prompt_is_run_once_and_no_finished_row_is_run_again(llama):
 
     sample(llama, [[3]], max_new_tokens=1, stop_ids=[], pad_id=0)  # the trial batch, once for this model
     handle = llama.register_forward_pre_hook(count, with_kwargs=True)
-    out = sample(llama, MIXED, n=8, max_new_tokens=20, stop_ids=list(range(3, V, 9)), pad_id=0, slots=12, seed=0)
+    out = sample(
+        llama, MIXED, n=8, max_new_tokens=20, stop_ids=list(range(3, V, 9)), pad_id=0, slots=12, seed=0
+    )
     handle.remove()
     assert seen["prompts"] == len(MIXED)
     assert seen["steps"] == int(out.sample_mask.sum()) - len(MIXED) * 8
@@ -164,7 +181,9 @@ def test_rows_come_in_prompt_major_order_with_stop_mask_and_padding(llama):
     assert out.prompt_index.tolist() == [i for i in range(len(MIXED)) for _ in range(3)]
     lengths = out.sample_mask.sum(1)
     assert out.response_tokens.shape == out.sample_mask.shape == (48, int(lengths.max()))
-    for tokens, mask, finished in zip(out.response_tokens.tolist(), out.sample_mask.tolist(), out.finished.tolist()):
+    for tokens, mask, finished in zip(
+        out.response_tokens.tolist(), out.sample_mask.tolist(), out.finished.tolist()
+    ):
         kept = [t for t, m in zip(tokens, mask) if m]
         assert mask == sorted(mask, reverse=True)  # no holes
         assert all(t % 9 != 3 for t in kept[:-1])  # a stop id is the last token or absent
@@ -175,10 +194,14 @@ def test_rows_come_in_prompt_major_order_with_stop_mask_and_padding(llama):
 
 def test_a_seed_decides_and_generation_config_does_not():
     model = build(LlamaConfig(**SIZES))
-    draw = lambda seed: sample(model, MIXED, max_new_tokens=8, stop_ids=[], pad_id=0, seed=seed).response_tokens
+    draw = lambda seed: (
+        sample(model, MIXED, max_new_tokens=8, stop_ids=[], pad_id=0, seed=seed).response_tokens
+    )
     first = draw(1)
     assert torch.equal(first, draw(1)) and not torch.equal(first, draw(2))
-    model.generation_config.update(do_sample=True, top_k=1, temperature=0.01, repetition_penalty=9.0, max_length=2)
+    model.generation_config.update(
+        do_sample=True, top_k=1, temperature=0.01, repetition_penalty=9.0, max_length=2
+    )
     assert torch.equal(first, draw(1))
     torch.manual_seed(5)
     unseeded = draw(None)
@@ -192,7 +215,9 @@ def test_training_mode_and_gradient_checkpointing_survive():
     greedy = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0}
     out = sample(model, MIXED, **greedy)
     assert model.training and model.is_activation_checkpointing
-    assert torch.equal(out.response_tokens, sample(build(LlamaConfig(**SIZES)), MIXED, **greedy).response_tokens)
+    assert torch.equal(
+        out.response_tokens, sample(build(LlamaConfig(**SIZES)), MIXED, **greedy).response_tokens
+    )
     model(input_ids=torch.tensor([MIXED[0]])).logits.sum().backward()  # no inference tensors are left behind
 
 

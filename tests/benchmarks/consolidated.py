@@ -29,7 +29,12 @@ def held(model):
 def main():
     device = dist.setup()
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1360, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1360,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=256,
     )
     torch.manual_seed(0)
@@ -62,9 +67,13 @@ def main():
             print(f"{name:14} {statistics.median(values[1:]):8.1f} tokens/s")
         for name in ("sharded", "never sharded"):
             ratios = [a / b for a, b in zip(speeds["consolidated"][1:], speeds[name][1:])]
-            print(f"consolidated / {name}: median {statistics.median(ratios):.2f} (min {min(ratios):.2f}, max {max(ratios):.2f})")
+            print(
+                f"consolidated / {name}: median {statistics.median(ratios):.2f} (min {min(ratios):.2f}, max {max(ratios):.2f})"
+            )
         same = all(torch.equal(answer, answers["sharded"]) for answer in answers.values())
-        print(f"bytes of parameters held: before {before:,}, inside {inside:,}, after {held(sharded):,}; the same tokens: {same}")
+        print(
+            f"bytes of parameters held: before {before:,}, inside {inside:,}, after {held(sharded):,}; the same tokens: {same}"
+        )
     dist.shutdown()
 
 

@@ -31,8 +31,16 @@ def main():
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=args.vocabulary, hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3 // 8 * 8, num_hidden_layers=args.layers,
-        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=20,
+        vocab_size=args.vocabulary,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden * 8 // 3 // 8 * 8,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=20,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(config).eval().to(device)
@@ -41,7 +49,15 @@ def main():
     stop_ids = list(range(20, args.vocabulary, 20))
 
     def ours(seed):
-        out = sample(model, prompts, n=args.n, max_new_tokens=args.max_new_tokens, stop_ids=stop_ids, pad_id=0, seed=seed)
+        out = sample(
+            model,
+            prompts,
+            n=args.n,
+            max_new_tokens=args.max_new_tokens,
+            stop_ids=stop_ids,
+            pad_id=0,
+            seed=seed,
+        )
         return int(out.sample_mask.sum())
 
     def generate(seed):
@@ -53,8 +69,15 @@ def main():
             ids = torch.tensor([[0] * (width - len(row)) + row for row in batch], device=device)
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
             out = model.generate(
-                input_ids=ids, attention_mask=mask, do_sample=True, top_k=0, top_p=1.0, temperature=1.0,
-                max_new_tokens=args.max_new_tokens, eos_token_id=stop_ids, pad_token_id=0,
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                max_new_tokens=args.max_new_tokens,
+                eos_token_id=stop_ids,
+                pad_token_id=0,
             )[:, width:]
             ended = torch.isin(out, torch.tensor(stop_ids, device=device)).int()
             tokens += int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop id
@@ -69,7 +92,9 @@ def main():
             speeds[name].append(tokens / (time.perf_counter() - start))
             print(f"{name:9} {tokens:6} tokens {speeds[name][-1]:8.0f} tokens/s", flush=True)
     ratios = [a / b for a, b in zip(speeds["sampler"], speeds["generate"])]
-    print(f"sampler / generate: median {statistics.median(ratios):.2f} times (min {min(ratios):.2f}, max {max(ratios):.2f})")
+    print(
+        f"sampler / generate: median {statistics.median(ratios):.2f} times (min {min(ratios):.2f}, max {max(ratios):.2f})"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the process.
+"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the
+process.
 
-    pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter --trl-python names
-    python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
-
-Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch 8
-on rows of at most 512 tokens: TRL not packed, 8 rows a step; sft.py packed, 8 blocks of 512 a step, and not
-packed, 8 rows a step. Padding does not count as text. The three take turns, ratios are taken turn by turn, and
-the first 2 steps of each do not count."""
+    pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter --trl-python
+    names python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
+ Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch
+8 on rows of at most 512 tokens: TRL not packed, 8 rows a step; sft.py packed, 8 blocks of 512 a step, and not
+packed, 8 rows a step. Padding does not count as text. The three take turns, ratios are taken turn by turn,
+and the first 2 steps of each do not count."""
 
 import argparse
 import json
@@ -87,7 +87,9 @@ def ours(args, packing):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--dataset", required=True, help="what sft.py takes")
     parser.add_argument("--trl-python", default=sys.executable)
@@ -119,7 +121,9 @@ def main():
             statistics.median(a[key] / b[key] for a, b in zip(figures[name], figures["trl"]))
             for key in ("tokens_per_s", "peak_gb")
         )
-        print(f"sft.py {name} / TRL: {speed:.2f} times the tokens per second, {peak:.2f} times the peak memory")
+        print(
+            f"sft.py {name} / TRL: {speed:.2f} times the tokens per second, {peak:.2f} times the peak memory"
+        )
 
 
 if __name__ == "__main__":
