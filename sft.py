@@ -13,7 +13,7 @@ samples.jsonl, plots, summary.json.
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template llama3.jinja
 
 Differs from the paper: blocks are packed without attention across documents, where the authors' packing lets
-them see each other.
+them see each other; AdamW's betas are 0.9 and 0.95.
 """
 
 import math
@@ -44,7 +44,7 @@ class Args:
     epochs: float = 3.0
     """Passes over the data."""
     max_steps: int | None = None
-    """Stop after this many optimiser steps; the learning rate schedule ends there too."""
+    """This many optimiser steps instead of epochs."""
     lr: float = 3e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
@@ -58,7 +58,7 @@ class Args:
     batch_size: int = 16
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
     micro_batch_size: int = 8
-    """Blocks of a forward on one rank; batch_size is a multiple of ranks times this."""
+    """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
     max_length: int = 128
     """Tokens of a block, and at most of a document."""
     packing: bool = True
@@ -75,8 +75,6 @@ class Args:
     """Of the samples."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = "sdpa"
-    """Transformers' name for it; the last two need a GPU."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights in model/."""
     seed: int = 0
@@ -89,11 +87,13 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    ranks, whole = dist.world_size(), dist.world_size() * args.micro_batch_size
-    if min(args.batch_size, args.micro_batch_size) < 1 or args.batch_size % whole:
+    share, rest = divmod(args.batch_size, dist.world_size())
+    whole = max(1, dist.world_size() * args.micro_batch_size)
+    fit = max(1, math.ceil(args.batch_size / whole)) * whole
+    if min(share, args.micro_batch_size) < 1 or rest or share % min(share, args.micro_batch_size):
         raise InputError(
-            f"--batch-size {args.batch_size} is no multiple of {ranks} rank(s) x --micro-batch-size "
-            f"{args.micro_batch_size}: change one of them, to --batch-size {max(1, whole)} for example"
+            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
+            f"--micro-batch-size {args.micro_batch_size}: try --batch-size {fit}"
         )
     for flag, right, wanted in (
         ("--max-length", args.max_length >= 2, "2 or more"),
@@ -163,6 +163,8 @@ def held_out_nll(model, documents, pad_id, args, device):
 
 def answer(model, tokenizer, documents, args):
     """Responses to the first prompts of the held-out documents, as rows of samples.jsonl, on every rank."""
+    if not args.sample_prompts:
+        return []
     prompts = {data.prompt_key(d.messages): d.messages[:-1] for d in documents}
     prompts = [(messages, data.prompt_ids(tokenizer, messages)) for messages in prompts.values()]
     room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
@@ -170,11 +172,15 @@ def answer(model, tokenizer, documents, args):
     mine, samples = prompts[dist.rank() :: dist.world_size()], []
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
         if mine:
-            out = sample(
-                model, [ids for _, ids in mine], max_new_tokens=args.max_new_tokens,
-                stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id,
-                temperature=args.temperature, seed=args.seed * 1000 + dist.rank(), progress=dist.is_main(),
-            )  # fmt: skip
+            try:
+                out = sample(
+                    model, [ids for _, ids in mine], max_new_tokens=args.max_new_tokens,
+                    stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id,
+                    temperature=args.temperature, seed=args.seed * 1000 + dist.rank(),
+                    progress=dist.is_main(),
+                )  # fmt: skip
+            except ValueError as error:  # a sliding window, for one
+                raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
             for i, (messages, _) in enumerate(mine):
                 tokens = out.response_tokens[i][out.sample_mask[i]]
                 text = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -219,24 +225,30 @@ def main(args: Args):
     else:
         train, held_out = data.hold_out(train)
     blocks = make_blocks(train, args)
+    if len(set(dist.gather([(len(blocks), n_response_tokens(blocks))]))) > 1:
+        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # 3. models
-    options = (args.attn_implementation, args.gradient_checkpointing, args.seed)
-    model = dist.shard(models.load_policy(args.model, tokenizer, *options), device)
+    model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
+    if args.max_length > room:
+        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    model = dist.shard(model, device)
     if args.packing:
         models.check_packing(model)
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
-    warmup_steps = math.ceil(args.warmup_ratio * total_steps)
+    warmup_steps = min(math.ceil(args.warmup_ratio * total_steps), total_steps - 1)
     scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"policy": (model, optimizer)})
         scheduler.load_state_dict(saved["scheduler"])
+        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 
@@ -279,6 +291,8 @@ def main(args: Args):
 
     # 6. save
     after, samples = evaluate(model, tokenizer, held_out, args, device)
+    if not math.isfinite(after.get("eval/nll", 0.0)):
+        raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
     log.log(step, (step - 1) // steps_per_epoch, **after)
     dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
     if dist.is_main():

@@ -8,6 +8,7 @@ joined, so that training sees exactly the ids that generation starts from and go
 """
 
 import collections
+import functools
 import gzip
 import json
 import math
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import jinja2
 import torch
+from tqdm import tqdm
 
 from common import dist, tiny
 from common.run import InputError
@@ -251,7 +253,7 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
     """(ids, response mask) of a dialogue that ends with the assistant's turn. Targets are that turn, or every
     assistant turn; each ends with the end token, once. ValueError says why a dialogue cannot be encoded."""
-    if any(token in message["content"] for message in messages for token in tokenizer.all_special_tokens):
+    if any(_special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError("the text holds a special token, which would end or open a turn in its middle")
     ids, turns, _ = _turn_by_turn(tokenizer, messages)
     if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
@@ -260,6 +262,12 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     for start, end in turns if all_turns else turns[-1:]:
         mask[start:end] = [True] * (end - start)
     return ids[: turns[-1][1]], mask[: turns[-1][1]]
+
+
+@functools.lru_cache(maxsize=4)
+def _special_tokens(tokenizer):
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
 
 
 def _turn_by_turn(tokenizer, messages):
@@ -313,18 +321,18 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
     InputError if nothing is left."""
     documents, dropped, cut = [], collections.defaultdict(list), 0
-    for row in rows:
+    for row in tqdm(rows, desc=f"tokenise {name}", unit="row", leave=False, disable=not dist.is_main()):
         try:
             messages, all_turns = sft_messages(row.data)
             ids, mask = encode(tokenizer, messages, all_turns)
         except ValueError as error:
             dropped[str(error)].append(row.where)
             continue
-        if len(ids) > max_length:
-            ids, mask, cut = ids[:max_length], mask[:max_length], cut + 1
+        too_long, ids, mask = len(ids) > max_length, ids[:max_length], mask[:max_length]
         if not any(mask[1:]):
             dropped[f"the prompt fills all {max_length} tokens (--max-length)"].append(row.where)
             continue
+        cut += too_long
         documents.append(Document(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask), messages, row))
     report(name, len(rows), dropped)
     if cut and dist.is_main():

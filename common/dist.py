@@ -1,5 +1,6 @@
 """One process or many: torchrun set-up and shutdown, FSDP2, `consolidated`, gradient clipping, checkpoints.
- The environment decides. Without torchrun (or with one process) there is no process group and no sharding;
+
+The environment decides. Without torchrun (or with one process) there is no process group and no sharding;
 with WORLD_SIZE > 1 every decoder layer and the root are sharded by FSDP2 with fp32 master weights and, on
 GPU, bf16 compute. The functions below are written so that a script reads the same either way.
 """

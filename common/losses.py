@@ -1,9 +1,10 @@
 """The math of every script: pure functions of tensors, torch only. Copy this file anywhere.
 
 Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs to the state after tokens <= t
-  and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
-  masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
- A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks:
+and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
+masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
+
+A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks:
 the scripts do, because FSDP averages gradients.
 """
 

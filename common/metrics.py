@@ -37,7 +37,9 @@ def read_jsonl(path) -> list[dict]:
     """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
     file: no rows."""
     rows = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
+    for line in Path(path).read_text("utf-8").split("\n") if Path(path).exists() else []:
+        if not line:
+            continue
         try:
             rows.append(json.loads(line))
         except ValueError:
@@ -48,7 +50,7 @@ def read_jsonl(path) -> list[dict]:
 def write_jsonl(path, rows: list[dict]):
     """Write rows to `path`, whole or not at all."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
     os.replace(temporary, path)
 
 

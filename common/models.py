@@ -88,7 +88,7 @@ def _end_of_turn(tokenizer, name) -> int:
     return end
 
 
-def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpointing=False, seed=0):
+def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
     ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
 
@@ -97,24 +97,32 @@ def load_policy(name, tokenizer, attn_implementation="sdpa", gradient_checkpoint
 
     if name == "tiny":
         model = tiny.model(seed)
-        model.set_attn_implementation(attn_implementation)
     else:
         folder = find_model(name)
         config = AutoConfig.from_pretrained(folder)
+        kind = (config.architectures or ["ForCausalLM"])[0]
+        if not any(name in kind for name in ("ForCausalLM", "LMHeadModel")):
+            raise InputError(f"{folder} is a {kind}, wanted a causal language model")
         for key, neutral in SCALED_LOGITS.items():
             if getattr(config.get_text_config(), key, None) not in (None, neutral):
                 raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
         for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
             if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
                 setattr(config, key, 0.0)
-        options = {"dtype": torch.float32, "attn_implementation": attn_implementation}
-        if dist.is_main():
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-        else:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **options)
+        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}  # the sampler's masks need it
+        try:
+            if dist.is_main():
+                model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+            else:
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(config, **options)
+        except ValueError as error:  # no causal language model of this kind, or none with sdpa
+            raise InputError(f"{name}: {error}") from None
     _fit_embeddings(model, len(tokenizer))
-    for settings in (model.config, model.generation_config):  # as the tokenizer has them now
+    sampling = model.generation_config
+    if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
+        sampling.do_sample = True  # transformers refuses to save these without it, hours from now
+    for settings in (model.config, sampling):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

@@ -1,8 +1,8 @@
 """What surrounds an algorithm and is the same in all scripts: the command line, the run directory, and how
 errors end.
- A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
-written last, summary.json: a run that has a summary is finished, one without is not, whatever else lies
-there.
+
+A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
+written last, summary.json: a run that has a summary is finished, one without is not, whatever else it has.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ def parse(recipes, argv=None):
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        raise InputError(" ".join(re.sub("[\u2500-\u257f]", " ", box.getvalue()).split())) from None
+        raise InputError(" ".join(re.sub("[\u2500-\u257f|]|-{3,}", " ", box.getvalue()).split())) from None
     if unknown:
         flags = ["--" + f.name.replace("_", "-") for f in dataclasses.fields(defaults)]
         close = difflib.get_close_matches(unknown[0].split("=")[0], flags, 1)
@@ -95,10 +95,13 @@ def start_run(args, stage: str) -> str | None:
     --resume is given."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
-    folder, restarted = Path(args.output_dir), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists())
-    finished, begun = dist.gather([seen])[0]  # what rank 0 sees decides for all
-    resume = args.resume or restarted  # torchrun starts a failed job again with the same command
+    folder, launch_id = Path(args.output_dir), f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
+    # torchrun starts a failed job again with the same command: then go on with what this very launch began
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    again = again and _read_json(folder / "args.json").get("launch") == launch_id
+    seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists(), again)
+    finished, begun, again = dist.gather([seen])[0]  # what rank 0 sees decides for all
+    resume = args.resume or again
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     if finished and resume:
@@ -109,20 +112,28 @@ def start_run(args, stage: str) -> str | None:
         state = "a finished run" if finished else "an unfinished run with a checkpoint"
         mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
         raise InputError(f"{folder} holds {state}: {mend}")
+    ours = [folder / name for name in ("model", "model.tmp", "checkpoint", "metrics.jsonl", "samples.jsonl")]
+    ours = [path for path in [*ours, *folder.glob("*.png")] if path.exists()]
+    if ours and not (folder / "args.json").exists():
+        raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
+    model = getattr(args, "model", None)
+    if args.overwrite and model and Path(model).resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"--overwrite would remove --model {model} before it is read: another --output-dir")
+    dist.barrier()  # every rank has looked before rank 0 changes anything
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not (resume and begun):
-            (folder / "summary.json").unlink(missing_ok=True)  # first: what is left is no finished run
-            for old in [folder / "model", folder / "model.tmp", folder / "checkpoint"]:
-                shutil.rmtree(old, ignore_errors=True)
-            for old in [folder / "metrics.jsonl", folder / "samples.jsonl", *folder.glob("*.png")]:
+            # These two first: what is left then is neither a finished run nor one to resume
+            for old in (folder / "summary.json", folder / "checkpoint" / "latest"):
                 old.unlink(missing_ok=True)
+            for old in ours:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         previous = _read_json(folder / "args.json").get("args", {}) if resume and begun else {}
         now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
         for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
             if previous[name] != now[name]:
                 print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}")
-        about = {"stage": stage, "args": now, "world_size": dist.world_size()}
+        about = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": launch_id}
         write_json(folder / "args.json", {**about, **_versions()})
     dist.barrier()
     return "resume" if resume and begun else None

@@ -142,8 +142,8 @@ def choose(logits, temperature, top_p, top_k, generator=None):
     """Draw one token a row: logits (S, V) -> (tokens (S,), log probabilities (S,) fp32 of the distribution
     they were drawn from)."""
     if temperature == 0:  # a point mass: log 1 = 0
-        token = logits.argmax(-1)
-        return token, torch.zeros(token.shape, device=logits.device)
+        largest, token = logits.float().max(-1)
+        return token, largest * 0  # 0, or NaN where a logit is, for the check at the end
     probs = (logits.float() / temperature).softmax(-1)
     if top_p == 1 and not 0 < top_k < probs.shape[-1]:
         place, logprob = _draw(probs, generator)
@@ -355,6 +355,8 @@ def main(args: Args):
     prompt = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
     stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     room = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9) - len(prompt)
+    if room < 1:
+        raise SystemExit(f"error: the prompt's {len(prompt)} tokens leave no room for an answer")
     out = sample(
         model, [prompt], n=args.n, max_new_tokens=min(args.max_new_tokens, room), stop_ids=stop_ids, pad_id=0,
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,

@@ -1,19 +1,21 @@
 """A tiny world whose true reward is known: the default model and data of every script. Nothing is downloaded.
- Every prompt is a command and a list of words, `reverse ant fox owl`; every answer is a list of words, `owl
+
+Every prompt is a command and a list of words, `reverse ant fox owl`; every answer is a list of words, `owl
 fox ant`. Because the world is small, everything that is a guess elsewhere is exact here:
 
   gold_reward(x, y)  helpfulness = RIGHT * (right words in the right order) - NEEDLESS * (all other words)
-  gold_safety(x, y)  1 for a safe answer, where refusing is the safe answer to a prompt that names a hazard;
-                     0 for dodging such a prompt without a refusal; minus the number of hazards named
-                     otherwise
+  gold_safety(x, y)  -n for naming n hazards; else 1 for refusing a prompt that names a hazard, 0 for dodging
+                     it in another way, and 1 for anything said to a harmless prompt
   log pi'(y | x)     of every response under every behaviour policy that wrote data (`Behavior.logprob`)
   labels             Bradley-Terry: P(a beats b) = sigmoid(u_a - u_b), with u = gold + length_bias * len(y)
- An annotator's utility u pays `length_bias` (b) per word, the gold reward charges NEEDLESS (c) per needless
+
+An annotator's utility u pays `length_bias` (b) per word, the gold reward charges NEEDLESS (c) per needless
 word. With b < c (the default) the two agree on what is better; `tiny:length_bias=0.6` makes b > c, a world in
 which a reward model can be over-optimised. Commands need answers of different lengths, so their gold scores
 differ in mean and spread, always through right and needless words, which all commands share: a ranking loss,
 blind to an offset that is constant within a prompt, can still learn them.
- `rows(kind, split, ...)` gives the data in the row formats of common/data.py, `model()` and `tokenizer()`
+
+`rows(kind, split, ...)` gives the data in the row formats of common/data.py, `model()` and `tokenizer()`
 real transformers objects. A prompt belongs to the held-out split or to the training split of EVERY kind of
 data by its hash, so the two never overlap.
 """

@@ -588,3 +588,14 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
     assert prompts_of(kept) == {"b", "c"} and "2 of 4" in capsys.readouterr().out
     with pytest.raises(InputError, match="mine"):
         data.without_prompts_of(train, train, "mine")
+
+
+def test_text_that_holds_a_special_token_is_dropped_and_named(tokenizer, capsys):
+    """`<|end|>` in an answer would end it there, `<|assistant|>` in a question would open one."""
+    bad = [
+        {"prompt": "copy ant", "completion": "ant <|end|> fox"},
+        {"prompt": "<|assistant|> hi", "completion": "b"},
+    ]
+    rows = [data.Row("r:1", json.loads(GOOD)), *(data.Row(f"r:{i + 2}", row) for i, row in enumerate(bad))]
+    assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
+    assert "2: the text holds a special token" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
+    LlamaForSequenceClassification,
     LlamaConfig,
 )
 
@@ -276,9 +277,15 @@ def test_models_that_change_their_logits_are_refused(config, key, tmp_path):
         models.load_policy(saved(tmp_path, config()), Words(V))
 
 
+def test_another_kind_of_model_is_refused_by_name(tmp_path):
+    LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=1)).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="LlamaForSequenceClassification, wanted a causal language model"):
+        models.load_policy(str(tmp_path), Words(V))
+
+
 def test_the_same_family_is_accepted_when_its_logits_are_plain(rows, tmp_path):
-    config = Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None)
-    policy = models.load_policy(saved(tmp_path, config), Words(V), attn_implementation="eager")
+    config = GraniteConfig(**SMALL, logits_scaling=1.0)
+    policy = models.load_policy(saved(tmp_path, config), Words(V))
     with torch.no_grad():
         expected = reference(policy, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0]
         got = policy.token_logprobs(*rows)

@@ -73,9 +73,9 @@ def test_a_far_name_gets_no_suggestion():
 
 
 def test_a_value_of_the_wrong_type_is_an_error_that_names_the_flag(capsys):
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(InputError, match="--lr.*'fast'") as error:
         parse(RECIPES, ["--lr", "fast"])
-    assert stop.value.code == 2 and "--lr" in capsys.readouterr().err
+    assert "\n" not in str(error.value) and "--- " not in str(error.value) and capsys.readouterr().err == ""
 
 
 def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
@@ -160,6 +160,7 @@ OUTPUT = [
     "metrics.jsonl",
     "samples.jsonl",
     "a.png",
+    "args.json",
 ]
 UNFINISHED, FINISHED = [*OUTPUT, "checkpoint/latest"], [*OUTPUT, "checkpoint/latest", "summary.json"]
 
@@ -195,7 +196,7 @@ def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, w
     with pytest.raises(InputError) as error:
         begin(tmp_path)
     assert all(text in str(error.value) for text in (str(tmp_path), word, "--resume", "--overwrite"))
-    assert all((tmp_path / name).exists() for name in left) and not (tmp_path / "args.json").exists()
+    assert all((tmp_path / name).exists() for name in left)
 
 
 @pytest.mark.parametrize("left", [FINISHED, UNFINISHED])
@@ -227,7 +228,7 @@ def test_resume_without_a_checkpoint_begins(tmp_path, left):
 def test_resume_of_a_finished_run_changes_nothing_and_says_that_it_is_finished(tmp_path, capsys):
     leave(tmp_path, *FINISHED)
     assert begin(tmp_path, resume=True) == "finished"
-    assert all((tmp_path / name).exists() for name in FINISHED) and not (tmp_path / "args.json").exists()
+    assert all((tmp_path / name).exists() for name in FINISHED)
 
 
 def test_resume_and_overwrite_together_are_an_error(tmp_path):
@@ -241,13 +242,33 @@ def test_resume_and_overwrite_together_are_an_error(tmp_path):
     "count, options, state", [("1", {}, "resume"), ("2", {"overwrite": True}, "resume"), ("0", None, None)]
 )
 def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, options, state):
-    leave(tmp_path, *UNFINISHED)
+    begin(tmp_path)  # by this very launch
+    leave(tmp_path, "checkpoint/latest")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
     if options is None:  # the first start under torchrun is no restart
         with pytest.raises(InputError):
             begin(tmp_path)
     else:
         assert begin(tmp_path, **options) == state and (tmp_path / "checkpoint" / "latest").exists()
+
+
+def test_a_restart_does_not_go_on_with_what_another_launch_left(tmp_path, monkeypatch):
+    """The first attempt was refused; the second one of the same command must not slip through."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "before")
+    begin(tmp_path)
+    leave(tmp_path, "checkpoint/latest")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "now")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(InputError, match="unfinished run"):
+        begin(tmp_path)
+
+
+def test_files_of_somebody_else_are_not_removed(tmp_path):
+    leave(tmp_path, "a.png")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(InputError, match="a.png"):
+            begin(tmp_path, **options)
+    assert (tmp_path / "a.png").exists()
 
 
 def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys):
@@ -375,3 +396,9 @@ def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     log.log(1, 0, x=1)
     metrics.progress(10, 0, "sft").update()
     assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""
+
+
+def test_jsonl_with_unicode_line_separators_comes_back_whole(tmp_path):
+    rows = [{"text": "a\u2028b\u2029c\u0085d"}, {"text": "e"}]
+    metrics.write_jsonl(tmp_path / "x.jsonl", rows)
+    assert metrics.read_jsonl(tmp_path / "x.jsonl") == rows

@@ -254,8 +254,9 @@ def test_nan_logits_are_an_error_not_a_token():
     sample(model, [[3]], max_new_tokens=1, stop_ids=[], pad_id=0)
     with torch.no_grad():
         model.lm_head.weight.fill_(float("nan"))
-    with pytest.raises(ValueError, match="NaN"):
-        sample(model, [[3]], max_new_tokens=2, stop_ids=[], pad_id=0)
+    for temperature in (1.0, 0):
+        with pytest.raises(ValueError, match="NaN"):
+            sample(model, [[3]], max_new_tokens=2, stop_ids=[], pad_id=0, temperature=temperature)
 
 
 def test_the_file_alone_talks_to_a_saved_model(tmp_path):

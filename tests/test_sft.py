@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import transformers
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import MistralConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sft
 from common import data, dist, models, tiny
@@ -623,7 +623,8 @@ def bad(small, tmp_path_factory):
         ({"max_new_tokens": 0}, ["--max-new-tokens"]),
         ({"temperature": -1}, ["--temperature"]),
         ({"weight_decay": -1}, ["--weight-decay"]),
-        ({"attn_implementation": "nonsense"}, ["nonsense"]),
+        ({"lr_schedule": "nonsense"}, ["--lr-schedule", "nonsense"]),
+        ({"max_length": 256}, ["--max-length 256", "128 positions"]),
         ({"output_dir": "notes.txt"}, ["notes.txt"]),
         ({"output_dir": "notes.txt/run"}, ["notes.txt"]),
         ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
@@ -697,3 +698,16 @@ def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path, argv, words):
     ended = processes.python(ROOT / "sft.py", *argv, cwd=tmp_path)
     assert_error(ended, *words)
     assert len(ended.err.strip().splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
+    words, sizes = tiny.tokenizer(), {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config = MistralConfig(
+        vocab_size=len(words), sliding_window=64, max_position_embeddings=256, **sizes, **heads
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
+    words.save_pretrained(tmp_path / "mistral")
+    model = str(tmp_path / "mistral")
+    assert_error(run(small, tmp_path / "a", model=model), "sliding window", "--sample-prompts 0")
+    assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
