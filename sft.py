@@ -25,7 +25,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, tiny
-from common.run import InputError, launch, start_run, write_json
+from common.run import InputError, find_run, launch, start_run, write_json
 from common.sampler import sample
 
 
@@ -211,7 +211,7 @@ def main(args: Args):
     # 1. setup
     device = dist.setup()
     check(args)
-    state = start_run(args, stage="sft")
+    state = find_run(args)
     if state == "finished":
         return
 
@@ -227,6 +227,7 @@ def main(args: Args):
     blocks = make_blocks(train, args)
     if len(set(dist.gather([(len(blocks), n_response_tokens(blocks))]))) > 1:
         raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    start_run(args, "sft", state)  # only now is an old run in output_dir replaced
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 

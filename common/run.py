@@ -87,18 +87,18 @@ def launch(main, recipes):
     dist.shutdown(code)
 
 
-def start_run(args, stage: str) -> str | None:
-    """Make `args.output_dir` ready and write args.json. Returns "finished" (with --resume there is nothing
-    left to do), "resume" or None.
+def find_run(args) -> str | None:
+    """What `args.output_dir` holds for this command: "finished" (nothing is left to do), "resume", or None:
+    begin anew. Changes nothing.
 
     A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or
     --resume is given."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
-    folder, launch_id = Path(args.output_dir), f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
+    folder = Path(args.output_dir)
     # torchrun starts a failed job again with the same command: then go on with what this very launch began
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    again = again and _read_json(folder / "args.json").get("launch") == launch_id
+    again = again and _read_json(folder / "args.json").get("launch") == _launch_id()
     seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists(), again)
     finished, begun, again = dist.gather([seen])[0]  # what rank 0 sees decides for all
     resume = args.resume or again
@@ -112,31 +112,47 @@ def start_run(args, stage: str) -> str | None:
         state = "a finished run" if finished else "an unfinished run with a checkpoint"
         mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
         raise InputError(f"{folder} holds {state}: {mend}")
-    ours = [folder / name for name in ("model", "model.tmp", "checkpoint", "metrics.jsonl", "samples.jsonl")]
-    ours = [path for path in [*ours, *folder.glob("*.png")] if path.exists()]
+    ours = _outputs(folder)
     if ours and not (folder / "args.json").exists():
         raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
     model = getattr(args, "model", None)
     if args.overwrite and model and Path(model).resolve().is_relative_to(folder.resolve()):
         raise InputError(f"--overwrite would remove --model {model} before it is read: another --output-dir")
+    return "resume" if resume and begun else None
+
+
+def start_run(args, stage: str, state: str | None):
+    """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
+    nothing that the user can have mistyped is left to be read: with state None it removes what an old run
+    left."""
+    folder, resume = Path(args.output_dir), state == "resume"
     dist.barrier()  # every rank has looked before rank 0 changes anything
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
-        if not (resume and begun):
+        if not resume:
             # These two first: what is left then is neither a finished run nor one to resume
             for old in (folder / "summary.json", folder / "checkpoint" / "latest"):
                 old.unlink(missing_ok=True)
-            for old in ours:
+            for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        previous = _read_json(folder / "args.json").get("args", {}) if resume and begun else {}
+        previous = _read_json(folder / "args.json").get("args", {}) if resume else {}
         now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
         for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
             if previous[name] != now[name]:
                 print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}")
-        about = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": launch_id}
+        about = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id()}
         write_json(folder / "args.json", {**about, **_versions()})
     dist.barrier()
-    return "resume" if resume and begun else None
+
+
+def _outputs(folder):
+    names = ("model", "model.tmp", "checkpoint", "metrics.jsonl", "samples.jsonl")
+    return [path for path in [*(folder / name for name in names), *folder.glob("*.png")] if path.exists()]
+
+
+def _launch_id():
+    """The same for all attempts of one torchrun, and for no other."""
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
 
 
 def write_json(path, value):

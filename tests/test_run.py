@@ -12,7 +12,7 @@ import pytest
 
 import sft
 from common import metrics
-from common.run import InputError, launch, parse, start_run, write_json
+from common.run import InputError, find_run, launch, parse, start_run, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -142,7 +142,11 @@ def test_help_ends_with_0_and_usage_errors_with_2(monkeypatch, capsys, argv, cod
 
 # -- start_run ---------------------------------------------------------------------------
 def begin(folder, stage="sft", **options):
-    return start_run(Args(output_dir=str(folder), **options), stage)
+    args = Args(output_dir=str(folder), **options)
+    state = find_run(args)
+    if state != "finished":
+        start_run(args, stage, state)
+    return state
 
 
 def leave(folder, *names):

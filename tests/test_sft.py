@@ -711,3 +711,10 @@ def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
     model = str(tmp_path / "mistral")
     assert_error(run(small, tmp_path / "a", model=model), "sliding window", "--sample-prompts 0")
     assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
+
+
+def test_overwrite_with_a_mistyped_dataset_leaves_the_old_run(small, undisturbed, tmp_path):
+    assert run(small, tmp_path, max_steps=1).code == 0
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert_error(run(small, tmp_path, "--overwrite", dataset="mistyped.jsonl"), "mistyped.jsonl")
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
