@@ -165,10 +165,14 @@ def answer(model, tokenizer, documents, args):
     """Responses to the first prompts of the held-out documents, as rows of samples.jsonl, on every rank."""
     if not args.sample_prompts:
         return []
-    prompts = {data.prompt_key(d.messages): d.messages[:-1] for d in documents}
-    prompts = [(messages, data.prompt_ids(tokenizer, messages)) for messages in prompts.values()]
     room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
-    prompts = [p for p in prompts if len(p[1]) + args.max_new_tokens <= room][: args.sample_prompts]
+    prompts = []
+    for messages in {data.prompt_key(d.messages): d.messages[:-1] for d in documents}.values():
+        ids = data.prompt_ids(tokenizer, messages)
+        if len(ids) + args.max_new_tokens <= room:
+            prompts.append((messages, ids))
+        if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
+            break
     mine, samples = prompts[dist.rank() :: dist.world_size()], []
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
         if mine:
