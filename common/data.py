@@ -69,7 +69,9 @@ def is_tiny(spec: str) -> bool:
 
 def _read(source, kind, split):
     if is_tiny(source):
-        rows, name = tiny.rows(kind, split, **_tiny_options(source)), f"tiny/{kind}"
+        options = _tiny_options(source)
+        kind = options.pop("kind", kind)
+        rows, name = tiny.rows(kind, split, **options), f"tiny/{kind}"
     elif source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         if not Path(source).is_file():
             raise InputError(f"--dataset {source}: there is no such file")
@@ -102,16 +104,18 @@ def _some(source, rows):
 
 
 def _tiny_options(source):
-    kinds, options = {"length_bias": float, "seed": int, "label": str}, {}
+    kinds, options = {"length_bias": float, "seed": int, "label": str, "kind": str}, {}
     for item in source.split(":")[1:]:
         key, _, value = item.partition("=")
         try:
             options[key] = kinds[key](value)
         except (KeyError, ValueError):
-            known = "length_bias=NUMBER, seed=INTEGER and label=helpfulness|safety"
+            known = "length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety and kind=KIND"
             raise InputError(f"--dataset {source}: tiny knows {known}, not {item!r}") from None
     if options.get("label", "safety") not in ("helpfulness", "safety"):
         raise InputError(f"--dataset {source}: label is helpfulness or safety")
+    if options.get("kind", "sft") not in tiny.SIZES:
+        raise InputError(f"--dataset {source}: kind is one of {', '.join(tiny.SIZES)}")
     if not math.isfinite(options.get("length_bias", 0.0)):
         raise InputError(f"--dataset {source}: length_bias must be finite")
     return options
@@ -144,7 +148,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     that one: `prompt` + `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of
     `responses`), `chosen` of a preference."""
     if "messages" in row or "conversations" in row:
-        return _check(row["messages"] if "messages" in row else _sharegpt(row["conversations"])), True
+        return check_messages(row["messages"] if "messages" in row else _sharegpt(row["conversations"])), True
     question = row.get("prompt", row.get("instruction"))
     if "completion" in row and "prompt" in row:
         answer = row["completion"]
@@ -160,12 +164,12 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     else:
         formats = "messages; conversations; prompt + completion; instruction + output; prompt + responses"
         raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}; chosen")
-    if "chosen" in row and (question is None or _is_dialogue(answer)):  # with or without its prompt beside it
-        return _check(_dialogue(answer)), False
-    return _check(_turns(question, "user") + _turns(answer, "assistant")), False
+    if "chosen" in row and (question is None or is_dialogue(answer)):  # with or without its prompt beside it
+        return check_messages(dialogue(answer)), False
+    return check_messages(turns(question, "user") + turns(answer, "assistant")), False
 
 
-def _is_dialogue(value):
+def is_dialogue(value):
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return value[0].get("role") != "assistant"
     return isinstance(value, str) and value.startswith("\n\nHuman:")
@@ -195,20 +199,20 @@ def _best(responses):
         raise ValueError(why) from None
 
 
-def _turns(value, role):
+def turns(value, role):
     """The messages in a column: text of one turn, a list of messages, or, in a prompt, an HH-RLHF
     dialogue."""
     if isinstance(value, list):
         return value
-    if role == "user" and _is_dialogue(value):
-        turns = _dialogue(value)  # "\n\nAssistant:" at its end only opens the answer
-        return turns if turns[-1]["content"].strip() else turns[:-1]
+    if role == "user" and is_dialogue(value):
+        messages = dialogue(value)  # "\n\nAssistant:" at its end only opens the answer
+        return messages if messages[-1]["content"].strip() else messages[:-1]
     if value is None:
         raise ValueError("no prompt" if role == "user" else "no response")
     return [{"role": role, "content": value}]
 
 
-def _dialogue(value):
+def dialogue(value):
     """An HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ...", or a list of messages -> messages."""
     if isinstance(value, list):
         return value
@@ -219,7 +223,7 @@ def _dialogue(value):
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
 
-def _check(messages):
+def check_messages(messages):
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
     for message in messages:

@@ -122,6 +122,8 @@ def shard(model, device, compute_dtype=None):
         for module in list(model.modules()):
             if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers
                 fully_shard(module, mp_policy=policy)
+        if isinstance(getattr(model, "score", None), nn.Linear):  # a scalar head stays in fp32
+            fully_shard(model.score, mp_policy=MixedPrecisionPolicy())
         fully_shard(model, mp_policy=policy)  # embeddings, final norm and head: tied weights share this group
         model.to_empty(device=device)
         _tie(model)

@@ -1,9 +1,13 @@
 """metrics.jsonl, progress bars and plots. Every key is defined by a formula in the README."""
 
 import json
+import math
 import os
+import statistics
 import time
 from pathlib import Path
+
+import torch
 
 from common import dist
 
@@ -63,6 +67,16 @@ def progress(total: int, start: int, name: str):
     return tqdm(total=total, initial=start, desc=name, unit="step", disable=silent, dynamic_ncols=True)
 
 
+def print_table(rows: list[dict]):
+    """Rows of the same keys as a table, on rank 0."""
+    if not rows or not dist.is_main():
+        return
+    cells = [list(rows[0])] + [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
+
+
 def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"):
     """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against the
     step."""
@@ -84,4 +98,178 @@ def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(Path(folder) / name, dpi=90)
+    plt.close(figure)
+
+
+# -- measures of a scorer on labelled pairs --------------------------------------------------------
+# A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}, and for
+# a model that sees two responses at once "differences", one for each pair, in place of the scores.
+def pairs_of(rows) -> list[tuple]:
+    """(score difference better - worse, row number, better response, worse response) of every labelled
+    pair."""
+    pairs = []
+    for number, row in enumerate(rows):
+        responses = row["responses"]
+        mine = [(a, b) for a in responses for b in responses if a["rank"] < b["rank"]]
+        differences = row.get("differences")
+        if differences is None:
+            differences = [a["score"] - b["score"] for a, b in mine]
+        pairs += [(d, number, a, b) for d, (a, b) in zip(differences, mine)]
+    return pairs
+
+
+def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
+    """How well score differences predict labels: eval/accuracy (ties count 1/2; also for each data set and
+    category), eval/nll and eval/brier of sigmoid(difference), and the expected calibration error eval/ece
+    with a 95 % interval and its floor.
+
+    ECE: confidence sigmoid(|difference|) in n_bins equal bins of [0.5, 1]; the mean of |accuracy -
+      confidence| over bins, weighted by count. The interval is a bootstrap over rows, for a row's pairs hang
+      together. The floor is the mean ECE of a perfectly calibrated model with these confidences and this
+      number of pairs: what sampling alone gives."""
+    pairs = pairs_of(rows)
+    if not pairs:
+        return {"eval/pairs": 0}
+    difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
+    row = torch.tensor([pair[1] for pair in pairs])
+    correct, n = (difference.sign() + 1) / 2, len(pairs)
+    probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
+    bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
+
+    def ece(gap):  # gap: (..., n_bins), each bin's sum of correct - confidence
+        return gap.abs().sum(-1)
+
+    gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)
+    gaps.index_put_((row, bins), correct - confidence, accumulate=True)
+    sizes = torch.bincount(row, minlength=len(rows)).double()
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.randint(len(rows), (n_bootstrap, len(rows)), generator=generator)
+    resampled = torch.stack([ece(gaps[draw].sum(0)) / sizes[draw].sum().clamp(min=1) for draw in draws])
+    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    floor = []
+    for _ in range(200):
+        label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
+        gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
+        floor.append(ece(gap) / n)
+    figures = {
+        "eval/pairs": n,
+        "eval/accuracy": correct.mean(),
+        "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
+        "eval/brier": ((1 - probability) ** 2).mean(),
+        "eval/ece": ece(gaps.sum(0)) / n,
+        "eval/ece_low": low,
+        "eval/ece_high": high,
+        "eval/ece_floor": torch.stack(floor).mean(),
+    }
+    for kind in ("source", "category"):
+        names = [str(r[kind]) for r in rows]
+        for name in sorted(set(names)) if len(set(names)) > 1 else []:
+            inside = torch.tensor([names[number] == name for number in row.tolist()])
+            figures[f"eval/accuracy/{name}"] = correct[inside].mean()
+            figures[f"eval/pairs/{name}"] = int(inside.sum())
+    return {key: float(value) for key, value in figures.items()}
+
+
+def accuracy(differences) -> float:
+    """Share of differences above 0, ties counting 1/2; NaN of none."""
+    right = [(d > 0) + (d == 0) / 2 for d in differences]
+    return sum(right) / len(right) if right else math.nan
+
+
+def known_figures(rows) -> dict[str, float]:
+    """What only the tiny world knows: eval/bayes_accuracy, of a labeler without noise on the same pairs, and
+    gold/correlation, of the scores with the true reward over all responses."""
+    responses = [r for row in rows for r in row["responses"]]
+    figures = {}
+    if all("utility" in r for r in responses):
+        differences = [a["utility"] - b["utility"] for _, _, a, b in pairs_of(rows)]
+        figures["eval/bayes_accuracy"] = accuracy(differences)
+    if all("gold" in r and "score" in r for r in responses):
+        scores, gold = ([r[key] for r in responses] for key in ("score", "gold"))
+        figures["gold/correlation"] = correlation(scores, gold)
+    return figures
+
+
+def correlation(x, y) -> float:
+    """Pearson's; NaN where one of them does not vary."""
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
+    x, y = x - x.mean(), y - y.mean()
+    scale = (x.norm() * y.norm()).item()
+    return (x @ y).item() / scale if scale > 0 else math.nan
+
+
+def length_correlations(rows) -> list[float]:
+    """Of each prompt with three responses or more: the correlation of tokens and score over its responses, if
+    both vary."""
+    found = []
+    for row in rows:
+        tokens, scores = ([r[key] for r in row["responses"]] for key in ("tokens", "score"))
+        found += [correlation(tokens, scores)] if len(tokens) > 2 else []
+    return [value for value in found if not math.isnan(value)]
+
+
+def category_scores(rows) -> dict[str, tuple[float, float]]:
+    """category -> (mean, standard deviation) of the scores of all its responses."""
+    scores = {}
+    for row in rows:
+        scores.setdefault(str(row["category"]), []).extend(r["score"] for r in row["responses"])
+    return {name: (statistics.fmean(x), statistics.pstdev(x)) for name, x in sorted(scores.items())}
+
+
+def category_spread(rows) -> float:
+    """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
+    alike. NaN for a scorer that gives all the same."""
+    means = [mean for mean, _ in category_scores(rows).values()]
+    overall = statistics.pstdev(r["score"] for row in rows for r in row["responses"])
+    return statistics.pstdev(means) / overall if overall > 0 else math.nan
+
+
+def plot_scores(folder, runs: dict[str, list[dict]], length=()):
+    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
+    first run), mean and standard deviation of scores by category, and length correlations.
+
+    runs: {name: rows}, the first being this run's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    name, rows = next(iter(runs.items()))
+    scored = {key: value for key, value in runs.items() if "differences" not in value[0]}
+    panels = 1 + (2 if name in scored else 0) + bool(length)
+    figure, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 3.4), squeeze=False)
+    axes = iter(axes[0])
+    axis, widest = next(axes), 0.1
+    for key, value in runs.items():
+        pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
+        size = max(1, math.ceil(len(pairs) / 10))
+        tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        x, y = ([statistics.fmean(pair[i] for pair in part) for part in tenths] for i in (0, 1))
+        axis.plot(x, y, "o-", markersize=3, label=key)
+        widest = max(widest, *x)
+    line = torch.linspace(0, widest, 50)
+    axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="1 / (1 + exp(-difference))")
+    axis.set(title="accuracy", xlabel="score difference (tenths of the pairs)", ylim=(0.4, 1.02))
+    axis.legend(fontsize=7)
+    if name in scored:
+        axis, pairs = next(axes), pairs_of(rows)
+        for side, label in ((2, "better"), (3, "worse")):
+            axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
+        axis.set(title=f"{name}: scores", xlabel="score")
+        axis.legend(fontsize=7)
+        axis = next(axes)
+        for shift, (key, value) in enumerate(scored.items()):
+            means = category_scores(value)
+            x = [i + 0.2 * shift for i in range(len(means))]
+            mean, deviation = zip(*means.values())
+            axis.errorbar(x, mean, deviation, fmt="o", markersize=4, capsize=3, label=key)
+            axis.set_xticks(range(len(means)), [n[:12] for n in means], rotation=45, fontsize=7)
+        axis.set(title="scores by category, mean and deviation")
+        axis.legend(fontsize=7)
+    if length:
+        axis = next(axes)
+        axis.hist(length, bins=20, range=(-1, 1))
+        axis.set(title=f"length and score, {len(length)} prompts", xlabel="correlation over samples")
+    figure.tight_layout()
+    figure.savefig(Path(folder) / "scores.png", dpi=90)
     plt.close(figure)

@@ -1,4 +1,5 @@
-"""Load a policy and its tokenizer; log probabilities of tokens without a tensor of all logits.
+"""Load a policy or a scalar head, and the tokenizer; log probabilities of tokens without a tensor of all
+logits; scores.
 
 A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a folder written by save_pretrained,
 or a name on the hub.
@@ -12,7 +13,7 @@ import jinja2
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common import dist, tiny
+from common import dist, losses, tiny
 from common.run import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -93,41 +94,112 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
 
     InputError for models whose logits are not simply the unembedding of the last hidden state."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if name == "tiny":
         model = tiny.model(seed)
     else:
-        folder = find_model(name)
-        config = AutoConfig.from_pretrained(folder)
-        kind = (config.architectures or ["ForCausalLM"])[0]
-        if not any(name in kind for name in ("ForCausalLM", "LMHeadModel")):
-            raise InputError(f"{folder} is a {kind}, wanted a causal language model")
+        config = _read_config(name)
+        kind = _kind(config)
+        if not any(known in kind for known in ("ForCausalLM", "LMHeadModel")):
+            raise InputError(f"{name} is a {kind}, wanted a causal language model")
         for key, neutral in SCALED_LOGITS.items():
             if getattr(config.get_text_config(), key, None) not in (None, neutral):
                 raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
-        for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
-            if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-                setattr(config, key, 0.0)
-        options = {"dtype": torch.float32, "attn_implementation": "sdpa"}  # the sampler's masks need it
-        try:
-            if dist.is_main():
-                model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
-            else:
-                with torch.device("meta"):
-                    model = AutoModelForCausalLM.from_config(config, **options)
-        except ValueError as error:  # no causal language model of this kind, or none with sdpa
-            raise InputError(f"{name}: {error}") from None
+        model = _read(AutoModelForCausalLM, name, config)
     _fit_embeddings(model, len(tokenizer))
     sampling = model.generation_config
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     for settings in (model.config, sampling):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return _ready(model, (token_logprobs, next_token_logprobs), gradient_checkpointing)
+
+
+def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
+    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding: a
+    transformers *ForSequenceClassification with the method `head_outputs`. Loaded like load_policy's.
+
+    name: a causal LM, whose body it gets, with a new head (normal, deviation 1 / sqrt(hidden size + 1), no
+      bias: first scores of about unit size); or a model of this kind already, head included. seed: of a new
+      head. InputError if the model has a head of another kind or size."""
+    from transformers import AutoModelForSequenceClassification
+
+    if name == "tiny":
+        config = tiny.model(seed).config
+        config.architectures = ["LlamaForCausalLM"]
+    else:
+        config = _read_config(name)
+    kind, outputs = _kind(config), config.num_labels
+    if "ForSequenceClassification" not in kind:
+        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
+        config.label2id = {label: i for i, label in config.id2label.items()}
+    elif outputs != n_outputs:
+        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
+        wanted = f"wanted {kinds[n_outputs]} or a causal language model"
+        raise InputError(f"{name} is {kinds.get(outputs, f'a classifier of {outputs} labels')}, {wanted}")
+    config.problem_type = "regression"  # so that no pipeline applies a sigmoid
+    model = _read(AutoModelForSequenceClassification, name, config)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
+    if "ForSequenceClassification" not in kind and dist.is_main():
+        if name == "tiny":
+            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            size = model.score.weight.shape[1]
+            model.score.weight.normal_(0, (size + 1) ** -0.5, generator=generator)
+    _fit_embeddings(model, len(tokenizer))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return _ready(model, (head_outputs,), gradient_checkpointing)
+
+
+def is_causal_lm(name) -> bool:
+    """False for a model with a scalar head, or another kind."""
+    return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
+
+
+def _kind(config):
+    return (config.architectures or ["ForCausalLM"])[0]
+
+
+def _read_config(name):
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(find_model(name))
+    except OSError as error:
+        raise InputError(f"--model {name}: {error}") from None
+    for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def _read(auto_class, name, config):
+    """The model in fp32, weights on rank 0 only."""
+    import transformers
+
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}  # takes the masks of sampler and trees
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # that a head is new is what load_scorer says
+    try:
+        if dist.is_main() and name != "tiny":
+            return auto_class.from_pretrained(find_model(name), config=config, **options)
+        with torch.device("cpu" if dist.is_main() else "meta"):
+            return auto_class.from_config(config, **options)
+    except ValueError as error:  # no model of this kind, or none with sdpa
+        raise InputError(f"{name}: {error}") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+def _ready(model, methods, gradient_checkpointing):
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    model.token_logprobs = types.MethodType(token_logprobs, model)
-    model.forward_methods = ("token_logprobs",)  # dist.shard has these gather weights too
+    for method in methods:
+        setattr(model, method.__name__, types.MethodType(method, model))
+    model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
     return model.train()
 
 
@@ -141,7 +213,8 @@ def _fit_embeddings(model, n_tokens):
     model.resize_token_embeddings(n_tokens, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            module.weight[old:] = module.weight[:old].mean(0)
+            if module is not None:  # a scalar head has taken the unembedding's place
+                module.weight[old:] = module.weight[:old].mean(0)
 
 
 @torch.no_grad()
@@ -161,6 +234,28 @@ def check_packing(model):
         raise InputError(f"{kind}: packed documents see each other ({leak:.2g} nats), use --no-packing")
 
 
+@torch.no_grad()
+def check_shared_prompt(model):
+    """InputError if responses that share their prompt in one row get other scores than in rows of their own:
+    some models read neither 4-D masks nor positions. Every rank must call it."""
+    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
+    prompt, first, second = ([(k * i + 1) % vocabulary for i in range(k)] for k in (3, 4, 5))
+    branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5, device=device)
+    mask = ((branch == 0) | (branch == branch[:, None])).tril()[None, None]
+    row = torch.tensor([prompt + first + second], device=device)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]], device=device)
+    ends = torch.tensor([[0, 0], [6, 11]], device=device)
+    shared = model.head_outputs(row, ends, positions, mask)
+    rows = torch.tensor([prompt + first + [0], prompt + second], device=device)
+    alone = model.head_outputs(rows, torch.tensor([[0, 1], [6, 7]], device=device))
+    close = 1e-4 if getattr(model, "compute_dtype", torch.float32) == torch.float32 else 0.05
+    # A window of attention would show in long rows only
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if window or not (shared - alone).abs().max() < close * (1 + alone.abs().max()):
+        raise InputError(f"{config.model_type}: responses cannot share a prompt, use --no-share-prompt")
+
+
 # -- log probabilities -----------------------------------------------------------------------------
 def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False):
     """log pi(token t+1 | tokens <= t) for every action, computed only where action_mask is True.
@@ -176,9 +271,7 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
     runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
     exists."""
-    dtype = getattr(model, "compute_dtype", torch.float32)
-    cast = dist.world_size() == 1 and dtype != torch.float32  # sharded models cast by FSDP's own policy
-    with torch.autocast(input_ids.device.type, dtype, enabled=cast):
+    with _computing(model, input_ids):
         body = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         # (n, H), (n,). On a rank without loss n is 0: empty tensors still connect every weight to the
         # gradient
@@ -194,6 +287,21 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     return (logprobs, entropies) if entropy else logprobs
 
 
+def next_token_logprobs(model, input_ids, where):
+    """log pi of every token that may follow some tokens. input_ids: (B, T), right-padded; where: (2, n), the
+    rows and columns of these tokens. Returns (n, V) fp32, nats. Call it as a method, like token_logprobs."""
+    with _computing(model, input_ids):
+        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return torch.log_softmax(model.get_output_embeddings()(hidden[where[0], where[1]]).float(), -1)
+
+
+def _computing(model, input_ids):
+    """bf16 autocast on one GPU. Sharded models cast by FSDP's own policy."""
+    dtype = getattr(model, "compute_dtype", torch.float32)
+    enabled = dist.world_size() == 1 and dtype != torch.float32
+    return torch.autocast(input_ids.device.type, dtype, enabled=enabled)
+
+
 def _chunk(head, hidden, targets, temperature, entropy):
     logits = head(hidden).float() / temperature  # (n, V); a log-softmax in bf16 is off by 1e-2
     log_z = logits.logsumexp(-1)
@@ -202,3 +310,46 @@ def _chunk(head, hidden, targets, temperature, entropy):
         return logprobs, torch.zeros_like(logprobs)
     with torch.no_grad():  # H = log Z - sum_v p_v logit_v
         return logprobs, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+
+
+# -- scores ----------------------------------------------------------------------------------------
+def head_outputs(model, input_ids, where, position_ids=None, attention_mask=None):
+    """The scalar head's outputs at some tokens.
+
+    input_ids: (B, T), right-padded. where: (2, n), rows and columns of the tokens to read.
+    position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True where a query may look, for rows in which
+      responses share a prompt (preferences.collate); None: plain causal rows.
+    Returns (n, number of outputs) in fp32. Call it as a method, `model.head_outputs(...)`: dist.shard has
+      that gather the weights. The head computes in fp32 whatever the body does: rounded scores tie."""
+    with _computing(model, input_ids):
+        options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
+    return model.score(hidden[where[0], where[1]].float())
+
+
+def score(model, input_ids, response_mask):
+    """The score of each row's response, by a reward model or an advantage model.
+
+    input_ids: (B, T), right-padded. response_mask: (B, T) bool, True for response tokens, the end token
+      included. The mask says where things are, never the ids: a padding token may equal the end token.
+    Returns (B,) fp32, reward units: of a reward model r(x, y), read at the response's last token; of an
+    advantage model a(x, y) with the ratios to other policies taken as 1, which is (1 - K/N)(r - e), with e(x)
+    read at the prompt's last token. ValueError if a row has no response or no prompt."""
+    if not response_mask.any(1).all() or response_mask[:, 0].any():
+        raise ValueError("score: a row has no response token, or no prompt before it")
+    columns = torch.arange(response_mask.shape[1], device=response_mask.device)
+    last = (response_mask * columns).argmax(1)
+    before = response_mask.int().argmax(1) - 1  # the prompt's last token
+    rows = torch.arange(len(last), device=last.device)
+    if model.config.num_labels == 1:
+        return model.head_outputs(input_ids, torch.stack([rows, last]))[:, 0]
+    where = torch.stack([rows.repeat(2), torch.cat([last, before])])
+    rewards, expected = model.head_outputs(input_ids, where).split(len(rows))
+    return advantages(model, rewards[:, 0], expected[:, 1])
+
+
+def advantages(model, rewards, expected_rewards):
+    """a(x, y) of an advantage model where the ratios to other policies are unknown and so 1 (eq. 8)."""
+    n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
+    ratios = rewards.new_ones(*rewards.shape, n_others)
+    return losses.advantage_score(rewards, expected_rewards, ratios=ratios, n_policies=n_policies)

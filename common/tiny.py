@@ -197,6 +197,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
         utility = gold(prompt, text) + length_bias * len(text.split())
         return {
             "text": text,
+            "gold": gold(prompt, text),
+            "utility": utility,  # what a labeler without noise would go by
             "score": utility - math.log(-math.log(rng.random() or 0.5)),
             "behavior_logprobs": [b.logprob(prompt, text) for b in BEHAVIORS],
         }
@@ -226,7 +228,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
             gap = better["score"] - worse["score"]
             row |= {"rating": next(name for name, least in RATINGS.items() if gap >= least)}
             for side, response in (("chosen", better), ("rejected", worse)):
-                row |= {side: response["text"], f"{side}_behavior_logprobs": response["behavior_logprobs"]}
+                row[side] = response["text"]
+                row |= {f"{side}_{key}": response[key] for key in ("gold", "utility", "behavior_logprobs")}
                 row[f"{side}_is_safe"] = not any(w in HAZARDS for w in response["text"].split())
         out.append(row)
     return out
@@ -273,7 +276,8 @@ def tokenizer():
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|pad|>", "<|bos|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    words = [*special, *COMMANDS, *ANIMALS, *HAZARDS, *FILLERS, *REFUSAL, *GRAMMAR]
+    pairwise = ["[CONTEXT]", "[RESPONSE", "A]", "B]", "A", "B"]  # words of common/pairwise.py
+    words = [*special, *COMMANDS, *ANIMALS, *HAZARDS, *FILLERS, *REFUSAL, *GRAMMAR, *pairwise]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     result = PreTrainedTokenizerFast(

@@ -1,0 +1,103 @@
+"""The pairwise preference model of RLHF Workflow (arXiv:2405.07863, section 2.2): a causal LM that reads a
+prompt and two responses, and whose next token, A or B, names the better one.
+
+    [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
+
+reward.py trains it (`--kind pairwise`). An oracle that sees both responses at once can prefer in a circle,
+which no scalar score can.
+"""
+
+import math
+
+import torch
+
+from common import data, dist
+from common.preferences import labelled_pairs
+from common.run import InputError
+
+
+def instruction(prompt: list[dict], a: str, b: str) -> str:
+    """The text that the model reads. A prompt of several turns has a line for each, `role: text`."""
+    turns = [f"{m['role']}: {m['content']}" for m in prompt] if len(prompt) > 1 else [prompt[0]["content"]]
+    return f"[CONTEXT] {chr(10).join(turns)} [RESPONSE A] {a} [RESPONSE B] {b}"
+
+
+def document(tokenizer, prompt, a, b, letter="A") -> data.Document:
+    """The instruction and its answer, `letter`, the only token with loss. ValueError if the letter is no
+    single token of the tokenizer's, or the text cannot be encoded."""
+    question = {"role": "user", "content": instruction(prompt, a, b)}
+    messages = [question, {"role": "assistant", "content": letter}]
+    ids, mask = data.encode(tokenizer, messages)
+    start = mask.index(True)
+    if sum(mask) != 2 or ids[start] == tokenizer.unk_token_id:  # the letter and the end token
+        raise ValueError(f"{letter!r} is not one token of this tokenizer's")
+    ids = torch.tensor(ids[: start + 1], dtype=torch.int32)
+    return data.Document(ids, torch.arange(len(ids)) == start, messages, None)
+
+
+def usable(comparisons, tokenizer, max_length, name) -> list:
+    """The comparisons of which every labelled pair can be written as a document of at most max_length tokens;
+    what is dropped is counted and printed. InputError if nothing is left."""
+    kept, dropped = [], {}
+    for c in comparisons:
+        try:
+            pairs = [(c.texts[i], c.texts[j]) for i, j in labelled_pairs(c)]
+            lengths = [len(document(tokenizer, c.prompt, *pair).ids) for pair in pairs]
+            if max(lengths, default=0) > max_length or not lengths:
+                raise ValueError(f"longer than {max_length} tokens (--max-length)" if lengths else "a tie")
+            kept.append(c)
+        except ValueError as error:
+            dropped.setdefault(str(error), []).append(c.row.where)
+    data.report(f"{name}, as pairs", len(comparisons), dropped)
+    if not kept:
+        raise InputError(f"{name}: no pair can be used: {'; '.join(dropped)}")
+    return kept
+
+
+def batches(comparisons, tokenizer, generator, micro_batch_size, device):
+    """This rank's share of the comparisons' labelled pairs, each in an order drawn at random, as batches of
+    packed documents (data.Batch); the same number on every rank."""
+    documents = []
+    for c in comparisons:
+        for better, worse in labelled_pairs(c):
+            first = bool(torch.rand((), generator=generator) < 0.5)
+            texts = (c.texts[better], c.texts[worse]) if first else (c.texts[worse], c.texts[better])
+            documents.append(document(tokenizer, c.prompt, *texts, "A" if first else "B"))
+    documents.sort(key=lambda d: -len(d.ids))
+    mine = documents[dist.rank() :: dist.world_size()]
+    for start in range(0, math.ceil(len(documents) / dist.world_size()), micro_batch_size):
+        some = mine[start : start + micro_batch_size]
+        lengths = [len(d.ids) for d in some]
+        blocks = data.pack(lengths, max(lengths)) if some else []
+        yield data.collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
+
+
+@torch.no_grad()
+def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float]:
+    """log P(a beats b) / P(b beats a) for each (prompt messages, a, b) of `pairs`, the same on every rank.
+
+    P is p(A) / (p(A) + p(B)), averaged over both orders, since one order alone favours a place. Every rank
+    must call it with the same pairs."""
+    letters = [tokenizer(x, add_special_tokens=False)["input_ids"][-1] for x in "AB"]
+    rows = []
+    for i, (prompt, a, b) in enumerate(pairs):
+        for order in (0, 1):
+            d = document(tokenizer, prompt, *((a, b) if order == 0 else (b, a)))
+            rows.append((i, order, d.ids[:-1]))
+    rows.sort(key=lambda r: -len(r[2]))
+    mine, found = rows[dist.rank() :: dist.world_size()], []
+    for start in range(0, math.ceil(len(rows) / dist.world_size()), micro_batch_size):
+        some = mine[start : start + micro_batch_size]
+        width = max((len(ids) for _, _, ids in some), default=1)
+        input_ids = torch.full((max(1, len(some)), width), tokenizer.pad_token_id)
+        for row, (_, _, ids) in enumerate(some):
+            input_ids[row, : len(ids)] = ids
+        ends = [len(ids) - 1 for _, _, ids in some]
+        where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)
+        logprobs = model.next_token_logprobs(input_ids.to(device), where)[:, letters]  # (n, 2)
+        p = torch.softmax(logprobs.double(), -1)[:, 0].tolist()  # p(A) / (p(A) + p(B))
+        found += [(i, x if order == 0 else 1 - x) for (i, order, _), x in zip(some, p)]
+    total = [0.0] * len(pairs)
+    for i, x in dist.gather(found):
+        total[i] += x / 2
+    return [math.log(max(x, 1e-12)) - math.log(max(1 - x, 1e-12)) for x in total]

@@ -1,0 +1,356 @@
+"""Pairs and rankings -> comparisons -> batches in which the responses to a prompt share it.
+
+`load` reads rows of the README's preference and ranking formats, filters them, and says what it dropped and
+why; `batches` lays comparisons out for a scalar head; `seq_logprobs` gives log pi(y | x) of their responses.
+ A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
+and blind to the other ones: the prompt is computed once, and the scores are those of K separate rows. Several
+such trees share a row while there is room.
+"""
+
+import collections
+import math
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from common import data, dist
+from common.run import InputError
+from common.sampler import sample
+
+RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
+
+
+class Comparison(NamedTuple):
+    prompt: list[dict]  # messages
+    texts: list[str]  # K responses; of a pair, the chosen one first
+    prompt_ids: torch.Tensor  # (P,) int32
+    response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
+    ranks: torch.Tensor  # (K,), 0 is best, equal ranks are ties
+    source: str  # the data set, for figures and tables
+    row: data.Row
+    rating: str | None = None  # one of RATINGS
+    margin: float | None = None  # Llama 2's m as the row gives it
+    grades: list[float] | None = None  # the K scores that the labels come from
+    preference: float | None = None  # P(texts[0] is better), a soft label
+    category: str | None = None
+    kept: tuple = (0, 1)  # which of the row's responses these are
+    samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
+
+    @property
+    def messages(self):  # as data.Document has them, for data.hold_out and its like
+        return [*self.prompt, {"role": "assistant", "content": self.texts[0]}]
+
+    @property
+    def n_tokens(self):
+        return len(self.prompt_ids) + sum(map(len, (*self.response_ids, *self.samples)))
+
+
+# -- rows -> comparisons ---------------------------------------------------------------------------
+def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
+    """The comparisons of a data set (data.load_rows' `spec`; of `tiny`, the pairs), filtered. Every rank gets
+    the same. What is dropped, and why, is printed; InputError if nothing is left.
+
+    max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
+      scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
+      pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
+    rows = data.load_rows(spec, "preferences", split)
+    dropped, found, per_prompt = collections.defaultdict(list), [], collections.Counter()
+    for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
+        try:
+            comparison = _comparison(row, tokenizer, max_length, min_score_gap)
+            key = data.prompt_key(comparison.messages)
+            if max_per_prompt and per_prompt[key] >= max_per_prompt:
+                raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
+        except ValueError as error:
+            dropped[str(error)].append(row.where)
+            continue
+        per_prompt[key] += 1
+        found.append((key, comparison))
+    # One says that a is better than b, another that b is better than a: neither is kept
+    said = collections.defaultdict(set)
+    for key, c in found:
+        if len(c.texts) == 2:
+            said[key, frozenset(c.texts)] |= {c.texts[i] for i, _ in labelled_pairs(c)}
+    kept = []
+    for key, c in found:
+        if len(c.texts) == 2 and len(said[key, frozenset(c.texts)]) > 1:
+            dropped["another row has the opposite label for the same responses"].append(c.row.where)
+        else:
+            kept.append(c)
+    data.report(spec, len(rows), dropped)
+    if not kept:
+        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
+        raise InputError(f"{spec}: none of its {len(rows)} rows can be used: {why}")
+    return kept
+
+
+def _comparison(row, tokenizer, max_length, min_score_gap):
+    """ValueError says why a row is left out."""
+    values = row.data
+    category = values.get("category")
+    about = {"row": row, "source": row.where.rpartition(":")[0], "category": category and str(category)}
+    if "responses" in values:
+        prompt, texts, grades = _ranking(values)
+        ranks = _ranks(grades, min_score_gap)
+    elif "chosen" in values and "rejected" in values:
+        prompt, texts = _pair(values)
+        grades, ranks = _pair_grades(values), [0, 1]
+        if grades and grades[0] - grades[1] < min_score_gap:
+            raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
+        about |= {"rating": _rating(values), "margin": _number(values, "margin", 0, math.inf)}
+        about["preference"] = preference = _number(values, "preference", 0, 1)
+        if preference is not None:  # 1/2 is a label too, of a tie
+            ranks = [int(preference < 0.5), int(preference > 0.5)]
+    else:
+        wanted = "chosen + rejected, perhaps with prompt; prompt or instruction + responses"
+        raise ValueError(f"columns {sorted(map(str, values))[:8]} are no preference row, wanted {wanted}")
+    if len({text.strip() for text in texts}) < len(texts):
+        raise ValueError("two of the responses are the same")
+    prompt_ids, response_ids = None, []
+    for text in texts:
+        messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
+        ids, mask = data.encode(tokenizer, messages)
+        start = mask.index(True)
+        prompt_ids = torch.tensor(ids[:start], dtype=torch.int32)
+        response_ids.append(torch.tensor(ids[start:], dtype=torch.int32))
+    fits = [i for i, ids in enumerate(response_ids) if len(prompt_ids) + len(ids) <= max_length]
+    if "responses" in values:
+        fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
+    if len(fits) < 2:
+        raise ValueError(f"longer than {max_length} tokens (--max-length)")
+    texts, response_ids, ranks = ([column[i] for i in fits] for column in (texts, response_ids, ranks))
+    if len(set(ranks)) == 1 and about.get("preference") is None:
+        raise ValueError("no response is better than another")
+    about |= {"grades": grades and [grades[i] for i in fits], "kept": tuple(fits)}
+    return Comparison(messages[:-1], texts, prompt_ids, response_ids, torch.tensor(ranks), **about)
+
+
+def column(comparison, name) -> list | None:
+    """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
+    rejected_`name`; None if it does not say it of all."""
+    values = comparison.row.data
+    if "responses" in values:
+        found = [values["responses"][i].get(name) for i in comparison.kept]
+    else:
+        found = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in comparison.kept]
+    return None if None in found else found
+
+
+def _ranking(values):
+    """(prompt messages, texts, scores) of a row of `responses`."""
+    responses = values["responses"]
+    try:
+        texts, grades = [r["text"] for r in responses], [float(r["score"]) for r in responses]
+    except (TypeError, KeyError, ValueError):
+        raise ValueError("responses is no list of {text, score}") from None
+    if not all(map(math.isfinite, grades)) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("responses is no list of {text, score}")
+    if len(texts) < 2:
+        raise ValueError("a ranking needs two responses or more")
+    return data.turns(values.get("prompt", values.get("instruction")), "user"), texts, grades
+
+
+def _ranks(grades, gap):
+    """Rank 0 is the best score; a score less than `gap` below the next better one shares its rank."""
+    ranks, order = [0] * len(grades), sorted(range(len(grades)), key=lambda i: -grades[i])
+    for above, i in zip(order, order[1:]):
+        fall = grades[above] - grades[i]
+        ranks[i] = ranks[above] + (fall > 0 and fall >= gap)
+    return ranks
+
+
+def _pair(values):
+    """(prompt messages, [chosen, rejected]) of a row; both may be whole dialogues, with or without `prompt`
+    beside them."""
+    sides, prompt = [values["chosen"], values["rejected"]], values.get("prompt", values.get("instruction"))
+    if not all(isinstance(side, str | list) and side for side in sides):
+        raise ValueError("an empty side")
+    if prompt is None or all(map(data.is_dialogue, sides)):
+        chosen, rejected = (data.check_messages(data.dialogue(side)) for side in sides)
+        if data.prompt_key(chosen) != data.prompt_key(rejected):
+            raise ValueError("chosen and rejected have different prompts")
+        return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
+    answers = [data.turns(side, "assistant") for side in sides]
+    if any(len(answer) != 1 or not isinstance(answer[0].get("content"), str) for answer in answers):
+        raise ValueError("chosen or rejected is not one answer")
+    return data.turns(prompt, "user"), [answer[0]["content"] for answer in answers]
+
+
+def _pair_grades(values):
+    for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
+        if all(values.get(name) is not None for name in names):
+            return [_number(values, name, -math.inf, math.inf) for name in names]
+    return None
+
+
+def _rating(values):
+    rating = values.get("rating")
+    if rating is not None and rating not in RATINGS:
+        raise ValueError(f"rating {rating!r} is none of {', '.join(RATINGS)}")
+    return rating
+
+
+def _number(values, name, low, high):
+    value = values.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
+        raise ValueError(f"{name} {value!r} is no number from {low} to {high}")
+    return float(value)
+
+
+def labelled_pairs(comparison) -> list[tuple[int, int]]:
+    """(better, worse) for all pairs of responses of different rank. A soft label counts as its likelier
+    side."""
+    ranks = comparison.ranks.tolist()
+    return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
+
+
+def statistics(comparisons: list[Comparison]) -> list[dict]:
+    """One row a data set: its rows and pairs, and the mean tokens of a prompt and of the two responses of a
+    pair."""
+    table = []
+    for source in sorted({c.source for c in comparisons}):
+        mine = [c for c in comparisons if c.source == source]
+        lengths = [[len(c.response_ids[i]) for i in pair] for c in mine for pair in labelled_pairs(c)]
+        prompt = sum(len(c.prompt_ids) for c in mine) / len(mine)
+        row = {"data": source, "rows": len(mine), "pairs": len(lengths), "prompt_tokens": prompt}
+        for key, side in (("chosen_tokens", 0), ("rejected_tokens", 1)):
+            row[key] = sum(pair[side] for pair in lengths) / max(1, len(lengths))
+        table.append(row)
+    return table
+
+
+def describe(comparison) -> dict:
+    """A comparison as a row of samples.jsonl and of the measures in metrics.py, without its scores."""
+    responses = [
+        {"text": text, "tokens": len(ids), "rank": rank}
+        for text, ids, rank in zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
+    ]
+    for name in ("gold", "utility", "is_safe"):  # the first two are known in the tiny world
+        for response, value in zip(responses, column(comparison, name) or []):
+            response[name] = value
+    row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
+    return {**row, "responses": responses}
+
+
+def epoch_order(comparisons: list[Comparison], generator, balanced: bool) -> list[int]:
+    """Indices of one epoch: every comparison once, or, balanced, as many draws with every category equally
+    likely (Qwen balances its prompts over some 6,600 tags)."""
+    if not balanced:
+        return torch.randperm(len(comparisons), generator=generator).tolist()
+    counts = collections.Counter(c.category for c in comparisons)
+    weights = torch.tensor([1.0 / counts[c.category] for c in comparisons])
+    return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
+
+
+# -- comparisons -> batches ------------------------------------------------------------------------
+class Batch(NamedTuple):
+    input_ids: torch.Tensor  # (B, T)
+    position_ids: torch.Tensor  # (B, T)
+    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True where a query may look; None: causal
+    prompt_ends: torch.Tensor  # (2, n_comparisons), row and column of each prompt's last token
+    response_ends: torch.Tensor  # (2, n_responses), of each response's end token, comparison by comparison
+    sizes: list[int]  # responses of each comparison, samples included
+    comparisons: list[Comparison]
+
+
+def batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
+    """This rank's share of `comparisons`, like lengths together, at most micro_batch_size in a batch. Every
+    rank gets the same number of batches, for a forward is a collective; one that runs out gets empty ones."""
+    by_length = sorted(comparisons, key=lambda c: -c.n_tokens)
+    mine = by_length[dist.rank() :: dist.world_size()]
+    for start in range(0, math.ceil(len(comparisons) / dist.world_size()), micro_batch_size):
+        yield collate(mine[start : start + micro_batch_size], pad_id, share_prompt, device)
+
+
+def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu") -> Batch:
+    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them; else
+    one row a response, for models that read neither such masks nor positions. No comparisons: a row of
+    padding at which nothing is read."""
+    if share_prompt:
+        trees = [(c.prompt_ids, [*c.response_ids, *c.samples]) for c in comparisons]
+    else:
+        trees = [(c.prompt_ids, [ids]) for c in comparisons for ids in (*c.response_ids, *c.samples)]
+    lengths = [len(prompt) + sum(map(len, responses)) for prompt, responses in trees]
+    width = max(lengths, default=2)
+    rows = data.pack(lengths, width) if share_prompt and trees else [[i] for i in range(len(trees))] or [[]]
+    input_ids = torch.full((len(rows), width), pad_id)
+    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
+    prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]
+    for row, indices in enumerate(rows):
+        start = 0
+        for number, index in enumerate(indices, 1):
+            prompt, responses = trees[index]
+            for piece, ids in enumerate([prompt, *responses]):
+                end, first = start + len(ids), len(prompt) if piece else 0
+                input_ids[row, start:end] = ids
+                position_ids[row, start:end] = torch.arange(first, first + len(ids))
+                tree[row, start:end], branch[row, start:end] = number, piece
+                if piece:
+                    response_ends[index].append((row, end - 1))
+                else:
+                    prompt_ends[index] = (row, end - 1)
+                start = end
+    mask = None
+    if share_prompt:
+        ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
+        seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool).tril())[:, None].to(device)
+    else:
+        position_ids = torch.arange(width).expand_as(input_ids).clone()
+    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
+    if not share_prompt:  # the prompt of a comparison's first row
+        prompt_ends = [prompt_ends[sum(sizes[:i])] for i in range(len(sizes))]
+    ends = [end for tree_ends in response_ends for end in tree_ends]
+    where = (torch.tensor(at, dtype=torch.long).reshape(-1, 2).T.to(device) for at in (prompt_ends, ends))
+    return Batch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
+
+
+@torch.no_grad()
+def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[torch.Tensor]:
+    """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
+    every rank. Every rank must call it."""
+    documents = [
+        data.Document(
+            torch.cat([c.prompt_ids, ids]),
+            torch.arange(len(c.prompt_ids) + len(ids)) >= len(c.prompt_ids),
+            [],
+            (i, k),  # in place of the row it came from
+        )
+        for i, c in enumerate(comparisons)
+        for k, ids in enumerate(c.response_ids)
+    ]
+    documents.sort(key=lambda d: -len(d.ids))
+    mine, found = documents[dist.rank() :: dist.world_size()], []
+    for start in range(0, math.ceil(len(documents) / dist.world_size()), micro_batch_size):
+        some = mine[start : start + micro_batch_size]
+        batch = data.collate([[d] for d in some], pad_id, device)
+        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
+        found += [(d.row, value) for d, value in zip(some, logprobs.double().sum(1).tolist())]
+    out = [torch.zeros(len(c.response_ids)) for c in comparisons]
+    for (i, k), value in dist.gather(found):
+        out[i][k] = value
+    return out
+
+
+def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> list[tuple]:
+    """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank. Every rank
+    must call it."""
+    mine, found = list(enumerate(comparisons))[dist.rank() :: dist.world_size()], []
+    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
+        if mine:
+            options = {"max_new_tokens": max_new_tokens, "seed": seed * 1000 + dist.rank()}
+            options |= {"stop_ids": [tokenizer.eos_token_id], "pad_id": tokenizer.pad_token_id}
+            prompts = [c.prompt_ids.tolist() for _, c in mine]
+            try:
+                out = sample(model, prompts, n=n, progress=dist.is_main(), **options)
+            except ValueError as error:  # a sliding window, for one
+                raise InputError(f"{error}: this model cannot be sampled") from None
+            for b, tokens in enumerate(out.response_tokens):
+                found.append((mine[b // n][0], tokens[out.sample_mask[b]].to("cpu", torch.int32)))
+    out = [[] for _ in comparisons]
+    for i, ids in dist.gather(found):
+        out[i].append(ids)
+    return [tuple(ids) for ids in out]

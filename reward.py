@@ -1,0 +1,453 @@
+"""The reward model: what people prefer, as a number.
+
+    L(phi) = -log sigmoid(r(x, y_c) - r(x, y_r) - m)        mean over the comparisons of an optimiser step
+
+A language model's body with a linear head in place of the unembedding, read at the response's end token
+(InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen, arXiv:2309.16609,
+section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses is one batch element,
+its loss the mean over its pairs. `--kind pairwise` trains RLHF Workflow's preference model instead, a causal LM
+that reads both responses and names the better one (common/pairwise.py).
+
+Reads a model (runs/sft) and comparisons (README, "Data"); writes runs/reward: model/, metrics.jsonl,
+samples.jsonl with the held-out scores, plots, summary.json.
+
+    python reward.py                                        the tiny world, under a minute on two CPU cores
+    python reward.py --model org/name --dataset pairs.jsonl
+    python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2
+                                                            Qwen's second stage: from the first one, head included
+    torchrun --nproc-per-node 8 reward.py llama2
+
+Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is left
+out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin times the
+difference's share of the largest difference; the batch of a pairwise model counts comparisons, not packed rows.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import get_scheduler
+
+from common import data, dist, losses, metrics, models, pairwise, preferences
+from common.run import InputError, find_run, launch, start_run, write_json
+
+MARGINS = {  # Llama 2, table 27: m by rating
+    "small": dict(zip(preferences.RATINGS, (1, 2 / 3, 1 / 3, 0))),
+    "large": dict(zip(preferences.RATINGS, (3, 2, 1, 0))),
+}
+
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """Where to start: a causal LM (run directory, folder, hub name, tiny) or a reward model, head included."""
+    dataset: str = "tiny"
+    """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    eval_dataset: str | None = None
+    """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    output_dir: str = "runs/reward"
+    """The run directory."""
+    kind: Literal["bradley_terry", "pairwise"] = "bradley_terry"
+    """A scalar score, or a causal LM that reads two responses and names the better one."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    margin: Literal["none", "small", "large"] = "none"
+    """Llama 2's m in the loss, up to 1 or 3: by the column rating, else margin as it is, else by scores."""
+    min_score_gap: float = 0.0
+    """Pairs whose scores differ by less are dropped."""
+    max_pairs_per_prompt: int | None = None
+    """Rows of one prompt beyond this many are dropped."""
+    balance_categories: bool = False
+    """Draw every category equally often, with repetition."""
+    epochs: float = 1.0
+    """Passes over the data; more than one overfits."""
+    max_steps: int | None = None
+    """This many optimiser steps instead of epochs."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
+    warmup_ratio: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    min_warmup_steps: int = 0
+    """And at least this many."""
+    weight_decay: float = 0.0
+    """AdamW's, on all parameters, norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: never."""
+    batch_size: int = 64
+    """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
+    micro_batch_size: int = 64
+    """Comparisons of a forward on one rank, at most."""
+    max_length: int = 128
+    """Tokens of a prompt with one response; longer ones are dropped."""
+    share_prompt: bool = True
+    """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
+    eval_every: int = 50
+    """Steps between held-out accuracies; 0: only before and after training."""
+    save_every: int = 50
+    """Steps between checkpoints, of which the last is kept; 0: none."""
+    sft_model: str | None = None
+    """A causal LM, for the log probability baseline and the length samples. None: --model, if it is one."""
+    length_prompts: int = 50
+    """Held-out prompts with 8 sampled responses each, for the correlation of length and score; 0: none."""
+    max_new_tokens: int = 32
+    """Longest of these responses."""
+    compare_with: str = "runs/advantage_model"
+    """A run of advantage_model.py or of this script to draw beside this one, if it is there."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in model/."""
+    seed: int = 0
+    """Of the data order, the samples and a new head."""
+    resume: bool = False
+    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+
+
+def check(args):
+    """What can be known to be wrong before anything is loaded."""
+    for flag, right, wanted in (
+        ("--batch-size", args.batch_size >= 1, "1 or more"),
+        ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
+        ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
+        ("--max-pairs-per-prompt", (args.max_pairs_per_prompt or 1) >= 1, "1 or more"),
+        ("--max-length", args.max_length >= 2, "2 or more"),
+        ("--epochs", args.epochs > 0, "more than 0"),
+        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
+        ("--lr", args.lr >= 0, "0 or more"),
+        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
+        ("--min-warmup-steps", args.min_warmup_steps >= 0, "0 or more"),
+        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
+        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
+        ("--eval-every", args.eval_every >= 0, "0 or more"),
+        ("--save-every", args.save_every >= 0, "0 or more"),
+        ("--length-prompts", args.length_prompts >= 0, "0 or more"),
+        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
+        ("--margin", args.margin == "none" or args.kind != "pairwise", "none for --kind pairwise"),
+    ):
+        if not right:
+            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
+
+
+def margins(comparison, args, largest_gap):
+    """Llama 2's m for every two responses of a comparison, (K, K), or None without --margin."""
+    if args.margin == "none":
+        return None
+    largest = max(MARGINS[args.margin].values())
+    if comparison.rating is not None:
+        return torch.full((2, 2), MARGINS[args.margin][comparison.rating])
+    if comparison.margin is not None:
+        return torch.full((2, 2), comparison.margin)
+    if comparison.grades is None:
+        raise InputError(f"{comparison.row.where}: no rating, margin or scores for --margin {args.margin}")
+    grades = torch.tensor(comparison.grades)
+    return (grades[:, None] - grades[None, :]).abs() * (largest / largest_gap)
+
+
+def comparison_loss(scores, batch, n, args, largest_gap):
+    """The sum over a micro-batch of each comparison's loss, divided by the step's number of comparisons."""
+    parts, device, total, n_correct, n_pairs = scores.split(batch.sizes), scores.device, scores.sum() * 0, 0, 0
+    pairs = [(part, c) for part, c in zip(parts, batch.comparisons) if len(part) == 2]
+    results = []
+    if pairs:
+        chosen, rejected = torch.stack([part for part, _ in pairs]).T
+        m = [margins(c, args, largest_gap) for _, c in pairs]
+        m = None if args.margin == "none" else torch.tensor([x[0, 1] for x in m], device=device)
+        p = torch.tensor([1.0 if c.preference is None else c.preference for _, c in pairs], device=device)
+        results.append(losses.bradley_terry_loss(chosen, rejected, margin=m, preference=p, n_rows=n))
+    for part, c in zip(parts, batch.comparisons):
+        if len(part) > 2:
+            m = margins(c, args, largest_gap)
+            loss, numbers = losses.ranking_loss(part, c.ranks.to(device), m if m is None else m.to(device))
+            results.append((loss / n, numbers))
+    for loss, numbers in results:
+        total, n_correct, n_pairs = total + loss, n_correct + numbers["n_correct"], n_pairs + numbers["n_rows"]
+    return total, n_correct, n_pairs
+
+
+def update(model, optimizer, comparisons, tokenizer, args, device, largest_gap, seed):
+    """One optimiser step on `comparisons`, over all ranks. Returns (loss, training accuracy, gradient norm);
+    when one of them is not finite, the weights stay as they were."""
+    optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(3, device=device)  # loss, pairs ranked as labelled, pairs
+    if args.kind == "pairwise":
+        n = sum(len(preferences.labelled_pairs(c)) for c in comparisons)
+        generator = torch.Generator().manual_seed(seed)  # of A and B
+        batches = pairwise.batches(comparisons, tokenizer, generator, args.micro_batch_size, device)
+    else:
+        n, pad_id = len(comparisons), tokenizer.pad_token_id
+        batches = preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device)
+    for batch in batches:
+        if args.kind == "pairwise":
+            logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
+            loss, _ = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n)
+            right = (logprobs > math.log(0.5)) & batch.action_mask
+            numbers = (right.sum(), batch.action_mask.sum())
+        else:
+            at = (batch.response_ends, batch.position_ids, batch.attention_mask)
+            scores = model.head_outputs(batch.input_ids, *at)[:, 0]  # (responses,)
+            loss, *numbers = comparison_loss(scores, batch, n, args, largest_gap)
+        (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
+        sums += torch.stack([loss.detach(), *(torch.as_tensor(x, device=device) for x in numbers)])
+    loss, n_correct, n_pairs = dist.all_sum(*sums)
+    grad_norm = dist.clip_grad_norm(model, args.max_grad_norm)
+    if math.isfinite(loss) and math.isfinite(grad_norm):  # the same on all ranks
+        optimizer.step()
+    return loss, n_correct / max(1, n_pairs), grad_norm
+
+
+@torch.no_grad()
+def scores_of(model, comparisons, tokenizer, args, device):
+    """The scores of each comparison's responses, on every rank."""
+    place, found, pad_id = {id(c): i for i, c in enumerate(comparisons)}, [], tokenizer.pad_token_id
+    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+        at = (batch.response_ends, batch.position_ids, batch.attention_mask)
+        scores = model.head_outputs(batch.input_ids, *at)[:, 0].split(batch.sizes)
+        found += [(place[id(c)], part.tolist()) for c, part in zip(batch.comparisons, scores)]
+    return [scores for _, scores in sorted(dist.gather(found))]
+
+
+def evaluate(model, held_out, tokenizer, args, device):
+    """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their scores."""
+    rows = [preferences.describe(c) for c in held_out]
+    if args.kind == "pairwise":
+        pairs = [(c.prompt, c.texts[i], c.texts[j]) for c in held_out for i, j in preferences.labelled_pairs(c)]
+        found = iter(pairwise.preferences(model, tokenizer, pairs, args.micro_batch_size, device))
+        for row, c in zip(rows, held_out):
+            row["differences"] = [next(found) for _ in preferences.labelled_pairs(c)]
+    else:
+        for row, scores in zip(rows, scores_of(model, held_out, tokenizer, args, device)):
+            for response, score in zip(row["responses"], scores):
+                response["score"] = score
+    return metrics.pair_figures(rows), rows
+
+
+def fit_safety_gate(rows):
+    """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
+    labelled safe or unsafe of half the held-out prompts, and what Llama 2's threshold P(safe) < 0.15 finds in
+    the other half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
+    labelled = [row["responses"] for row in rows if "is_safe" in row["responses"][0]]
+    labelled = [[(r["score"], r["is_safe"]) for r in responses] for responses in labelled]
+    halves = [torch.tensor([x for i, row in enumerate(labelled) if i % 2 == k for x in row]) for k in (0, 1)]
+    if not all(len(half) and 0 < half[:, 1].sum() < len(half) for half in halves):
+        return None, {}
+    (score, safe), (test_score, test_safe) = (half.double().T for half in halves)
+    gate = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([gate], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        logit = gate[0] * score + gate[1]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, safe) + 1e-4 * gate.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    scale, bias = gate.tolist()
+    caught, unsafe = torch.sigmoid(scale * test_score + bias) < 0.15, test_safe == 0
+    both = (caught & unsafe).sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
+    figures |= {"gate/precision": both / max(1, caught.sum().item()), "gate/recall": both / unsafe.sum().item()}
+    return {"scale": scale, "bias": bias}, figures
+
+
+def baselines(held_out, tokenizer, args, device):
+    """(figures, comparisons): accuracy on the held-out pairs of two scores that a reward model must beat, length
+    and log probability under the SFT model; and held-out prompts with 8 samples of that model."""
+    name = args.sft_model or (args.model if models.is_causal_lm(args.model) else None)
+    rows = [preferences.describe(c) for c in held_out]
+    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
+    tokens = [[r["tokens"] for r in row["responses"]] for row in rows]
+    figures = {"baseline/length_accuracy": metrics.accuracy(tokens[i][a] - tokens[i][b] for i, a, b in pairs)}
+    if name is None or not held_out:
+        return figures, []
+    policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
+    with torch.no_grad():
+        logprobs = preferences.seq_logprobs(policy, held_out, tokenizer.pad_token_id, args.micro_batch_size, device)
+    differences = [(logprobs[i][a] - logprobs[i][b]).item() for i, a, b in pairs]
+    figures["baseline/sft_logprob_accuracy"] = metrics.accuracy(differences)
+    prompts = list({data.prompt_key(c.messages): c for c in held_out}.values())[: args.length_prompts]
+    samples = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
+    empty = {"response_ids": [], "texts": [""], "ranks": torch.zeros(0)}
+    return figures, [c._replace(samples=s, **empty) for c, s in zip(prompts, samples)]
+
+
+def length_correlations(model, samples, tokenizer, args, device):
+    """Of each prompt: the correlation of length and score over its samples, where both vary."""
+    rows = []
+    for c, scores in zip(samples, scores_of(model, samples, tokenizer, args, device)):
+        responses = [{"tokens": len(ids), "score": score} for ids, score in zip(c.samples, scores)]
+        rows.append({"responses": responses})
+    return metrics.length_correlations(rows)
+
+
+def main(args: Args):
+    # 1. setup
+    device = dist.setup()
+    check(args)
+    state = find_run(args)
+    if state == "finished":
+        return
+
+    # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
+    train = preferences.load(args.dataset, "train", tokenizer, *options)
+    if args.eval_dataset or data.is_tiny(args.dataset):
+        held_out = preferences.load(args.eval_dataset or args.dataset, "test", tokenizer, *options)
+        train = data.without_prompts_of(train, held_out, args.dataset)
+    else:
+        train, held_out = data.hold_out(train)
+    if args.kind == "pairwise":
+        train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
+        held_out = held_out and pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
+    if len(set(dist.gather([(len(train), sum(c.n_tokens for c in train))]))) > 1:
+        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    gaps = [max(c.grades) - min(c.grades) for c in train if c.grades]
+    largest_gap = max(gaps, default=1.0) or 1.0
+    for c in train:
+        margins(c, args, largest_gap)  # a row without one is an error now, not in the middle of the run
+    table = preferences.statistics(train) + [
+        {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
+    ]
+    metrics.print_table(table)
+    steps_per_epoch = math.ceil(len(train) / args.batch_size)
+    total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
+
+    # 3. models
+    before, length_samples = baselines(held_out, tokenizer, args, device)
+    if args.kind == "pairwise":
+        model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    else:
+        model = models.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
+    if args.max_length > room:
+        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    model = dist.shard(model, device)
+    if args.kind == "pairwise":
+        models.check_packing(model)
+    elif args.share_prompt:
+        models.check_shared_prompt(model)
+    start_run(args, "reward", state)  # only now is an old run in output_dir replaced
+
+    # 4. optimisers
+    betas, decay = (0.9, 0.95), args.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
+    warmup_steps = max(math.ceil(args.warmup_ratio * total_steps), args.min_warmup_steps)
+    floor = {"min_lr_rate": 0.1} if args.lr_schedule == "cosine_with_min_lr" else None
+    warmup_steps = min(warmup_steps, total_steps - 1)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps, floor)
+    checkpoint, saved = f"{args.output_dir}/checkpoint", None
+    if state == "resume":
+        saved = dist.load_checkpoint(checkpoint, {"reward": (model, optimizer)})
+        scheduler.load_state_dict(saved["scheduler"])
+        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
+    step = saved["step"] if saved else 0
+    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
+
+    # 5. loop
+    if saved:
+        before = saved["before"]
+    else:
+        before |= evaluate(model, held_out, tokenizer, args, device)[0]
+        log.log(0, 0, **before)
+    bar, order_of = metrics.progress(total_steps, step, "reward"), None
+    while step < total_steps:
+        start = time.time()
+        epoch, index = divmod(step, steps_per_epoch)
+        if epoch != order_of:  # each epoch's order, one for all ranks
+            generator, order_of = torch.Generator().manual_seed(args.seed + epoch), epoch
+            order = preferences.epoch_order(train, generator, args.balance_categories)
+        batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        seed = (args.seed + epoch) * total_steps + step
+        loss, accuracy, grad_norm = update(model, optimizer, batch, tokenizer, args, device, largest_gap, seed)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            bar.close()
+            raise InputError(
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}. The step was not taken; lower --lr "
+                f"or look at the data. The last good checkpoint, if --save-every made one, is in {checkpoint}"
+            )
+        seconds = time.time() - start
+        row = {"loss/reward": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm}
+        row |= {"optim/lr": scheduler.get_last_lr()[0], "data/comparisons": len(batch)}
+        row |= {"perf/comparisons_per_s": len(batch) / seconds}
+        scheduler.step()
+        step += 1
+        if args.eval_every and step % args.eval_every == 0 and step < total_steps:
+            row |= evaluate(model, held_out, tokenizer, args, device)[0]
+        log.log(step, epoch, **row)
+        speed = row["perf/comparisons_per_s"]
+        bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}", rows_s=f"{speed:.0f}")
+        bar.update()
+        if args.save_every and step % args.save_every == 0:
+            resume_state = {"step": step, "scheduler": scheduler.state_dict()}
+            resume_state |= {"before": before, "logged_rows": log.n_rows}
+            dist.save_checkpoint(checkpoint, step, {"reward": (model, optimizer)}, resume_state)
+    bar.close()
+
+    # 6. save
+    after, rows = evaluate(model, held_out, tokenizer, args, device)
+    lengths = []
+    if args.kind == "bradley_terry":
+        after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
+        lengths = length_correlations(model, length_samples, tokenizer, args, device)
+        if lengths:
+            after |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
+        gate, figures = fit_safety_gate(rows)
+        after |= figures
+        if gate:
+            model.config.safety_gate = gate  # for ppo.py, in model/config.json
+    if not math.isfinite(after.get("eval/nll", 0.0)):
+        raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
+    log.log(step, (step - 1) // steps_per_epoch, **after)
+    dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    if dist.is_main():
+        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
+        for key, value in {**after, **{k: v for k, v in before.items() if k not in after}}.items():
+            print(f"{key}: {before[key]:.4g} -> {value:.4g}" if key in after.keys() & before else f"{key}: {value:.4g}")
+        runs = {Path(args.output_dir).name: rows}
+        if (Path(args.compare_with) / "summary.json").exists() and args.compare_with != args.output_dir:
+            runs[Path(args.compare_with).name] = metrics.read_jsonl(f"{args.compare_with}/samples.jsonl")
+        if rows:
+            metrics.plot_scores(args.output_dir, runs, lengths)
+        panels = {"loss": ["loss/reward", "eval/nll"], "accuracy": ["train/accuracy", "eval/accuracy"]}
+        metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
+        figures = {"before": before, "after": after, "data": table}
+        write_json(f"{args.output_dir}/summary.json", {"steps": step, **figures})  # last
+        print(f"wrote {args.output_dir}/model")
+
+
+RECIPES = {
+    "tiny": (
+        "on runs/sft of the tiny world, one epoch of 8,000 pairs: the default, under a minute on two CPU cores",
+        Args(),
+    ),
+    "llama2": (
+        "Llama 2's reward model, on an open part of its data",
+        Args(
+            model="meta-llama/Llama-2-7b-chat-hf",  # section 3.2.2: from a chat checkpoint
+            dataset="Anthropic/hh-rlhf",  # one of the open sets of table 6; Meta's own is not public
+            margin="small",  # a column `rating`, where rows have one; hh-rlhf has none: --margin none
+            epochs=1.0,  # section 3.2.2, as all below
+            lr=1e-5,  # 5e-6 for 70B
+            lr_schedule="cosine_with_min_lr",
+            warmup_ratio=0.03,
+            min_warmup_steps=5,
+            weight_decay=0.1,  # section 3.1, of SFT
+            batch_size=512,
+            micro_batch_size=4,
+            max_length=4096,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)
