@@ -1,12 +1,11 @@
 """The reward model: what people prefer, as a number.
 
     L(phi) = -log sigmoid(r(x, y_c) - r(x, y_r) - m)        mean over the comparisons of an optimiser step
-
-A language model's body with a linear head in place of the unembedding, read at the response's end token
-(InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen, arXiv:2309.16609,
-section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses is one batch element,
-its loss the mean over its pairs. `--kind pairwise` trains RLHF Workflow's preference model instead, a causal LM
-that reads both responses and names the better one (common/pairwise.py).
+ A language model's body with a linear head in place of the unembedding, read at the response's end token
+(InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
+arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
+is one batch element, its loss the mean over its pairs. `--kind pairwise` trains RLHF Workflow's preference
+model instead, a causal LM that reads both responses and names the better one (common/pairwise.py).
 
 Reads a model (runs/sft) and comparisons (README, "Data"); writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json.
@@ -14,12 +13,13 @@ samples.jsonl with the held-out scores, plots, summary.json.
     python reward.py                                        the tiny world, under a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
     python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2
-                                                            Qwen's second stage: from the first one, head included
+                                                            Qwen's second stage: from the first one, head
+                                                            included
     torchrun --nproc-per-node 8 reward.py llama2
-
-Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is left
-out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin times the
-difference's share of the largest difference; the batch of a pairwise model counts comparisons, not packed rows.
+ Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
+left out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin
+times the difference's share of the largest difference; the batch of a pairwise model counts comparisons, not
+packed rows.
 """
 
 import math
@@ -32,7 +32,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, pairwise, preferences
-from common.run import InputError, find_run, launch, start_run, write_json
+from common.run import InputError, cached, find_run, launch, start_run, write_json
 
 MARGINS = {  # Llama 2, table 27: m by rating
     "small": dict(zip(preferences.RATINGS, (1, 2 / 3, 1 / 3, 0))),
@@ -43,7 +43,8 @@ MARGINS = {  # Llama 2, table 27: m by rating
 @dataclass
 class Args:
     model: str = "runs/sft"
-    """Where to start: a causal LM (run directory, folder, hub name, tiny) or a reward model, head included."""
+    """Where to start: a causal LM (run directory, folder, hub name, tiny) or a reward model, head
+    included."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -151,10 +152,10 @@ def margins(comparison, args, largest_gap):
 
 
 def comparison_loss(scores, batch, n, args, largest_gap):
-    """The sum over a micro-batch of each comparison's loss, divided by the step's number of comparisons."""
-    parts, device, total, n_correct, n_pairs = scores.split(batch.sizes), scores.device, scores.sum() * 0, 0, 0
+    """(loss, pairs ranked as labelled, pairs) of a micro-batch: the sum of its comparisons' losses, divided
+    by the step's number of comparisons."""
+    parts, device, results = scores.split(batch.sizes), scores.device, []
     pairs = [(part, c) for part, c in zip(parts, batch.comparisons) if len(part) == 2]
-    results = []
     if pairs:
         chosen, rejected = torch.stack([part for part, _ in pairs]).T
         m = [margins(c, args, largest_gap) for _, c in pairs]
@@ -166,19 +167,19 @@ def comparison_loss(scores, batch, n, args, largest_gap):
             m = margins(c, args, largest_gap)
             loss, numbers = losses.ranking_loss(part, c.ranks.to(device), m if m is None else m.to(device))
             results.append((loss / n, numbers))
-    for loss, numbers in results:
-        total, n_correct, n_pairs = total + loss, n_correct + numbers["n_correct"], n_pairs + numbers["n_rows"]
-    return total, n_correct, n_pairs
+    n_correct, n_pairs = (sum(numbers[key] for _, numbers in results) for key in ("n_correct", "n_rows"))
+    # The 0 connects every weight on a rank without comparisons too
+    return sum((loss for loss, _ in results), scores.sum() * 0), n_correct, n_pairs
 
 
-def update(model, optimizer, comparisons, tokenizer, args, device, largest_gap, seed):
+def update(model, optimizer, comparisons, tokenizer, args, device, largest_gap, step):
     """One optimiser step on `comparisons`, over all ranks. Returns (loss, training accuracy, gradient norm);
     when one of them is not finite, the weights stay as they were."""
     optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(3, device=device)  # loss, pairs ranked as labelled, pairs
     if args.kind == "pairwise":
         n = sum(len(preferences.labelled_pairs(c)) for c in comparisons)
-        generator = torch.Generator().manual_seed(seed)  # of A and B
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)  # of the places A and B
         batches = pairwise.batches(comparisons, tokenizer, generator, args.micro_batch_size, device)
     else:
         n, pad_id = len(comparisons), tokenizer.pad_token_id
@@ -217,10 +218,12 @@ def evaluate(model, held_out, tokenizer, args, device):
     """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their scores."""
     rows = [preferences.describe(c) for c in held_out]
     if args.kind == "pairwise":
-        pairs = [(c.prompt, c.texts[i], c.texts[j]) for c in held_out for i, j in preferences.labelled_pairs(c)]
-        found = iter(pairwise.preferences(model, tokenizer, pairs, args.micro_batch_size, device))
-        for row, c in zip(rows, held_out):
-            row["differences"] = [next(found) for _ in preferences.labelled_pairs(c)]
+        labels = [preferences.labelled_pairs(c) for c in held_out]
+        pairs = [[(c.prompt, c.texts[i], c.texts[j]) for i, j in x] for c, x in zip(held_out, labels)]
+        flat = [pair for some in pairs for pair in some]
+        found = iter(pairwise.preferences(model, tokenizer, flat, args.micro_batch_size, device))
+        for row, some in zip(rows, pairs):
+            row["differences"] = [next(found) for _ in some]
     else:
         for row, scores in zip(rows, scores_of(model, held_out, tokenizer, args, device)):
             for response, score in zip(row["responses"], scores):
@@ -253,29 +256,30 @@ def fit_safety_gate(rows):
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < 0.15, test_safe == 0
     both = (caught & unsafe).sum().item()
     figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
-    figures |= {"gate/precision": both / max(1, caught.sum().item()), "gate/recall": both / unsafe.sum().item()}
+    figures["gate/precision"] = both / max(1, caught.sum().item())
+    figures["gate/recall"] = both / unsafe.sum().item()
     return {"scale": scale, "bias": bias}, figures
 
 
-def baselines(held_out, tokenizer, args, device):
-    """(figures, comparisons): accuracy on the held-out pairs of two scores that a reward model must beat, length
-    and log probability under the SFT model; and held-out prompts with 8 samples of that model."""
+def from_sft_model(held_out, tokenizer, args, device):
+    """What the SFT model is asked for before training, as JSON for run.cached: accuracy on the held-out pairs
+    of two scores that a reward model must beat, length and its log probability (`before`), and `samples`, 8
+    responses to each of some held-out prompts."""
     name = args.sft_model or (args.model if models.is_causal_lm(args.model) else None)
-    rows = [preferences.describe(c) for c in held_out]
     pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
-    tokens = [[r["tokens"] for r in row["responses"]] for row in rows]
-    figures = {"baseline/length_accuracy": metrics.accuracy(tokens[i][a] - tokens[i][b] for i, a, b in pairs)}
+    lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
+    by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
+    answers = {"before": {"baseline/length_accuracy": by_length}, "samples": []}
     if name is None or not held_out:
-        return figures, []
+        return answers
     policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
-    with torch.no_grad():
-        logprobs = preferences.seq_logprobs(policy, held_out, tokenizer.pad_token_id, args.micro_batch_size, device)
-    differences = [(logprobs[i][a] - logprobs[i][b]).item() for i, a, b in pairs]
-    figures["baseline/sft_logprob_accuracy"] = metrics.accuracy(differences)
-    prompts = list({data.prompt_key(c.messages): c for c in held_out}.values())[: args.length_prompts]
-    samples = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
-    empty = {"response_ids": [], "texts": [""], "ranks": torch.zeros(0)}
-    return figures, [c._replace(samples=s, **empty) for c, s in zip(prompts, samples)]
+    ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
+    logprobs = preferences.seq_logprobs(policy, held_out, *ask)
+    by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
+    answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
+    prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
+    found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
+    return {**answers, "samples": [[ids.tolist() for ids in of_prompt] for of_prompt in found]}
 
 
 def length_correlations(model, samples, tokenizer, args, device):
@@ -321,7 +325,13 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # 3. models
-    before, length_samples = baselines(held_out, tokenizer, args, device)
+    key = [models.identity(x) for x in (args.model, *filter(None, [args.sft_model]))]
+    key += [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]
+    key += [preferences.fingerprint(held_out)]
+    answers = cached(args, key, lambda: from_sft_model(held_out, tokenizer, args, device))
+    prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
+    samples = [preferences.with_samples_only(*x) for x in prompts]
+    before = answers["before"]
     if args.kind == "pairwise":
         model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     else:
@@ -365,13 +375,13 @@ def main(args: Args):
             generator, order_of = torch.Generator().manual_seed(args.seed + epoch), epoch
             order = preferences.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
-        seed = (args.seed + epoch) * total_steps + step
-        loss, accuracy, grad_norm = update(model, optimizer, batch, tokenizer, args, device, largest_gap, seed)
+        results = update(model, optimizer, batch, tokenizer, args, device, largest_gap, step)
+        loss, accuracy, grad_norm = results
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             bar.close()
             raise InputError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}. The step was not taken; lower --lr "
-                f"or look at the data. The last good checkpoint, if --save-every made one, is in {checkpoint}"
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}. The step was not taken; lower "
+                f"--lr or look at the data. The last good checkpoint, if there is one, is in {checkpoint}"
             )
         seconds = time.time() - start
         row = {"loss/reward": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm}
@@ -396,7 +406,7 @@ def main(args: Args):
     lengths = []
     if args.kind == "bradley_terry":
         after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
-        lengths = length_correlations(model, length_samples, tokenizer, args, device)
+        lengths = length_correlations(model, samples, tokenizer, args, device)
         if lengths:
             after |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
         gate, figures = fit_safety_gate(rows)
@@ -409,8 +419,9 @@ def main(args: Args):
     dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
     if dist.is_main():
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
-        for key, value in {**after, **{k: v for k, v in before.items() if k not in after}}.items():
-            print(f"{key}: {before[key]:.4g} -> {value:.4g}" if key in after.keys() & before else f"{key}: {value:.4g}")
+        for key, value in {**before, **after}.items():
+            first = f"{before[key]:.4g} -> " if key in after and key in before else ""
+            print(f"{key}: {first}{value:.4g}")
         runs = {Path(args.output_dir).name: rows}
         if (Path(args.compare_with) / "summary.json").exists() and args.compare_with != args.output_dir:
             runs[Path(args.compare_with).name] = metrics.read_jsonl(f"{args.compare_with}/samples.jsonl")
@@ -425,7 +436,7 @@ def main(args: Args):
 
 RECIPES = {
     "tiny": (
-        "on runs/sft of the tiny world, one epoch of 8,000 pairs: the default, under a minute on two CPU cores",
+        "on runs/sft of the tiny world, one epoch: the default, under a minute on two CPU cores",
         Args(),
     ),
     "llama2": (
@@ -441,6 +452,39 @@ RECIPES = {
             min_warmup_steps=5,
             weight_decay=0.1,  # section 3.1, of SFT
             batch_size=512,
+            micro_batch_size=4,
+            max_length=4096,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+    "qwen": (
+        "Qwen's reward model; its second stage is a second run with --model runs/reward and cleaner data",
+        Args(
+            model="Qwen/Qwen2.5-7B",  # section 3.2.1: from the pretrained base model
+            dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
+            balance_categories=True,  # section 3.2.1: prompts sampled by tags, of rows with a `category`
+            epochs=1.0,  # section 3.2.1, as all below
+            lr=3e-6,
+            lr_schedule="constant_with_warmup",
+            warmup_ratio=0.0,
+            batch_size=64,
+            micro_batch_size=4,
+            max_length=2048,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+    "rlhf_workflow": (
+        "RLHF Workflow's reward model; with --kind pairwise --lr 5e-6 --batch-size 128, its preference model",
+        Args(
+            model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
+            dataset="hendrydong/preference_700K",  # the authors' published mixture
+            epochs=1.0,  # section 2.2
+            lr=2e-6,  # the authors' code
+            lr_schedule="cosine",
+            warmup_ratio=0.03,  # section 2.2
+            batch_size=512,  # section 2.2
             micro_batch_size=4,
             max_length=4096,
             gradient_checkpointing=True,

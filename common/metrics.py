@@ -71,7 +71,8 @@ def print_table(rows: list[dict]):
     """Rows of the same keys as a table, on rank 0."""
     if not rows or not dist.is_main():
         return
-    cells = [list(rows[0])] + [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in r.values()] for r in rows]
+    cells = [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [list(rows[0]), *cells]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
@@ -172,7 +173,7 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
 def accuracy(differences) -> float:
     """Share of differences above 0, ties counting 1/2; NaN of none."""
-    right = [(d > 0) + (d == 0) / 2 for d in differences]
+    right = [float(d > 0) + float(d == 0) / 2 for d in differences]
     return sum(right) / len(right) if right else math.nan
 
 

@@ -159,6 +159,13 @@ def is_causal_lm(name) -> bool:
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
 
 
+def identity(name) -> list:
+    """What changes when a model of this name does: of a folder, its files' sizes and times."""
+    folder = Path(find_model(name))
+    files = sorted(folder.glob("*")) if folder.is_dir() else []
+    return [name, [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
+
+
 def _kind(config):
     return (config.architectures or ["ForCausalLM"])[0]
 

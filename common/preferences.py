@@ -9,6 +9,7 @@ such trees share a row while there is room.
 
 import collections
 import math
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Comparison(NamedTuple):
     category: str | None = None
     kept: tuple = (0, 1)  # which of the row's responses these are
     samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
+    ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
 
     @property
     def messages(self):  # as data.Document has them, for data.hold_out and its like
@@ -220,6 +222,25 @@ def statistics(comparisons: list[Comparison]) -> list[dict]:
             row[key] = sum(pair[side] for pair in lengths) / max(1, len(lengths))
         table.append(row)
     return table
+
+
+def one_of_each_prompt(comparisons) -> list[Comparison]:
+    return list({data.prompt_key(c.messages): c for c in comparisons}.values())
+
+
+def with_samples_only(comparison, samples) -> Comparison:
+    """The prompt with these responses (lists of ids) in place of the labelled ones."""
+    ids = tuple(torch.tensor(x, dtype=torch.int32) for x in samples)
+    return comparison._replace(samples=ids, response_ids=[], texts=[""], ranks=torch.zeros(0))
+
+
+def fingerprint(comparisons) -> int:
+    """A number that changes with any token of prompts and responses, or their order."""
+    number = 0
+    for c in comparisons:
+        for ids in (c.prompt_ids, *c.response_ids):
+            number = zlib.crc32(ids.numpy().tobytes(), number * 31 & 0xFFFFFFFF)
+    return number
 
 
 def describe(comparison) -> dict:

@@ -155,6 +155,21 @@ def _launch_id():
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
 
 
+def cached(args, key, make):
+    """make(), or what it gave for the same `key` before: the answers of other models, asked once and kept as
+    JSON in `output_dir`/cache.json. Every rank must call it; rank 0's file counts."""
+    path, key = Path(args.output_dir) / "cache.json", json.loads(json.dumps(key))
+    found = dist.gather([_read_json(path) if dist.is_main() else {}])[0]
+    if found.get("key") != key:
+        found = {"key": key, "value": json.loads(json.dumps(make()))}
+        if dist.is_main():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = Path(f"{path}.tmp")
+            temporary.write_text(json.dumps(found))
+            os.replace(temporary, path)
+    return found["value"]
+
+
 def write_json(path, value):
     """Write `value` to `path` so that it is there whole or not at all."""
     temporary = Path(f"{path}.tmp")

@@ -1,0 +1,481 @@
+"""The Advantage Model: how much more a response gets than the policy is expected to get on its prompt.
+
+    a(x, y) = r(x, y) - ((N - K) / N) e(x) - (1/N) sum_k rho_k(x, y) r(x, y)          rho_k = pi(y|x) /
+    pi'_k(y|x) L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)]  mean over
+    comparisons
+ "Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
+One head with two outputs: r is read at the response's end token, e, the expected reward of the policy (eq.
+7), at the prompt's last token. K other policies wrote the responses; by default K = 0, and a = r - e. Eq. 6
+then sees r and e only through their difference, and pulls e to the middle between the better and the worse
+responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
+policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have the same loss for any c.
+
+Reads a model (runs/sft) and comparisons (README, "Data"); writes runs/advantage_model: model/, metrics.jsonl,
+samples.jsonl with the held-out scores, plots, summary.json.
+
+    python advantage_model.py                               the tiny world, under a minute on two CPU cores
+    python advantage_model.py --model org/name --dataset pairs.jsonl
+    torchrun --nproc-per-node 8 advantage_model.py advantage_model
+ Differs from the paper: it gives no form for e, here an output of the same head; ratios are clipped, carry no
+gradient, and count as 1 where they are unknown (evaluation, PPO); a prompt is computed once for its
+responses; a response that does not fit is left out, not cut; AdamW's betas are 0.9 and 0.95; a soft label
+counts as its likelier side.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import get_scheduler
+
+from common import data, dist, losses, metrics, models, preferences
+from common.run import InputError, cached, find_run, launch, start_run, write_json
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """Where to start: a causal LM (run directory, folder, hub name, tiny) or an advantage model, head
+    included."""
+    dataset: str = "tiny"
+    """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    eval_dataset: str | None = None
+    """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    output_dir: str = "runs/advantage_model"
+    """The run directory."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    bound: float = 2.5
+    """m(x): advantages of better responses are kept below it, those of worse ones above minus it."""
+    n_others: int = 0
+    """K: how many other policies' ratios enter eq. 8."""
+    n_policies: int | None = None
+    """N, more than K. None: K + 1."""
+    ratio_clip: float = 1.0
+    """Ratios pi / pi'_k are at most this; K times it must stay below N."""
+    policy: str | None = None
+    """pi: whose expected reward e is. None: --model, if it is a causal LM."""
+    behavior_policies: tuple[str, ...] = ()
+    """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
+    expected_reward_samples: int = 0
+    """Responses of the policy to each training prompt, to whose mean reward e is regressed; 0: eq. 6
+    alone."""
+    min_score_gap: float = 0.0
+    """Pairs whose scores differ by less are dropped."""
+    max_pairs_per_prompt: int | None = None
+    """Rows of one prompt beyond this many are dropped."""
+    balance_categories: bool = False
+    """Draw every category equally often, with repetition."""
+    epochs: float = 1.0
+    """Passes over the data; more than one overfits."""
+    max_steps: int | None = None
+    """This many optimiser steps instead of epochs."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
+    warmup_ratio: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    min_warmup_steps: int = 0
+    """And at least this many."""
+    weight_decay: float = 0.0
+    """AdamW's, on all parameters, norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: never."""
+    batch_size: int = 64
+    """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
+    micro_batch_size: int = 64
+    """Comparisons of a forward on one rank, at most."""
+    max_length: int = 128
+    """Tokens of a prompt with one response; longer ones are dropped."""
+    share_prompt: bool = True
+    """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
+    eval_every: int = 50
+    """Steps between held-out accuracies; 0: only before and after training."""
+    save_every: int = 50
+    """Steps between checkpoints, of which the last is kept; 0: none."""
+    length_prompts: int = 50
+    """Held-out prompts with 8 sampled responses each, for the correlation of length and score, and e; 0:
+    none."""
+    max_new_tokens: int = 32
+    """Longest of these responses."""
+    compare_with: str = "runs/reward"
+    """A run of reward.py or of this script to draw beside this one, if it is there."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in model/."""
+    seed: int = 0
+    """Of the data order, the samples and a new head."""
+    resume: bool = False
+    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+
+
+def check(args):
+    """What can be known to be wrong before anything is loaded."""
+    for flag, right, wanted in (
+        ("--batch-size", args.batch_size >= 1, "1 or more"),
+        ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
+        ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
+        ("--max-pairs-per-prompt", (args.max_pairs_per_prompt or 1) >= 1, "1 or more"),
+        ("--max-length", args.max_length >= 2, "2 or more"),
+        ("--epochs", args.epochs > 0, "more than 0"),
+        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
+        ("--lr", args.lr >= 0, "0 or more"),
+        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
+        ("--min-warmup-steps", args.min_warmup_steps >= 0, "0 or more"),
+        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
+        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
+        ("--eval-every", args.eval_every >= 0, "0 or more"),
+        ("--save-every", args.save_every >= 0, "0 or more"),
+        ("--length-prompts", args.length_prompts >= 0, "0 or more"),
+        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
+        ("--bound", args.bound > 0, "more than 0"),
+        ("--n-others", args.n_others >= 0, "0 or more"),
+        ("--n-policies", n_policies(args) > args.n_others, "more than --n-others"),
+        ("--ratio-clip", 0 < args.ratio_clip, "more than 0"),
+        ("--expected-reward-samples", args.expected_reward_samples >= 0, "0 or more"),
+    ):
+        if not right:
+            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
+    if args.n_others * args.ratio_clip >= n_policies(args):
+        raise InputError(
+            f"--n-others {args.n_others} times --ratio-clip {args.ratio_clip} reaches --n-policies "
+            f"{n_policies(args)}: r's coefficient in eq. 8 could vanish or turn negative; raise --n-policies"
+        )
+    if len(args.behavior_policies) not in (0, args.n_others):
+        raise InputError(f"--behavior-policies: {len(args.behavior_policies)} for --n-others {args.n_others}")
+
+
+def n_policies(args):
+    return args.n_others + 1 if args.n_policies is None else args.n_policies
+
+
+def comparison_loss(rewards, expected, batch, n, args):
+    """(loss, regression, pairs ranked as labelled, pairs) of a micro-batch: sums over its comparisons of eq.
+    6 and of e's squared error, divided by the step's number of comparisons.
+
+    rewards: (responses,), r(x, y), samples included. expected: (comparisons,), e(x)."""
+    zero = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
+    if not batch.comparisons:
+        return zero, zero.detach(), 0, 0
+    sizes = torch.tensor(batch.sizes, device=rewards.device)
+    ratios = torch.cat([c.ratios for c in batch.comparisons]).to(rewards.device)  # (responses, K)
+    advantages = losses.advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
+    of_one, results, start = [], [], 0  # of_one: (better, worse) of the comparisons that are one pair
+    for c, size in zip(batch.comparisons, batch.sizes):
+        pairs = [(start + better, start + worse) for better, worse in preferences.labelled_pairs(c)]
+        if len(pairs) == 1:
+            of_one += pairs
+        elif pairs:
+            better, worse = torch.tensor(pairs, device=rewards.device).T
+            loss, numbers = losses.advantage_model_loss(advantages[better], advantages[worse], args.bound)
+            results.append((loss / n, numbers))
+        start += size
+    if of_one:
+        better, worse = torch.tensor(of_one, device=rewards.device).T
+        a_c, a_r = advantages[better], advantages[worse]
+        results.append(losses.advantage_model_loss(a_c, a_r, args.bound, n_rows=n))
+    regression = zero
+    if args.expected_reward_samples:
+        parts = zip(batch.comparisons, rewards.detach().split(batch.sizes))
+        means = torch.stack([part[len(c.response_ids) :].mean() for c, part in parts])
+        regression = ((expected - means) ** 2).sum() / n
+    n_correct, n_pairs = (sum(x[key] for _, x in results) for key in ("n_correct", "n_rows"))
+    return zero + sum(loss for loss, _ in results), regression, n_correct, n_pairs
+
+
+def read_head(model, batch):
+    """(r at the end of every response, e at the end of every prompt)."""
+    where = torch.cat([batch.response_ends, batch.prompt_ends], 1)
+    out = model.head_outputs(batch.input_ids, where, batch.position_ids, batch.attention_mask)
+    n = batch.response_ends.shape[1]
+    return out[:n, 0], out[n:, 1]
+
+
+def update(model, optimizer, comparisons, pad_id, args, device):
+    """One optimiser step on `comparisons`, over all ranks. Returns (loss, squared error of e, training
+    accuracy, gradient norm); when one of them is not finite, the weights stay as they were."""
+    optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(4, device=device)
+    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+        rewards, expected = read_head(model, batch)
+        loss, regression, *numbers = comparison_loss(rewards, expected, batch, len(comparisons), args)
+        # FSDP averages gradients over ranks, the loss is their sum
+        ((loss + regression) * dist.world_size()).backward()
+        parts = (loss.detach(), regression.detach(), *numbers)
+        sums += torch.stack([torch.as_tensor(x, device=device) for x in parts])
+    loss, regression, n_correct, n_pairs = dist.all_sum(*sums)
+    grad_norm = dist.clip_grad_norm(model, args.max_grad_norm)
+    if math.isfinite(loss + regression) and math.isfinite(grad_norm):  # the same on all ranks
+        optimizer.step()
+    return loss, regression, n_correct / max(1, n_pairs), grad_norm
+
+
+@torch.no_grad()
+def outputs_of(model, comparisons, pad_id, args, device):
+    """(r of each response, e) of each comparison, on every rank."""
+    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
+    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+        rewards, expected = read_head(model, batch)
+        parts = zip(batch.comparisons, rewards.split(batch.sizes), expected.tolist())
+        found += [(place[id(c)], part.tolist(), e) for c, part, e in parts]
+    return [(rewards, e) for _, rewards, e in sorted(dist.gather(found), key=lambda x: x[0])]
+
+
+def evaluate(model, held_out, pad_id, args, device):
+    """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their
+    advantages, all ratios taken as 1."""
+    rows = [preferences.describe(c) for c in held_out]
+    for row, (rewards, e) in zip(rows, outputs_of(model, held_out, pad_id, args, device)):
+        rewards = torch.tensor(rewards)
+        advantages = models.advantages(model, rewards, torch.full_like(rewards, e))
+        for response, advantage in zip(row["responses"], advantages.tolist()):
+            response["score"] = advantage
+    return metrics.pair_figures(rows), rows
+
+
+def from_policy(train, held_out, tokenizer, args, device):
+    """What other models are asked for before training, as JSON for run.cached: baselines on the held-out
+    pairs (`before`), `ratios` (comparisons, responses, K), `samples` for the regression of e and
+    `held_out_samples`, 8 responses to each of some prompts."""
+    name = args.policy or (args.model if models.is_causal_lm(args.model) else None)
+    if name is None and (args.n_others or args.expected_reward_samples):
+        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
+    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
+    lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
+    by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
+    answers = {"before": {"baseline/length_accuracy": by_length}}
+    answers |= {"ratios": [], "samples": [], "held_out_samples": []}
+    if name is None:
+        return answers
+    behavior = behavior_logprobs(train, tokenizer, args, device)
+    policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
+    ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
+    logprobs = preferences.seq_logprobs(policy, held_out, *ask)
+    by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
+    answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
+    if args.n_others:
+        ours = preferences.seq_logprobs(policy, train, *ask)
+        ratios = [(x[:, None] - y).exp() for x, y in zip(ours, behavior)]
+        answers["before"]["ratio/clipped"] = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
+        answers["ratios"] = [x.clamp(max=args.ratio_clip).tolist() for x in ratios]
+    prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
+    for key, some, n in (("samples", train, args.expected_reward_samples), ("held_out_samples", prompts, 8)):
+        if n and some:
+            options = (tokenizer, n, args.max_new_tokens, args.seed + (key == "samples"))
+            found = preferences.policy_samples(policy, some, *options)
+            answers[key] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
+    return answers
+
+
+def behavior_logprobs(comparisons, tokenizer, args, device):
+    """log pi'_k(y | x) of every response, (responses, K) for each comparison: from --behavior-policies, or
+    from the columns chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs
+    of each response), lists of K or more."""
+    if args.behavior_policies:
+        columns = []
+        for name in args.behavior_policies:
+            model = dist.shard(models.load_policy(name, tokenizer), device)
+            ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
+            columns.append(preferences.seq_logprobs(model, comparisons, *ask))
+        return [torch.stack(of_one, 1) for of_one in zip(*columns)]
+    found = []
+    for c in comparisons if args.n_others else []:
+        values = preferences.column(c, "behavior_logprobs")
+        if values is None or any(len(x) < args.n_others for x in values):
+            wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
+            raise InputError(f"{c.row.where}: no {wanted} of {args.n_others} values, nor --behavior-policies")
+        found.append(torch.tensor([x[: args.n_others] for x in values]))
+    return found
+
+
+def with_answers(train, held_out, answers, args):
+    """(training comparisons with ratios and samples, held-out prompts with samples)."""
+    n, k = args.expected_reward_samples, args.n_others
+    for i, c in enumerate(train):
+        ratios = torch.tensor(answers["ratios"][i]) if k else torch.zeros(len(c.response_ids), 0)
+        samples = [torch.tensor(ids, dtype=torch.int32) for ids in answers["samples"][i]] if n else []
+        train[i] = c._replace(ratios=torch.cat([ratios, torch.ones(n, k)]), samples=tuple(samples))
+    prompts = zip(preferences.one_of_each_prompt(held_out), answers["held_out_samples"])
+    return train, [preferences.with_samples_only(*x) for x in prompts]
+
+
+def policy_figures(model, samples, pad_id, args, device):
+    """(figures, length correlations) from the policy's own responses to held-out prompts: is e(x) the mean r
+    of them, as eq. 7 says? `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard
+    deviations of r within a prompt."""
+    if not samples:
+        return {}, []
+    rows, errors, within = [], [], []
+    for c, (rewards, e) in zip(samples, outputs_of(model, samples, pad_id, args, device)):
+        responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
+        rows.append({"responses": responses})
+        rewards = torch.tensor(rewards)
+        errors.append(e - rewards.mean())
+        within.append(rewards.var())
+    errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
+    lengths = metrics.length_correlations(rows)
+    rmse = errors.square().mean().sqrt()
+    figures = {"expected/bias": errors.mean() / deviation, "expected/rmse": rmse / deviation}
+    if lengths:
+        figures |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
+    return {key: float(value) for key, value in figures.items()}, lengths
+
+
+def main(args: Args):
+    # 1. setup
+    device = dist.setup()
+    check(args)
+    state = find_run(args)
+    if state == "finished":
+        return
+
+    # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
+    train = preferences.load(args.dataset, "train", tokenizer, *options)
+    if args.eval_dataset or data.is_tiny(args.dataset):
+        held_out = preferences.load(args.eval_dataset or args.dataset, "test", tokenizer, *options)
+        train = data.without_prompts_of(train, held_out, args.dataset)
+    else:
+        train, held_out = data.hold_out(train)
+    if len(set(dist.gather([(len(train), sum(c.n_tokens for c in train))]))) > 1:
+        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    table = preferences.statistics(train) + [
+        {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
+    ]
+    metrics.print_table(table)
+    steps_per_epoch = math.ceil(len(train) / args.batch_size)
+    total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
+
+    # 3. models
+    key = [models.identity(x) for x in (args.model, *filter(None, [args.policy]), *args.behavior_policies)]
+    key += [args.n_others, args.ratio_clip, args.expected_reward_samples, args.length_prompts]
+    key += [args.max_new_tokens, args.seed, dist.world_size()]
+    key += [preferences.fingerprint(train), preferences.fingerprint(held_out)]
+    answers = cached(args, key, lambda: from_policy(train, held_out, tokenizer, args, device))
+    before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
+    model = models.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
+    of_scores = {"n_policies": n_policies(args), "n_others": args.n_others, "bound": args.bound}
+    model.config.advantage_model = of_scores
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
+    if args.max_length > room:
+        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    model = dist.shard(model, device)
+    if args.share_prompt:
+        models.check_shared_prompt(model)
+    start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
+
+    # 4. optimisers
+    betas, decay = (0.9, 0.95), args.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
+    warmup_steps = max(math.ceil(args.warmup_ratio * total_steps), args.min_warmup_steps)
+    floor = {"min_lr_rate": 0.1} if args.lr_schedule == "cosine_with_min_lr" else None
+    warmup_steps = min(warmup_steps, total_steps - 1)
+    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps, floor)
+    checkpoint, saved = f"{args.output_dir}/checkpoint", None
+    if state == "resume":
+        saved = dist.load_checkpoint(checkpoint, {"advantage": (model, optimizer)})
+        scheduler.load_state_dict(saved["scheduler"])
+        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
+    step = saved["step"] if saved else 0
+    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
+
+    # 5. loop
+    if saved:
+        before = saved["before"]
+    else:
+        before |= evaluate(model, held_out, tokenizer.pad_token_id, args, device)[0]
+        log.log(0, 0, **before)
+    bar, order_of = metrics.progress(total_steps, step, "advantage"), None
+    while step < total_steps:
+        start = time.time()
+        epoch, index = divmod(step, steps_per_epoch)
+        if epoch != order_of:  # each epoch's order, one for all ranks
+            generator, order_of = torch.Generator().manual_seed(args.seed + epoch), epoch
+            order = preferences.epoch_order(train, generator, args.balance_categories)
+        batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        results = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
+        loss, regression, accuracy, grad_norm = results
+        if not (math.isfinite(loss + regression) and math.isfinite(grad_norm)):
+            bar.close()
+            raise InputError(
+                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}. The step was not taken; lower "
+                f"--lr or look at the data. The last good checkpoint, if there is one, is in {checkpoint}"
+            )
+        seconds = time.time() - start
+        row = {"loss/advantage": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm}
+        row |= {"loss/expected_reward": regression} if args.expected_reward_samples else {}
+        row |= {"optim/lr": scheduler.get_last_lr()[0], "data/comparisons": len(batch)}
+        row |= {"perf/comparisons_per_s": len(batch) / seconds}
+        scheduler.step()
+        step += 1
+        if args.eval_every and step % args.eval_every == 0 and step < total_steps:
+            row |= evaluate(model, held_out, tokenizer.pad_token_id, args, device)[0]
+        log.log(step, epoch, **row)
+        speed = row["perf/comparisons_per_s"]
+        bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}", rows_s=f"{speed:.0f}")
+        bar.update()
+        if args.save_every and step % args.save_every == 0:
+            resume_state = {"step": step, "scheduler": scheduler.state_dict()}
+            resume_state |= {"before": before, "logged_rows": log.n_rows}
+            dist.save_checkpoint(checkpoint, step, {"advantage": (model, optimizer)}, resume_state)
+    bar.close()
+
+    # 6. save
+    after, rows = evaluate(model, held_out, tokenizer.pad_token_id, args, device)
+    after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
+    figures, lengths = policy_figures(model, samples, tokenizer.pad_token_id, args, device)
+    after |= figures
+    if not math.isfinite(after.get("eval/nll", 0.0)):
+        raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
+    log.log(step, (step - 1) // steps_per_epoch, **after)
+    dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    if dist.is_main():
+        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
+        for key, value in {**before, **after}.items():
+            first = f"{before[key]:.4g} -> " if key in after and key in before else ""
+            print(f"{key}: {first}{value:.4g}")
+        runs = {Path(args.output_dir).name: rows}
+        if (Path(args.compare_with) / "summary.json").exists() and args.compare_with != args.output_dir:
+            runs[Path(args.compare_with).name] = metrics.read_jsonl(f"{args.compare_with}/samples.jsonl")
+        if rows:
+            metrics.plot_scores(args.output_dir, runs, lengths)
+        panels = {"loss": ["loss/advantage", "eval/nll"], "accuracy": ["train/accuracy", "eval/accuracy"]}
+        metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
+        figures = {"before": before, "after": after, "data": table}
+        write_json(f"{args.output_dir}/summary.json", {"steps": step, **figures})  # last
+        print(f"wrote {args.output_dir}/model")
+
+
+RECIPES = {
+    "tiny": (
+        "on runs/sft of the tiny world, one epoch: the default, under a minute on two CPU cores",
+        Args(),
+    ),
+    "advantage_model": (
+        "the paper's run on HH-RLHF, from another model of 7B",
+        Args(
+            model="Qwen/Qwen2.5-7B-Instruct",  # the paper's BLOOMZ-7B (section 4.1) has ALiBi, without SDPA
+            dataset="Anthropic/hh-rlhf",
+            epochs=1.0,  # section 4.1, as all below
+            lr=5e-6,
+            lr_schedule="cosine_with_min_lr",
+            warmup_ratio=0.1,
+            batch_size=180,
+            bound=2.5,  # section 3.1
+            micro_batch_size=4,
+            max_length=2048,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)
