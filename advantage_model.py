@@ -9,9 +9,8 @@ One head with two outputs: r is read at the response's end token, e, the expecte
 then sees r and e only through their difference, and pulls e to the middle between the better and the worse
 responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
 policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have the same loss for any c.
-
-Reads a model (runs/sft) and comparisons (README, "Data"); writes runs/advantage_model: model/, metrics.jsonl,
-samples.jsonl with the held-out scores, plots, summary.json.
+ Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/advantage_model: model/,
+metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json.
 
     python advantage_model.py                               the tiny world, under a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
@@ -36,9 +35,9 @@ from common.run import InputError, cached, find_run, launch, start_run, write_js
 
 @dataclass
 class Args:
-    model: str = "runs/sft"
-    """Where to start: a causal LM (run directory, folder, hub name, tiny) or an advantage model, head
-    included."""
+    model: str = "tiny"
+    """Where to start: a causal LM (run directory, folder, hub name; tiny: its random weights) or an advantage
+    model, head included."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -56,7 +55,8 @@ class Args:
     ratio_clip: float = 1.0
     """Ratios pi / pi'_k are at most this; K times it must stay below N."""
     policy: str | None = None
-    """pi: whose expected reward e is. None: --model, if it is a causal LM."""
+    """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if it is a causal
+    LM."""
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
     expected_reward_samples: int = 0
@@ -68,11 +68,11 @@ class Args:
     """Rows of one prompt beyond this many are dropped."""
     balance_categories: bool = False
     """Draw every category equally often, with repetition."""
-    epochs: float = 1.0
-    """Passes over the data; more than one overfits."""
+    epochs: float = 2.0
+    """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
     """This many optimiser steps instead of epochs."""
-    lr: float = 1e-3
+    lr: float = 1.5e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
     """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
@@ -80,7 +80,7 @@ class Args:
     """Share of the steps in which the learning rate rises from 0."""
     min_warmup_steps: int = 0
     """And at least this many."""
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: never."""
@@ -121,7 +121,7 @@ def check(args):
         ("--batch-size", args.batch_size >= 1, "1 or more"),
         ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
         ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", (args.max_pairs_per_prompt or 1) >= 1, "1 or more"),
+        ("--max-pairs-per-prompt", args.max_pairs_per_prompt in (None, *range(1, 10**6)), "1 or more"),
         ("--max-length", args.max_length >= 2, "2 or more"),
         ("--epochs", args.epochs > 0, "more than 0"),
         ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
@@ -239,29 +239,35 @@ def evaluate(model, held_out, pad_id, args, device):
     return metrics.pair_figures(rows), rows
 
 
-def from_policy(train, held_out, tokenizer, args, device):
+def policy_name(args):
+    if args.policy or args.model == "tiny":
+        return args.policy or "runs/sft"
+    return args.model if models.is_causal_lm(args.model) else None
+
+
+def from_policy(train, held_out, columns, tokenizer, args, device):
     """What other models are asked for before training, as JSON for run.cached: baselines on the held-out
     pairs (`before`), `ratios` (comparisons, responses, K), `samples` for the regression of e and
     `held_out_samples`, 8 responses to each of some prompts."""
-    name = args.policy or (args.model if models.is_causal_lm(args.model) else None)
-    if name is None and (args.n_others or args.expected_reward_samples):
-        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
+    name = policy_name(args)
     pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
     lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
     by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
-    answers = {"before": {"baseline/length_accuracy": by_length}}
+    answers = {"before": {"baseline/length_accuracy": by_length} if pairs else {}}
     answers |= {"ratios": [], "samples": [], "held_out_samples": []}
     if name is None:
         return answers
-    behavior = behavior_logprobs(train, tokenizer, args, device)
+    if args.behavior_policies:
+        columns = behavior_logprobs(train, tokenizer, args, device)
     policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
     logprobs = preferences.seq_logprobs(policy, held_out, *ask)
     by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
-    answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
+    if pairs:
+        answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
     if args.n_others:
         ours = preferences.seq_logprobs(policy, train, *ask)
-        ratios = [(x[:, None] - y).exp() for x, y in zip(ours, behavior)]
+        ratios = [(x[:, None] - y).exp() for x, y in zip(ours, columns)]
         answers["before"]["ratio/clipped"] = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
         answers["ratios"] = [x.clamp(max=args.ratio_clip).tolist() for x in ratios]
     prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
@@ -273,25 +279,30 @@ def from_policy(train, held_out, tokenizer, args, device):
     return answers
 
 
-def behavior_logprobs(comparisons, tokenizer, args, device):
-    """log pi'_k(y | x) of every response, (responses, K) for each comparison: from --behavior-policies, or
-    from the columns chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs
-    of each response), lists of K or more."""
-    if args.behavior_policies:
-        columns = []
-        for name in args.behavior_policies:
-            model = dist.shard(models.load_policy(name, tokenizer), device)
-            ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-            columns.append(preferences.seq_logprobs(model, comparisons, *ask))
-        return [torch.stack(of_one, 1) for of_one in zip(*columns)]
+def behavior_columns(comparisons, args):
+    """log pi'_k(y | x) of every response, (responses, K) for each comparison, from the columns
+    chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs of each
+    response), lists of K numbers or more."""
     found = []
-    for c in comparisons if args.n_others else []:
-        values = preferences.column(c, "behavior_logprobs")
-        if values is None or any(len(x) < args.n_others for x in values):
+    for c in comparisons:
+        try:
+            values = [x[: args.n_others] for x in preferences.column(c, "behavior_logprobs")]
+            found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
+        except (TypeError, ValueError, RuntimeError):
             wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
-            raise InputError(f"{c.row.where}: no {wanted} of {args.n_others} values, nor --behavior-policies")
-        found.append(torch.tensor([x[: args.n_others] for x in values]))
+            mend = f"lists of {args.n_others} numbers, or --behavior-policies"
+            raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
     return found
+
+
+def behavior_logprobs(comparisons, tokenizer, args, device):
+    """The same from --behavior-policies."""
+    columns = []
+    for name in args.behavior_policies:
+        model = dist.shard(models.load_policy(name, tokenizer), device)
+        ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
+        columns.append(preferences.seq_logprobs(model, comparisons, *ask))
+    return [torch.stack(of_one, 1) for of_one in zip(*columns)]
 
 
 def with_answers(train, held_out, answers, args):
@@ -334,6 +345,8 @@ def main(args: Args):
     state = find_run(args)
     if state == "finished":
         return
+    for name in filter(None, (policy_name(args), *args.behavior_policies)):
+        models.check_causal_lm(name)
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -346,6 +359,9 @@ def main(args: Args):
         train, held_out = data.hold_out(train)
     if len(set(dist.gather([(len(train), sum(c.n_tokens for c in train))]))) > 1:
         raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
+    if (args.n_others or args.expected_reward_samples) and policy_name(args) is None:
+        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
     table = preferences.statistics(train) + [
         {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
     ]
@@ -354,12 +370,6 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # 3. models
-    key = [models.identity(x) for x in (args.model, *filter(None, [args.policy]), *args.behavior_policies)]
-    key += [args.n_others, args.ratio_clip, args.expected_reward_samples, args.length_prompts]
-    key += [args.max_new_tokens, args.seed, dist.world_size()]
-    key += [preferences.fingerprint(train), preferences.fingerprint(held_out)]
-    answers = cached(args, key, lambda: from_policy(train, held_out, tokenizer, args, device))
-    before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
     model = models.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
     of_scores = {"n_policies": n_policies(args), "n_others": args.n_others, "bound": args.bound}
     model.config.advantage_model = of_scores
@@ -369,7 +379,14 @@ def main(args: Args):
     model = dist.shard(model, device)
     if args.share_prompt:
         models.check_shared_prompt(model)
+    key = {"models": [models.identity(x) for x in (args.model, policy_name(args)) if x]}
+    key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
+    key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
+    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]}
+    key |= {"data": [preferences.fingerprint(train), preferences.fingerprint(held_out)]}
     start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
+    answers = cached(args, key, lambda: from_policy(train, held_out, columns, tokenizer, args, device))
+    before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -434,6 +451,7 @@ def main(args: Args):
     after |= figures
     if not math.isfinite(after.get("eval/nll", 0.0)):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
+    after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread
     log.log(step, (step - 1) // steps_per_epoch, **after)
     dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
     if dist.is_main():
@@ -441,11 +459,10 @@ def main(args: Args):
         for key, value in {**before, **after}.items():
             first = f"{before[key]:.4g} -> " if key in after and key in before else ""
             print(f"{key}: {first}{value:.4g}")
-        runs = {Path(args.output_dir).name: rows}
-        if (Path(args.compare_with) / "summary.json").exists() and args.compare_with != args.output_dir:
-            runs[Path(args.compare_with).name] = metrics.read_jsonl(f"{args.compare_with}/samples.jsonl")
-        if rows:
-            metrics.plot_scores(args.output_dir, runs, lengths)
+        runs = {args.output_dir: rows}
+        if args.compare_with and (Path(args.compare_with) / "summary.json").exists():
+            runs.setdefault(args.compare_with, metrics.read_jsonl(f"{args.compare_with}/samples.jsonl"))
+        metrics.plot_scores(args.output_dir, runs, lengths)
         panels = {"loss": ["loss/advantage", "eval/nll"], "accuracy": ["train/accuracy", "eval/accuracy"]}
         metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
         figures = {"before": before, "after": after, "data": table}
@@ -455,7 +472,7 @@ def main(args: Args):
 
 RECIPES = {
     "tiny": (
-        "on runs/sft of the tiny world, one epoch: the default, under a minute on two CPU cores",
+        "the tiny world, from random weights: the default, under a minute on two CPU cores",
         Args(),
     ),
     "advantage_model": (
@@ -467,6 +484,7 @@ RECIPES = {
             lr=5e-6,
             lr_schedule="cosine_with_min_lr",
             warmup_ratio=0.1,
+            weight_decay=0.0,  # not said
             batch_size=180,
             bound=2.5,  # section 3.1
             micro_batch_size=4,

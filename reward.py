@@ -7,7 +7,7 @@ arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A 
 is one batch element, its loss the mean over its pairs. `--kind pairwise` trains RLHF Workflow's preference
 model instead, a causal LM that reads both responses and names the better one (common/pairwise.py).
 
-Reads a model (runs/sft) and comparisons (README, "Data"); writes runs/reward: model/, metrics.jsonl,
+Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json.
 
     python reward.py                                        the tiny world, under a minute on two CPU cores
@@ -42,9 +42,9 @@ MARGINS = {  # Llama 2, table 27: m by rating
 
 @dataclass
 class Args:
-    model: str = "runs/sft"
-    """Where to start: a causal LM (run directory, folder, hub name, tiny) or a reward model, head
-    included."""
+    model: str = "tiny"
+    """Where to start: a causal LM (run directory, folder, hub name; tiny: its random weights) or a reward
+    model, head included."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -63,11 +63,11 @@ class Args:
     """Rows of one prompt beyond this many are dropped."""
     balance_categories: bool = False
     """Draw every category equally often, with repetition."""
-    epochs: float = 1.0
-    """Passes over the data; more than one overfits."""
+    epochs: float = 2.0
+    """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
     """This many optimiser steps instead of epochs."""
-    lr: float = 1e-3
+    lr: float = 1.5e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
     """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
@@ -75,7 +75,7 @@ class Args:
     """Share of the steps in which the learning rate rises from 0."""
     min_warmup_steps: int = 0
     """And at least this many."""
-    weight_decay: float = 0.0
+    weight_decay: float = 0.1
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: never."""
@@ -92,7 +92,8 @@ class Args:
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept; 0: none."""
     sft_model: str | None = None
-    """A causal LM, for the log probability baseline and the length samples. None: --model, if it is one."""
+    """A causal LM, for the log probability baseline and the length samples. None: runs/sft for the model
+    tiny, else --model, if it is one."""
     length_prompts: int = 50
     """Held-out prompts with 8 sampled responses each, for the correlation of length and score; 0: none."""
     max_new_tokens: int = 32
@@ -117,7 +118,7 @@ def check(args):
         ("--batch-size", args.batch_size >= 1, "1 or more"),
         ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
         ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", (args.max_pairs_per_prompt or 1) >= 1, "1 or more"),
+        ("--max-pairs-per-prompt", args.max_pairs_per_prompt in (None, *range(1, 10**6)), "1 or more"),
         ("--max-length", args.max_length >= 2, "2 or more"),
         ("--epochs", args.epochs > 0, "more than 0"),
         ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
@@ -261,25 +262,34 @@ def fit_safety_gate(rows):
     return {"scale": scale, "bias": bias}, figures
 
 
+def sft_model(args):
+    if args.sft_model or args.model == "tiny":
+        return args.sft_model or "runs/sft"
+    return args.model if models.is_causal_lm(args.model) else None
+
+
 def from_sft_model(held_out, tokenizer, args, device):
     """What the SFT model is asked for before training, as JSON for run.cached: accuracy on the held-out pairs
     of two scores that a reward model must beat, length and its log probability (`before`), and `samples`, 8
     responses to each of some held-out prompts."""
-    name = args.sft_model or (args.model if models.is_causal_lm(args.model) else None)
+    name = sft_model(args)
     pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
     lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
     by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
-    answers = {"before": {"baseline/length_accuracy": by_length}, "samples": []}
+    answers = {"before": {"baseline/length_accuracy": by_length} if pairs else {}, "samples": []}
     if name is None or not held_out:
         return answers
     policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
     logprobs = preferences.seq_logprobs(policy, held_out, *ask)
     by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
-    answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
-    prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
-    found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
-    return {**answers, "samples": [[ids.tolist() for ids in of_prompt] for of_prompt in found]}
+    if pairs:
+        answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
+    if args.length_prompts and args.kind == "bradley_terry":
+        prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
+        found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
+        answers["samples"] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
+    return answers
 
 
 def length_correlations(model, samples, tokenizer, args, device):
@@ -298,6 +308,8 @@ def main(args: Args):
     state = find_run(args)
     if state == "finished":
         return
+    if sft_model(args):
+        models.check_causal_lm(sft_model(args))
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -325,13 +337,6 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # 3. models
-    key = [models.identity(x) for x in (args.model, *filter(None, [args.sft_model]))]
-    key += [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]
-    key += [preferences.fingerprint(held_out)]
-    answers = cached(args, key, lambda: from_sft_model(held_out, tokenizer, args, device))
-    prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
-    samples = [preferences.with_samples_only(*x) for x in prompts]
-    before = answers["before"]
     if args.kind == "pairwise":
         model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     else:
@@ -344,7 +349,14 @@ def main(args: Args):
         models.check_packing(model)
     elif args.share_prompt:
         models.check_shared_prompt(model)
+    key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model(args)) if x)]}
+    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]}
+    key |= {"data": preferences.fingerprint(held_out)}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
+    answers = cached(args, key, lambda: from_sft_model(held_out, tokenizer, args, device))
+    prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
+    samples = [preferences.with_samples_only(*x) for x in prompts]
+    before = answers["before"]
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -411,10 +423,12 @@ def main(args: Args):
             after |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
         gate, figures = fit_safety_gate(rows)
         after |= figures
+        vars(model.config).pop("safety_gate", None)  # a first stage's, for other scores
         if gate:
             model.config.safety_gate = gate  # for ppo.py, in model/config.json
     if not math.isfinite(after.get("eval/nll", 0.0)):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
+    after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread
     log.log(step, (step - 1) // steps_per_epoch, **after)
     dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
     if dist.is_main():
@@ -422,11 +436,10 @@ def main(args: Args):
         for key, value in {**before, **after}.items():
             first = f"{before[key]:.4g} -> " if key in after and key in before else ""
             print(f"{key}: {first}{value:.4g}")
-        runs = {Path(args.output_dir).name: rows}
-        if (Path(args.compare_with) / "summary.json").exists() and args.compare_with != args.output_dir:
-            runs[Path(args.compare_with).name] = metrics.read_jsonl(f"{args.compare_with}/samples.jsonl")
-        if rows:
-            metrics.plot_scores(args.output_dir, runs, lengths)
+        runs = {args.output_dir: rows}
+        if args.compare_with and (Path(args.compare_with) / "summary.json").exists():
+            runs.setdefault(args.compare_with, metrics.read_jsonl(f"{args.compare_with}/samples.jsonl"))
+        metrics.plot_scores(args.output_dir, runs, lengths)
         panels = {"loss": ["loss/reward", "eval/nll"], "accuracy": ["train/accuracy", "eval/accuracy"]}
         metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
         figures = {"before": before, "after": after, "data": table}
@@ -436,7 +449,7 @@ def main(args: Args):
 
 RECIPES = {
     "tiny": (
-        "on runs/sft of the tiny world, one epoch: the default, under a minute on two CPU cores",
+        "the tiny world, from random weights: the default, under a minute on two CPU cores",
         Args(),
     ),
     "llama2": (
@@ -468,6 +481,7 @@ RECIPES = {
             lr=3e-6,
             lr_schedule="constant_with_warmup",
             warmup_ratio=0.0,
+            weight_decay=0.0,  # not said
             batch_size=64,
             micro_batch_size=4,
             max_length=2048,
@@ -484,6 +498,7 @@ RECIPES = {
             lr=2e-6,  # the authors' code
             lr_schedule="cosine",
             warmup_ratio=0.03,  # section 2.2
+            weight_decay=0.001,  # the authors' code
             batch_size=512,  # section 2.2
             micro_batch_size=4,
             max_length=4096,

@@ -75,7 +75,7 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
     preference = torch.ones_like(chosen_scores) if preference is None else preference
     _same_shape(chosen=chosen_scores, rejected=rejected_scores, margin=margin, preference=preference)
-    if ((preference < 0) | (preference > 1)).any():
+    if not ((preference >= 0) & (preference <= 1)).all():
         raise ValueError("bradley_terry_loss: a preference is a probability, from 0 to 1")
     difference = chosen_scores - rejected_scores
     loss_sum = -(

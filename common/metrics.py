@@ -193,10 +193,11 @@ def known_figures(rows) -> dict[str, float]:
 
 def correlation(x, y) -> float:
     """Pearson's; NaN where one of them does not vary."""
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return math.nan
     x, y = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
     x, y = x - x.mean(), y - y.mean()
-    scale = (x.norm() * y.norm()).item()
-    return (x @ y).item() / scale if scale > 0 else math.nan
+    return (x @ y / (x.norm() * y.norm())).item()
 
 
 def length_correlations(rows) -> list[float]:
@@ -219,9 +220,10 @@ def category_scores(rows) -> dict[str, tuple[float, float]]:
 
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
-    alike. NaN for a scorer that gives all the same."""
+    alike. NaN for no rows, or a scorer that gives all the same."""
     means = [mean for mean, _ in category_scores(rows).values()]
-    overall = statistics.pstdev(r["score"] for row in rows for r in row["responses"])
+    scores = [r["score"] for row in rows for r in row["responses"]]
+    overall = statistics.pstdev(scores) if scores else 0.0
     return statistics.pstdev(means) / overall if overall > 0 else math.nan
 
 
@@ -229,12 +231,15 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
     """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
     first run), mean and standard deviation of scores by category, and length correlations.
 
-    runs: {name: rows}, the first being this run's."""
+    runs: {name: rows}, the first being this run's; one without labelled pairs is left out."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    runs = {name: rows for name, rows in runs.items() if pairs_of(rows)}
+    if not runs:
+        return
     name, rows = next(iter(runs.items()))
     scored = {key: value for key, value in runs.items() if "differences" not in value[0]}
     panels = 1 + (2 if name in scored else 0) + bool(length)
@@ -247,7 +252,7 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
         tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
         x, y = ([statistics.fmean(pair[i] for pair in part) for part in tenths] for i in (0, 1))
         axis.plot(x, y, "o-", markersize=3, label=key)
-        widest = max(widest, *x)
+        widest = max([widest, *x])
     line = torch.linspace(0, widest, 50)
     axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="1 / (1 + exp(-difference))")
     axis.set(title="accuracy", xlabel="score difference (tenths of the pairs)", ylim=(0.4, 1.02))

@@ -99,10 +99,8 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     if name == "tiny":
         model = tiny.model(seed)
     else:
+        check_causal_lm(name)
         config = _read_config(name)
-        kind = _kind(config)
-        if not any(known in kind for known in ("ForCausalLM", "LMHeadModel")):
-            raise InputError(f"{name} is a {kind}, wanted a causal language model")
         for key, neutral in SCALED_LOGITS.items():
             if getattr(config.get_text_config(), key, None) not in (None, neutral):
                 raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
@@ -159,6 +157,12 @@ def is_causal_lm(name) -> bool:
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
 
 
+def check_causal_lm(name):
+    """InputError unless there is a causal language model of this name."""
+    if not is_causal_lm(name):
+        raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
+
+
 def identity(name) -> list:
     """What changes when a model of this name does: of a folder, its files' sizes and times."""
     folder = Path(find_model(name))
@@ -176,7 +180,7 @@ def _read_config(name):
     try:
         config = AutoConfig.from_pretrained(find_model(name))
     except OSError as error:
-        raise InputError(f"--model {name}: {error}") from None
+        raise InputError(f"{name}: {error}") from None
     for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
         if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)

@@ -78,7 +78,10 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
 
     P is p(A) / (p(A) + p(B)), averaged over both orders, since one order alone favours a place. Every rank
     must call it with the same pairs."""
-    letters = [tokenizer(x, add_special_tokens=False)["input_ids"][-1] for x in "AB"]
+    if not pairs:
+        return []
+    # The letters as they follow the opening of an answer, where " A" may be another token than "A"
+    letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
     rows = []
     for i, (prompt, a, b) in enumerate(pairs):
         for order in (0, 1):

@@ -90,15 +90,15 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 def _comparison(row, tokenizer, max_length, min_score_gap):
     """ValueError says why a row is left out."""
     values = row.data
-    category = values.get("category")
-    about = {"row": row, "source": row.where.rpartition(":")[0], "category": category and str(category)}
+    category = None if values.get("category") is None else str(values["category"])
+    about = {"row": row, "source": row.where.rpartition(":")[0], "category": category}
     if "responses" in values:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
         prompt, texts = _pair(values)
         grades, ranks = _pair_grades(values), [0, 1]
-        if grades and grades[0] - grades[1] < min_score_gap:
+        if grades and abs(grades[0] - grades[1]) < min_score_gap:
             raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
         about |= {"rating": _rating(values), "margin": _number(values, "margin", 0, math.inf)}
         about["preference"] = preference = _number(values, "preference", 0, 1)
@@ -143,10 +143,15 @@ def _ranking(values):
     """(prompt messages, texts, scores) of a row of `responses`."""
     responses = values["responses"]
     try:
-        texts, grades = [r["text"] for r in responses], [float(r["score"]) for r in responses]
-    except (TypeError, KeyError, ValueError):
+        texts = [r["text"] for r in responses]
+        if any(isinstance(r["score"], bool) for r in responses):
+            raise TypeError
+        grades = [float(r["score"]) for r in responses]
+        if not all(map(math.isfinite, grades)):
+            raise ValueError
+    except (TypeError, KeyError, ValueError, OverflowError):
         raise ValueError("responses is no list of {text, score}") from None
-    if not all(map(math.isfinite, grades)) or not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError("responses is no list of {text, score}")
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
@@ -174,8 +179,9 @@ def _pair(values):
             raise ValueError("chosen and rejected have different prompts")
         return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
     answers = [data.turns(side, "assistant") for side in sides]
-    if any(len(answer) != 1 or not isinstance(answer[0].get("content"), str) for answer in answers):
-        raise ValueError("chosen or rejected is not one answer")
+    for answer in answers:
+        if len(answer) != 1 or not isinstance(answer[0], dict) or type(answer[0].get("content")) is not str:
+            raise ValueError("chosen or rejected is not one answer")
     return data.turns(prompt, "user"), [answer[0]["content"] for answer in answers]
 
 
@@ -197,9 +203,12 @@ def _number(values, name, low, high):
     value = values.get(name)
     if value is None:
         return None
-    if not isinstance(value, int | float) or not math.isfinite(value) or not low <= value <= high:
-        raise ValueError(f"{name} {value!r} is no number from {low} to {high}")
-    return float(value)
+    try:
+        if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}") from None
 
 
 def labelled_pairs(comparison) -> list[tuple[int, int]]:
@@ -235,11 +244,12 @@ def with_samples_only(comparison, samples) -> Comparison:
 
 
 def fingerprint(comparisons) -> int:
-    """A number that changes with any token of prompts and responses, or their order."""
+    """A number that changes with any token or column of the comparisons, or their order."""
     number = 0
     for c in comparisons:
-        for ids in (c.prompt_ids, *c.response_ids):
-            number = zlib.crc32(ids.numpy().tobytes(), number * 31 & 0xFFFFFFFF)
+        parts = [ids.numpy().tobytes() for ids in (c.prompt_ids, *c.response_ids)]
+        for part in (*parts, repr(c.row.data).encode()):
+            number = zlib.crc32(part, number)
     return number
 
 

@@ -171,7 +171,7 @@ BEHAVIORS = (
 # -- data ------------------------------------------------------------------------------------------
 SIZES = {  # rows of the training and the held-out split
     "sft": (16000, 1000),
-    "preferences": (8000, 4000),
+    "preferences": (12000, 4000),
     "rankings": (3000, 1000),
     "prompts": (6000, 1000),
     "text": (4000, 400),
@@ -297,6 +297,7 @@ def model(seed: int = 0):
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=128, intermediate_size=352, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
+        initializer_range=0.08,  # about 1 / sqrt(hidden size); with the usual 0.02 attention is slow to form
         pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):

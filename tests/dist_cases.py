@@ -13,16 +13,19 @@ import sys
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import advantage_model
+import reward
 import sft
-from common import data, dist, losses, models, tiny
+from common import data, dist, losses, models, pairwise, preferences, tiny
 from common.run import InputError
 from common.sampler import sample
 
@@ -35,6 +38,27 @@ RUN |= {"max_steps": 8, "save_every": 3, "eval_every": 4}
 def run_options(folder):
     """Arguments of a short run of sft.py on the rows that lie in `folder`."""
     return {**RUN, "dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl")}
+
+
+# Of reward.py and advantage_model.py, on the pairs in `folder`
+SCORER_RUN = {
+    "model": "tiny",
+    "max_length": 64,
+    "batch_size": 7,
+    "micro_batch_size": 2,
+    "max_steps": 6,
+    "lr": 1e-4,
+}
+SCORER_RUN |= {"save_every": 3, "eval_every": 4, "length_prompts": 3, "max_new_tokens": 6, "compare_with": ""}
+
+
+def scorer_options(folder, script=reward):
+    return {
+        **SCORER_RUN,
+        "sft_model" if script is reward else "policy": "tiny",
+        "dataset": str(folder / "pairs.jsonl"),
+        "eval_dataset": str(folder / "held_out.jsonl"),
+    }
 
 
 EVEN = [8] * 5  # blocks of each step
@@ -106,6 +130,95 @@ def read_checkpoint(folder):
     plain = torch.load(folder / "plain.pt")
     equal = same(state(model, optimizer), plain["state"])
     return equal, train(model, optimizer, [8, 8], start=16), plain["after"], saved
+
+
+# Comparisons of each step. With micro-batches of 2, 5 are 3 and 2: rank 1's second one is empty; of 1, and of
+# the last 3 pairs of a pairwise model, a rank has fewer or none
+STEPS = [5, 1, 8, 3]
+
+
+def pairs(folder, n_samples=0):
+    """Comparisons with the ratios to one other policy, made up: mostly pairs, every fourth one a ranking."""
+    some = preferences.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
+    some[::4] = preferences.load(str(folder / "rankings.jsonl"), "train", TOKENIZER, 64)[: len(some[::4])]
+    for i, c in enumerate(some):
+        n = len(c.response_ids)
+        ratios = torch.cat([torch.arange(1, n + 1)[:, None] / (n + 1), torch.ones(n_samples, 1)])
+        samples = tuple(some[i - 1 - j].response_ids[0] for j in range(n_samples))
+        some[i] = c._replace(ratios=ratios, samples=samples)
+    return some
+
+
+def scorer(n_outputs, name="tiny"):
+    model = dist.shard(models.load_scorer(str(name), TOKENIZER, n_outputs), CPU)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
+
+
+def steps_of(comparisons, update):
+    """What `update` gives for each step's share of the comparisons."""
+    out, start = [], 0
+    for size in STEPS:
+        some = [comparisons[(start + i) % len(comparisons)] for i in range(size)]
+        out, start = [*out, list(update(some, len(out)))], start + size
+    return out
+
+
+def reward_steps(folder, model=None, **options):
+    """[loss, accuracy, gradient norm] of each step."""
+    args = reward.Args(max_length=64, micro_batch_size=2, **options)
+    model, optimizer = (policy() if args.kind == "pairwise" else scorer(1)) if model is None else model
+    more = (TOKENIZER, args, CPU, 8.0)
+    return steps_of(pairs(folder), lambda some, step: reward.update(model, optimizer, some, *more, step))
+
+
+def advantage_steps(folder, **options):
+    """[loss, squared error of e, accuracy, gradient norm] of each step."""
+    args = advantage_model.Args(micro_batch_size=2, n_others=1, **options)
+    (model, optimizer), more = scorer(2), (TOKENIZER.pad_token_id, args, CPU)
+    some = pairs(folder, args.expected_reward_samples)
+    return steps_of(some, lambda some, step: advantage_model.update(model, optimizer, some, *more))
+
+
+KINDS = {  # names of cases and of what is compared
+    "reward": lambda folder: reward_steps(folder),
+    "reward_margin": lambda folder: reward_steps(folder, margin="small"),
+    "reward_rows": lambda folder: reward_steps(folder, share_prompt=False),
+    "reward_pairwise": lambda folder: reward_steps(folder, kind="pairwise"),
+    "advantage": lambda folder: advantage_steps(folder),
+    "advantage_samples": lambda folder: advantage_steps(folder, expected_reward_samples=2),
+}
+
+
+def answers(folder):
+    """What models say of held-out comparisons, of which there are 7."""
+    some, ask = pairs(folder)[:7], (TOKENIZER.pad_token_id, 2, CPU)
+    args = reward.Args(micro_batch_size=2), advantage_model.Args(micro_batch_size=2)
+    llm, texts = policy()[0], [(c.prompt, *c.texts[:2]) for c in some]
+    e = advantage_model.outputs_of(scorer(2)[0], some, ask[0], args[1], CPU)
+    return {
+        "scores": reward.scores_of(scorer(1)[0], some, TOKENIZER, args[0], CPU),
+        "one_score": reward.scores_of(scorer(1)[0], some[:1], TOKENIZER, args[0], CPU),
+        "outputs": [[*rewards, e] for rewards, e in e],
+        "logprobs": [x.tolist() for x in preferences.seq_logprobs(llm, some, *ask)],
+        "one_logprob": [x.tolist() for x in preferences.seq_logprobs(llm, some[:1], *ask)],
+        "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2, CPU),
+        "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2, CPU),
+    }
+
+
+def echo(model, prompts, n=1, **options):
+    """In place of sampling: every answer repeats its prompt."""
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts for _ in range(n)])
+    mask = torch.tensor([[i < len(p) for i in range(longest)] for p in prompts for _ in range(n)])
+    return SimpleNamespace(response_tokens=tokens, sample_mask=mask)
+
+
+def descend_scorer(folder):
+    """A reward model after steps of plain gradient descent; see descend()."""
+    model, _ = scorer(1)
+    reward_steps(folder, model=(model, torch.optim.SGD(model.parameters(), lr=0.05)))
+    return model
 
 
 def held(model=None):
@@ -310,6 +423,87 @@ def bf16(folder):
 def undisturbed(folder):
     sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "undisturbed")))
     return {}
+
+
+@case
+def scorer_steps(folder):
+    return {name: steps(folder) for name, steps in KINDS.items()}
+
+
+@case
+def of_models(folder):
+    return dist.gather([answers(folder)])
+
+
+@case
+def samples(folder):
+    """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
+    some, model = pairs(folder)[:5], policy()[0]
+    options = {"n": 3, "max_new_tokens": 5, "seed": 4}
+    plain = preferences.sample
+    preferences.sample = echo
+    try:
+        out = {
+            "echo": preferences.policy_samples(model, some, TOKENIZER, **options),
+            "one": preferences.policy_samples(model, some[:1], TOKENIZER, **options),
+        }
+    finally:
+        preferences.sample = plain
+    out["real"] = preferences.policy_samples(model, some, TOKENIZER, **options)
+    out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
+    return dist.gather([{k: v if isinstance(v, bool) else as_lists(v) for k, v in out.items()}])
+
+
+@case
+def saved_scorer(folder):
+    model = descend_scorer(folder)
+    dist.save_model(model, TOKENIZER, folder / "scorer of two")
+    plain = AutoModelForSequenceClassification.from_pretrained(folder / "scorer of two")
+    some = pairs(folder)[:2]
+    got = reward.scores_of(model, some, TOKENIZER, reward.Args(micro_batch_size=2), CPU)
+    again, _ = scorer(1, folder / "scorer of two")
+    loaded = reward.scores_of(again, some, TOKENIZER, reward.Args(micro_batch_size=2), CPU)
+    share = sum(p.to_local().numel() for p in again.parameters()) / plain.num_parameters()
+    out = {"same": same(plain.state_dict(), state(model)), "scores": got, "loaded": loaded, "share": share}
+    return dist.gather([{**out, "head": str(model.score.weight.dtype)}])
+
+
+def script_run(script, folder, **options):
+    script.main(
+        script.Args(**scorer_options(folder, script), output_dir=str(folder / script.__name__), **options)
+    )
+    return {}
+
+
+@case
+def reward_run(folder):
+    return script_run(reward, folder)
+
+
+@case
+def advantage_run(folder):
+    return script_run(advantage_model, folder, n_others=1)
+
+
+@case
+def nan_in_a_scorer(folder):
+    plain, calls = losses.bradley_terry_loss, []
+
+    def poisoned(*args, **options):
+        calls.append(1)
+        loss, parts = plain(*args, **options)
+        return (loss * float("nan") if len(calls) == 4 and dist.rank() == 1 else loss), parts
+
+    losses.bradley_terry_loss = poisoned
+    try:
+        reward.main(reward.Args(**scorer_options(folder), output_dir=str(folder / "reward nan")))
+        message = ""
+    except InputError as error:
+        message = str(error)
+    finally:
+        losses.bradley_terry_loss = plain
+    return dist.gather([message])
 
 
 def main(folder):

@@ -1,8 +1,8 @@
 """The scripts as processes of their own: one python, torchrun with 2 ranks, or many quick ones.
 
-`sft()` runs the command line of sft.py in a child of a server that has imported everything and computed
-nothing, so that a command costs tenths of a second, not the seconds of importing torch. It has its own exit
-code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a moment of choice:
+`script(name)` runs the command line of name.py in a child of a server that has imported everything and
+computed nothing, so that a command costs tenths of a second, not the seconds of importing torch. It has its
+own exit code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a moment of choice:
 
     row N        the metrics row of step N is written
     tensors N    the tensors of checkpoint N are written, the rest of it not
@@ -14,7 +14,7 @@ code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a mome
 
 or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
 
-    python tests/processes.py MOMENT [arguments of sft.py]          the same as a program, for torchrun
+    python tests/processes.py NAME MOMENT [arguments of NAME.py]    the same as a program, for torchrun
 """
 
 import atexit
@@ -28,6 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+SCRIPTS = ("sft", "reward", "advantage_model")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ENV = {
@@ -80,28 +81,33 @@ def flags(**values) -> list[str]:
     return out
 
 
-def sft(*argv, moment=None, cwd=ROOT) -> Ended:
-    """`python sft.py ARGV` in a child of the server."""
-    if not hasattr(sft, "server"):
+def script(name, *argv, moment=None, cwd=ROOT, plots=True) -> Ended:
+    """`python NAME.py ARGV` in a child of the server. plots: draw them, which is half the time of a short run."""
+    if not hasattr(script, "server"):
         command = [sys.executable, __file__, "--serve"]
-        sft.server = subprocess.Popen(
+        script.server = subprocess.Popen(
             command, env=ENV, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        atexit.register(sft.server.kill)
+        atexit.register(script.server.kill)
     with tempfile.TemporaryDirectory() as folder:
-        job = {"argv": list(map(str, argv)), "moment": moment, "cwd": str(cwd), "folder": folder}
-        sft.server.stdin.write(json.dumps(job) + "\n")
-        sft.server.stdin.flush()
-        code = int(sft.server.stdout.readline())
+        job = {"name": name, "argv": list(map(str, argv)), "moment": moment, "plots": plots}
+        script.server.stdin.write(json.dumps({**job, "cwd": str(cwd), "folder": folder}) + "\n")
+        script.server.stdin.flush()
+        code = int(script.server.stdout.readline())
         return Ended(code, (Path(folder) / "out").read_text(), (Path(folder) / "err").read_text())
+
+
+def sft(*argv, moment=None, cwd=ROOT) -> Ended:
+    return script("sft", *argv, moment=moment, cwd=cwd)
 
 
 def _serve():
     import transformers
 
-    for name in ("datasets", "matplotlib.pyplot", "tyro", "sft"):
+    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS):
         importlib.import_module(name)
-    for name in ("LlamaForCausalLM", "AutoModelForCausalLM"):  # imported on first use
+    # imported on first use
+    for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):
         getattr(transformers, name)
     for line in sys.stdin:
         pid = os.fork()
@@ -110,13 +116,17 @@ def _serve():
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
-def _child(argv, moment, cwd, folder):
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
+def _child(name, argv, moment, plots, cwd, folder):
+    for number, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), number)
     signal.alarm(SECONDS)
     os.chdir(cwd)
+    if not plots:
+        from common import metrics
+
+        metrics.plot_metrics = metrics.plot_scores = lambda *_: None
     try:
-        _run(argv, moment)
+        _run(name, argv, moment)
     except SystemExit as stop:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -124,14 +134,14 @@ def _child(argv, moment, cwd, folder):
     os._exit(99)  # launch always exits
 
 
-def _run(argv, moment):
-    import sft as script
+def _run(name, argv, moment):
     from common.run import launch
 
-    sys.argv = ["sft.py", *argv]
+    module = importlib.import_module(name)
+    sys.argv = [f"{name}.py", *argv]
     if moment:
-        _arrange(moment, script)
-    launch(script.main, script.RECIPES)
+        _arrange(moment, module)
+    launch(module.main, module.RECIPES)
 
 
 # -- the end at a moment of choice -------------------------------------------------------
@@ -174,7 +184,7 @@ def _arrange(moment, script):
         return path.read_text() if path.exists() else ""
 
     if what == "row":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and "loss/nll" in v)
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and "optim/lr" in v)
     elif what == "tensors":
         after(
             torch.distributed.checkpoint,
@@ -194,7 +204,7 @@ def _arrange(moment, script):
             ),
         )
     elif what == "results":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and "loss/nll" not in v)
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and "optim/lr" not in v)
     elif what == "export":
         before(
             transformers.PreTrainedTokenizerBase,
@@ -204,19 +214,21 @@ def _arrange(moment, script):
     elif what == "summary":
         before(script, "write_json", lambda path, value: path.endswith("summary.json"))
     elif what == "nan":
-        plain, calls = losses.sft_loss, []
+        calls = []
 
-        def poisoned(*args, **options):
-            calls.append(1)
-            loss, parts = plain(*args, **options)
-            bad = len(calls) == int(n) and dist.rank() == int(rank or 0)
-            return (
-                (loss * float("nan"), {**parts, "nll_sum": parts["nll_sum"] * float("nan")})
-                if bad
-                else (loss, parts)
-            )
+        def poison(plain):
+            def poisoned(*args, **options):
+                calls.append(1)
+                loss, parts = plain(*args, **options)
+                if len(calls) != int(n) or dist.rank() != int(rank or 0):
+                    return loss, parts
+                nan = {key: value * float("nan") for key, value in parts.items() if key.endswith("_sum")}
+                return loss * float("nan"), {**parts, **nan}
 
-        losses.sft_loss = poisoned
+            return poisoned
+
+        for name in ("sft_loss", "bradley_terry_loss", "advantage_model_loss"):  # a script has one of them
+            setattr(losses, name, poison(getattr(losses, name)))
     else:
         raise ValueError(moment)
 
@@ -226,4 +238,4 @@ if __name__ == "__main__":
         _serve()
     # torchrun starts killed ranks again: what is arranged happens once
     first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    _run(sys.argv[2:], sys.argv[1] if first else None)
+    _run(sys.argv[1], sys.argv[3:], sys.argv[2] if first else None)

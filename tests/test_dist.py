@@ -1,4 +1,4 @@
-"""common/dist.py and sft.py on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
+"""common/dist.py and the scripts on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
  One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
 own."""
 
@@ -13,8 +13,16 @@ import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+import advantage_model
+import reward
 import sft
 from common import dist, tiny
 from common.metrics import read_jsonl
@@ -45,6 +53,13 @@ def prepare(folder):
         dist_cases.TOKENIZER.save_pretrained(folder / name)
     for name, count in (("train", 126), ("test", 24)):
         rows = tiny.rows("sft", name)[:count]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, kind, split, count in (
+        ("pairs", "preferences", "train", 45),
+        ("held_out", "preferences", "test", 13),
+        ("rankings", "rankings", "train", 5),
+    ):
+        rows = tiny.rows(kind, split)[:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
@@ -136,6 +151,119 @@ def test_bf16_compute_on_one_rank_is_the_same_to_its_precision(two):
         assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+# -- reward models and advantage models --------------------------------------------------
+@pytest.mark.parametrize("name", dist_cases.KINDS)
+def test_loss_accuracy_and_gradient_norm_of_a_scorers_steps_equal_one_rank(two, name):
+    one, both = dist_cases.KINDS[name](two.folder), two("scorer_steps")[name]
+    assert len(one) == len(both) == 4 and all(close(a, b) for a, b in zip(one, both))
+    assert all(step[-1] > 0 for step in one) and len({step[0] for step in one}) == 4
+
+
+def test_the_steps_of_a_scorer_leave_ranks_with_fewer_comparisons_or_none():
+    mine = [[len(range(size)[rank::2]) for rank in (0, 1)] for size in dist_cases.STEPS]
+    assert [3, 2] in mine and [1, 0] in mine  # with micro-batches of 2: an empty second one, and none at all
+
+
+def test_scores_and_log_probabilities_equal_one_rank_on_every_rank_and_in_order(two):
+    ranks, one = two("of_models"), dist_cases.answers(two.folder)
+    assert ranks[0] == ranks[1] and set(one) == set(ranks[0])
+    flat = lambda values: [x for value in values for x in (value if isinstance(value, list) else [value])]
+    for name, want in one.items():
+        assert close(flat(want), flat(ranks[0][name])), name
+    assert len(one["scores"]) == len(one["logprobs"]) == len(one["pairwise"]) == 7
+    assert len(set(flat(one["scores"]))) > 10 and len(set(flat(one["logprobs"]))) > 10  # they tell the order
+
+
+def test_samples_of_a_policy_are_the_same_on_every_rank_and_in_the_order_of_the_prompts(two):
+    ranks = two("samples")
+    assert ranks[0] == ranks[1] and ranks[0]["sharded"]
+    prompts = [c.prompt_ids.tolist() for c in dist_cases.pairs(two.folder)[:5]]
+    assert len({tuple(prompt) for prompt in prompts}) == 5
+    assert ranks[0]["echo"] == [[prompt] * 3 for prompt in prompts] and ranks[0]["one"] == [[prompts[0]] * 3]
+    assert [len(answers) for answers in ranks[0]["real"]] == [3] * 5
+    answers = [ids for of_one in ranks[0]["real"] for ids in of_one]
+    assert all(1 <= len(ids) <= 5 for ids in answers) and len({tuple(ids) for ids in answers}) > 5
+
+
+def test_a_scorer_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(two, tmp_path):
+    ranks, some = two("saved_scorer"), dist_cases.pairs(two.folder)[:2]
+    plain = AutoModelForSequenceClassification.from_pretrained(two.folder / "scorer of two")
+    assert type(plain).__name__ == "LlamaForSequenceClassification" and plain.config.num_labels == 1
+    want = []
+    for c in some:
+        rows = [torch.cat([c.prompt_ids, ids]).long()[None] for ids in c.response_ids]
+        want.append([plain(input_ids=row).logits.item() for row in rows])
+    for rank in ranks:
+        assert rank["same"] and rank["head"] == "torch.float32"
+        assert all(close(a, b) and close(a, c) for a, b, c in zip(rank["scores"], want, rank["loaded"]))
+        assert rank["share"] == pytest.approx(0.5, abs=0.01)
+    start = dist_cases.state(dist_cases.scorer(1)[0])
+    dist.save_model(dist_cases.descend_scorer(two.folder), dist_cases.TOKENIZER, tmp_path / "model")
+    one, both = (
+        load_file(f / "model.safetensors") for f in (tmp_path / "model", two.folder / "scorer of two")
+    )
+    assert set(one) == set(both) == set(start) and "score.weight" in one
+    for name in one:
+        moved, apart = (start[name] - one[name]).abs().max(), (one[name] - both[name]).abs().max()
+        assert apart <= 0.01 * moved and moved > 0, name
+
+
+@pytest.mark.parametrize("name, loss", [("reward", "loss/reward"), ("advantage", "loss/advantage")])
+def test_a_run_of_a_scorers_script_logs_what_one_rank_logs(two, tmp_path, monkeypatch, name, loss):
+    two(f"{name}_run")
+    script, options = (reward, {}) if name == "reward" else (advantage_model, {"n_others": 1})
+    script.main(
+        script.Args(
+            **dist_cases.scorer_options(two.folder, script), output_dir=str(tmp_path / "one"), **options
+        )
+    )
+    folders = tmp_path / "one", two.folder / script.__name__
+    assert {p.name for p in folders[0].iterdir()} == {p.name for p in folders[1].iterdir()}
+    one, both = (read_jsonl(folder / "metrics.jsonl") for folder in folders)
+    drawn = {
+        "length/correlation",
+        "length/prompts",
+        "expected/bias",
+        "expected/rmse",
+    }  # from samples, which differ
+    assert [set(row) - drawn for row in one] == [set(row) - drawn for row in both] and len(one) == 8
+    for key in (
+        loss,
+        "optim/grad_norm",
+        "train/accuracy",
+        "optim/lr",
+        "data/comparisons",
+        "eval/nll",
+        "eval/accuracy",
+    ):
+        values = [[row[key] for row in rows if key in row] for rows in (one, both)]
+        assert values[0] and close(*values, 1e-4), key
+    for key in (
+        "baseline/length_accuracy",
+        "baseline/sft_logprob_accuracy",
+        *(["ratio/clipped"] if options else []),
+    ):
+        assert one[0][key] == pytest.approx(both[0][key])
+    weights = [load_file(folder / WEIGHTS) for folder in folders]
+    far = [name for name in weights[0] if (weights[0][name] - weights[1][name]).abs().mean() > 1e-5]
+    assert set(weights[0]) == set(weights[1]) and not far  # Adam makes large steps of a few rounding errors
+    scores = [
+        [r["score"] for row in read_jsonl(folder / "samples.jsonl") for r in row["responses"]]
+        for folder in folders
+    ]
+    assert len(scores[0]) == 26 and close(*scores, 1e-3)
+    assert json.loads((folders[1] / "args.json").read_text())["world_size"] == 2
+    plain = AutoModelForSequenceClassification.from_pretrained(folders[1] / "model")
+    assert plain.config.num_labels == (1 if name == "reward" else 2)
+
+
+def test_nan_on_one_rank_stops_every_rank_of_a_scorers_script(two):
+    for message in two("nan_in_a_scorer"):
+        assert re.search(r"\bstep 2\b", message) and "nan" in message
+    assert [row["step"] for row in read_jsonl(two.folder / "reward nan" / "metrics.jsonl")] == [0, 1]
+    assert not (two.folder / "reward nan" / "model").exists()
 
 
 # -- sharding ----------------------------------------------------------------------------
@@ -266,7 +394,7 @@ def assert_same_run(folder, undisturbed):
 def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
     two("undisturbed")
     command = flags(**dist_cases.run_options(two.folder), output_dir=tmp_path)
-    killed = processes.torchrun(ROOT / "tests" / "processes.py", "row 5", *command)
+    killed = processes.torchrun(ROOT / "tests" / "processes.py", "sft", "row 5", *command)
     assert killed.code != 0 and killed.err.count("killed at row 5") == 2  # both ranks
     assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3" and not (tmp_path / "model").exists()
     resumed = processes.torchrun(ROOT / "sft.py", *command, "--resume")
@@ -276,7 +404,7 @@ def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
 
 def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_path):
     two("undisturbed")
-    command = [ROOT / "tests" / "processes.py", "row 5", *flags(**dist_cases.run_options(two.folder))]
+    command = [ROOT / "tests" / "processes.py", "sft", "row 5", *flags(**dist_cases.run_options(two.folder))]
     ended = processes.torchrun(*command, *flags(output_dir=tmp_path), options=["--max-restarts", 1])
     assert ended.err.count("killed at row 5") == 2 and ended.code == 0, ended.err[-3000:]
     assert_same_run(tmp_path, two.folder / "undisturbed")
@@ -296,7 +424,12 @@ def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, e
             ["nothing.jsonl", "no such file"],
         )
     else:
-        program = [ROOT / "tests" / "processes.py", "nan 2 1", *flags(**dist_cases.run_options(two.folder))]
+        program = [
+            ROOT / "tests" / "processes.py",
+            "sft",
+            "nan 2 1",
+            *flags(**dist_cases.run_options(two.folder)),
+        ]
         words = ["step 2", "nan"]
     ended = processes.torchrun(*program, *flags(output_dir=tmp_path / "run"))
     assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[

@@ -148,6 +148,403 @@ def test_sft_loss_refuses_a_mask_of_all_tokens_in_place_of_actions():
         losses.sft_loss(logprobs(), torch.ones(2, 4, dtype=torch.bool))
 
 
+# -- bradley_terry_loss ------------------------------------------------------------------
+# Scores are multiples of log 3, whose sigmoids are fractions: 9/10, 3/4, 1/2, 1/4, 1/10 at 2, 1, 0, -1, -2
+LOG3, LOG = math.log(3), math.log
+
+
+def thirds(*multiples):
+    """(n,) float64 scores, each times log 3."""
+    return (torch.tensor(multiples, dtype=torch.float64) * LOG3).requires_grad_()
+
+
+def test_bradley_terry_by_hand():
+    """Differences log 3, 0, -log 3: probabilities 3/4, 1/2, 1/4; one right, one tie, one wrong."""
+    loss, parts = losses.bradley_terry_loss(thirds(2, 1, -2), thirds(1, 1, -1))
+    assert loss.item() == pytest.approx(-(LOG(3 / 4) + LOG(1 / 2) + LOG(1 / 4)) / 3)
+    assert parts["loss_sum"].item() == pytest.approx(3 * loss.item())
+    assert (parts["n_correct"], parts["n_rows"]) == (1.5, 3)
+    assert loss.requires_grad and not any(value.requires_grad for value in parts.values())
+    # wrong variants: the two sides exchanged
+    assert losses.bradley_terry_loss(thirds(1), thirds(2))[0].item() == pytest.approx(LOG(4))
+    assert losses.bradley_terry_loss(thirds(2), thirds(1))[0].item() == pytest.approx(LOG(4 / 3))
+
+
+def test_bradley_terry_gradient_is_the_probability_of_being_wrong():
+    chosen, rejected = thirds(1, 0), thirds(0, 1)
+    losses.bradley_terry_loss(chosen, rejected)[0].backward()
+    expected = torch.tensor([-1 / 4, -3 / 4], dtype=torch.float64) / 2
+    torch.testing.assert_close(chosen.grad, expected)
+    torch.testing.assert_close(rejected.grad, -expected)
+
+
+def test_margin_is_taken_off_the_difference_in_the_loss_and_not_in_the_accuracy():
+    """Differences log 3, 0, -log 3 less a margin of log 3: 1/2, 1/4, 1/10. Added: 9/10, 3/4, 1/2;
+    in the accuracy the first pair would be a tie."""
+    args = (thirds(1, 0, -1), thirds(0, 0, 0))
+    loss, parts = losses.bradley_terry_loss(*args, margin=thirds(1, 1, 1).detach())
+    assert loss.item() == pytest.approx(LOG(2 * 4 * 10) / 3)
+    assert parts["n_correct"] == 1.5
+    added = losses.bradley_terry_loss(*args, margin=-thirds(1, 1, 1).detach())[0].item()
+    assert added == pytest.approx(LOG(10 / 9 * 4 / 3 * 2) / 3) and abs(added - loss.item()) > 0.5
+    in_accuracy = losses.bradley_terry_loss(thirds(0, -1, -2), thirds(0, 0, 0))
+    assert in_accuracy[0].item() == pytest.approx(loss.item()) and in_accuracy[1]["n_correct"] == 0.5
+
+
+def test_each_pair_has_its_own_margin():
+    loss, _ = losses.bradley_terry_loss(thirds(1, 1), thirds(0, 0), margin=thirds(0, 2).detach())
+    assert loss.item() == pytest.approx((LOG(4 / 3) + LOG(4)) / 2)
+
+
+@pytest.mark.parametrize(
+    "preference, expected, correct",
+    [
+        (0.0, LOG(4), 0.0),  # the other one is better: -log 1/4
+        (0.5, LOG(16 / 3) / 2, 0.5),  # a label of a tie: half of each
+        (1.0, LOG(4 / 3), 1.0),
+        (0.8, 0.8 * LOG(4 / 3) + 0.2 * LOG(4), 1.0),
+        (0.2, 0.2 * LOG(4 / 3) + 0.8 * LOG(4), 0.0),
+    ],
+)
+def test_soft_labels_by_hand(preference, expected, correct):
+    """A pair of difference log 3, P = 3/4."""
+    label = torch.tensor([preference], dtype=torch.float64)
+    loss, parts = losses.bradley_terry_loss(thirds(1), thirds(0), preference=label)
+    assert loss.item() == pytest.approx(expected) and parts["n_correct"] == correct
+    argmax = losses.bradley_terry_loss(thirds(1), thirds(0), preference=(label > 0.5).double())[0].item()
+    assert (abs(argmax - expected) > 0.1) == (0 < preference < 1)
+
+
+def test_soft_label_is_where_the_gradient_vanishes():
+    chosen = thirds(1)
+    losses.bradley_terry_loss(chosen, thirds(0), preference=torch.tensor([0.75]).double())[0].backward()
+    assert chosen.grad.item() == pytest.approx(0, abs=1e-12)
+    hard = thirds(1)
+    losses.bradley_terry_loss(hard, thirds(0), preference=torch.tensor([1.0]).double())[0].backward()
+    assert hard.grad.item() == pytest.approx(-0.25)
+
+
+def test_margin_with_a_soft_label_asks_more_of_the_side_that_a_term_prefers():
+    """Difference and margin log 3, p = 1/4: log sigmoid(0) and log sigmoid(-2 log 3). With sigmoid(-Delta),
+    Delta = 0, in the second term it would be log 2."""
+    label = torch.tensor([0.25], dtype=torch.float64)
+    loss, _ = losses.bradley_terry_loss(thirds(1), thirds(0), margin=thirds(1).detach(), preference=label)
+    assert loss.item() == pytest.approx(0.25 * LOG(2) + 0.75 * LOG(10))
+    assert abs(loss.item() - LOG(2)) > 1
+
+
+def test_pairs_of_micro_batches_add_up_to_the_big_batch():
+    """Micro-batches of 2 and 1 pairs with n_rows = 3, against the mean of their own means."""
+    sides = {name: (thirds(2, 0, -1), thirds(0, 1, 0)) for name in ("whole", "split", "means")}
+    margin, label = thirds(0, 1, 2).detach(), torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
+
+    def part(name, rows, n_rows):
+        chosen, rejected = sides[name]
+        return losses.bradley_terry_loss(chosen[rows], rejected[rows], margin[rows], label[rows], n_rows)
+
+    cuts = slice(0, 2), slice(2, 3)
+    whole, parts = part("whole", slice(0, 3), None)
+    split, means = ([part(name, cut, n) for cut in cuts] for name, n in (("split", 3), ("means", None)))
+    for loss in (whole, sum(x for x, _ in split), sum(x for x, _ in means) / 2):
+        loss.backward()
+    assert sum(x.item() for x, _ in split) == pytest.approx(whole.item())
+    for key, value in parts.items():
+        assert sum(p[key].item() for _, p in split) == pytest.approx(value.item())
+    for a, b, c in zip(*sides.values()):
+        torch.testing.assert_close(b.grad, a.grad)
+        assert (c.grad - a.grad).abs().max() > 0.01
+    assert abs(sum(x.item() for x, _ in means) / 2 - whole.item()) > 0.05
+
+
+PAIR_LOSSES = [losses.bradley_terry_loss, losses.advantage_model_loss]
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+def test_no_pair_is_an_error_unless_other_micro_batches_have_some(loss):
+    chosen, rejected = thirds(), thirds()
+    with pytest.raises(ValueError, match="no pair"):
+        loss(chosen, rejected)
+    value, parts = loss(chosen, rejected, n_rows=4)
+    value.backward()
+    assert value == 0 and {key: x.item() for key, x in parts.items()} == dict.fromkeys(parts, 0)
+    assert chosen.grad.shape == rejected.grad.shape == (0,)
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (3,), ()])  # most of them would broadcast
+def test_losses_of_pairs_refuse_unequal_shapes(loss, shape):
+    with pytest.raises(ValueError, match="shapes differ"):
+        loss(torch.zeros(2), torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", ["margin", "preference"])
+@pytest.mark.parametrize("shape", [(1,), (2, 2), ()])
+def test_bradley_terry_refuses_a_margin_or_label_of_another_shape(name, shape):
+    with pytest.raises(ValueError, match=f"{name}"):
+        losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), **{name: torch.zeros(shape)})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [-0.01, 1.01, NAN],
+)
+def test_a_preference_is_a_probability(value):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), preference=torch.tensor([0.5, value]))
+
+
+@pytest.mark.parametrize("loss", PAIR_LOSSES)
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_losses_of_pairs_stay_finite_far_out(loss, size):
+    """log(sigmoid(-100)) in fp32 is -inf, log sigmoid is not."""
+    chosen = torch.tensor([-size, size], requires_grad=True)
+    value, _ = loss(chosen, -chosen.detach())
+    value.backward()
+    assert value.isfinite() and chosen.grad.isfinite().all() and value > 0.9 * size
+    assert torch.log(torch.sigmoid(torch.tensor(-2e2))).isinf()
+
+
+# -- ranking_loss ------------------------------------------------------------------------
+# Pairs of RANKS: 0-1 (log 3), 0-2 and 0-3 (2 log 3), 1-3 (log 3), 2-3 (0); the tie 1-2 is none
+RANKS = torch.tensor([0, 1, 1, 2])
+RANKING = -(2 * LOG(3 / 4) + 2 * LOG(9 / 10) + LOG(1 / 2))
+
+
+def test_ranking_by_hand():
+    loss, parts = losses.ranking_loss(thirds(2, 1, 0, 0), RANKS)
+    assert loss.item() == pytest.approx(RANKING / 5)
+    assert parts["loss_sum"].item() == pytest.approx(RANKING)
+    assert (parts["n_correct"], parts["n_rows"]) == (4.5, 5)
+
+
+@pytest.mark.parametrize(
+    "scores, ranks, value",
+    [
+        ((2, 1, 0, 0), [0, 1, 2, 3], (RANKING + LOG(4 / 3)) / 6),  # the tie as a pair
+        ((2, 1, 0, 0), [2, 1, 1, 0], (2 * LOG(4) + 2 * LOG(10) + LOG(2)) / 5),  # 0 the worst rank
+    ],
+    ids=["tie", "order"],
+)
+def test_ranking_differs_from_its_wrong_variants(scores, ranks, value):
+    wrong = losses.ranking_loss(thirds(*scores), torch.tensor(ranks))[0].item()
+    assert wrong == pytest.approx(value) and abs(value - RANKING / 5) > 5e-4
+
+
+def test_ranking_does_not_depend_on_the_order_of_the_responses():
+    order = [3, 1, 0, 2]
+    scores = thirds(2, 1, 0, 0)
+    loss, _ = losses.ranking_loss(scores[order], RANKS[order])
+    assert loss.item() == pytest.approx(RANKING / 5)
+    loss.backward()
+    plain = thirds(2, 1, 0, 0)
+    losses.ranking_loss(plain, RANKS)[0].backward()
+    torch.testing.assert_close(scores.grad, plain.grad)
+
+
+def test_ranking_of_two_is_bradley_terry():
+    loss, _ = losses.ranking_loss(thirds(0, 1), torch.tensor([1, 0]))
+    assert loss.item() == pytest.approx(LOG(4 / 3))
+
+
+def test_ranking_margin_is_read_at_better_then_worse():
+    """Response 1 is the better one: margin[1, 0], here log 3, and not margin[0, 1]."""
+    margin = torch.tensor([[9.0, 9.0], [LOG3, 9.0]], dtype=torch.float64)
+    loss, parts = losses.ranking_loss(thirds(0, 1), torch.tensor([1, 0]), margin)
+    assert loss.item() == pytest.approx(LOG(2)) and parts["n_correct"] == 1
+
+
+def test_a_prompt_is_one_element_however_many_pairs_it_has():
+    """Three equal scores (3 pairs of log 2) and a pair of difference log 3: the mean over prompts weighs them
+    equally, a mean over the 4 pairs does not."""
+    prompts = (thirds(0, 0, 0), torch.tensor([0, 1, 2])), (thirds(1, 0), torch.tensor([0, 1]))
+    results = [losses.ranking_loss(*prompt) for prompt in prompts]
+    over_prompts = sum(loss.item() for loss, _ in results) / 2
+    over_pairs = sum(p["loss_sum"].item() for _, p in results) / sum(p["n_rows"].item() for _, p in results)
+    assert over_prompts == pytest.approx((LOG(2) + LOG(4 / 3)) / 2)
+    assert over_pairs == pytest.approx((3 * LOG(2) + LOG(4 / 3)) / 4)
+    assert abs(over_prompts - over_pairs) > 0.05
+
+
+@pytest.mark.parametrize("ranks", [[1, 1, 1], [0]])
+def test_ranking_without_a_better_one_is_an_error(ranks):
+    with pytest.raises(ValueError, match="no response is better"):
+        losses.ranking_loss(torch.zeros(len(ranks)), torch.tensor(ranks))
+
+
+def test_ranking_refuses_unequal_shapes():
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.ranking_loss(torch.zeros(3), torch.tensor([0, 1]))
+
+
+# -- advantage_score, eq. 8 --------------------------------------------------------------
+R, E = [2.0, -1.0], [3.0, 0.5]
+RHO = [[0.5, 2.0], [1.0, 0.0]]  # two other policies
+
+
+def eq8(**options):
+    r, e = (torch.tensor(x, requires_grad=True) for x in (R, E))
+    return r, e, losses.advantage_score(r, e, **options)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [-1.0, -1.5]),  # K = 0: r - e
+        ({"n_policies": 5}, [-1.0, -1.5]),  # K = 0: (5 - 0) / 5 = 1
+        # N = 3: 2 - 1/3 * 3 - 1/3 * (0.5 + 2) * 2 and -1 - 1/3 * 0.5 - 1/3 * 1 * (-1)
+        ({"ratios": RHO}, [-2 / 3, -5 / 6]),
+        # N = 4: 2 - 2/4 * 3 - 1/4 * 2.5 * 2 and -1 - 2/4 * 0.5 + 1/4
+        ({"ratios": RHO, "n_policies": 4}, [-0.75, -1.0]),
+    ],
+)
+def test_advantage_score_by_hand(options, expected):
+    options = {k: torch.tensor(v) if k == "ratios" else v for k, v in options.items()}
+    torch.testing.assert_close(eq8(**options)[2], torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        2 - 3 - 2.5 * 2 / 4,  # e whole, without (N - K) / N
+        2 - 2 / 4 * 3 - 2.5 * 2 / 2,  # the mean over K, not the sum over N
+        2 - 2 / 4 * 3 + 2.5 * 2 / 4,  # the sign
+        2 - 2 / 4 * 3 - 2.5 * 3 / 4,  # the ratios times e
+    ],
+)
+def test_advantage_score_differs_from_its_wrong_variants(wrong):
+    assert abs(eq8(ratios=torch.tensor(RHO), n_policies=4)[2][0].item() - wrong) > 0.5
+
+
+def test_advantage_score_gradients_pass_scores_and_expected_scores_but_no_ratio():
+    ratios = torch.tensor(RHO, requires_grad=True)
+    r, e, a = eq8(ratios=ratios, n_policies=4)
+    a.sum().backward()
+    torch.testing.assert_close(r.grad, torch.tensor([1 - 2.5 / 4, 1 - 1 / 4]))
+    torch.testing.assert_close(e.grad, torch.tensor([-0.5, -0.5]))
+    assert ratios.grad is None
+
+
+@pytest.mark.parametrize("n_policies", [2, 1, 0])
+def test_expected_reward_without_weight_is_refused(n_policies):
+    """At N = K its coefficient (N - K) / N would be 0: K = 2 here."""
+    with pytest.raises(ValueError, match=f"n_policies {n_policies} must be more than the 2"):
+        eq8(ratios=torch.tensor(RHO), n_policies=n_policies)
+
+
+@pytest.mark.parametrize("n_policies, weight", [(3, 1 / 3), (4, 1 / 2), (20, 0.9), (2.002, 0.002 / 2.002)])
+def test_weight_of_the_expected_reward_vanishes_as_n_comes_down_to_k(n_policies, weight):
+    _, e, a = eq8(ratios=torch.tensor(RHO), n_policies=n_policies)
+    a.sum().backward()
+    assert e.grad.tolist() == pytest.approx([-weight, -weight], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "expected, ratios", [((1,), None), ((2, 1), None), ((2,), (1, 2)), ((2,), (2,)), ((2,), (3, 1))]
+)
+def test_advantage_score_refuses_unequal_shapes(expected, ratios):
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.advantage_score(
+            torch.zeros(2), torch.zeros(expected), ratios=None if ratios is None else torch.zeros(ratios)
+        )
+
+
+# -- advantage_model_loss, eq. 6 ---------------------------------------------------------
+def test_advantage_model_loss_by_hand():
+    """a_c = log 3, a_r = 0, bound 2 log 3: the difference is log 3, bound - a_c log 3, bound + a_r 2 log 3;
+    then a_c = a_r = -log 3: 0, 3 log 3, log 3."""
+    loss, parts = losses.advantage_model_loss(thirds(1, -1), thirds(0, -1), bound=2 * LOG3)
+    terms = [4 / 3 * 4 / 3 * 10 / 9, 2 * 28 / 27 * 4 / 3]
+    assert loss.item() == pytest.approx(LOG(terms[0] * terms[1]) / 2)
+    assert parts["loss_sum"].item() == pytest.approx(LOG(terms[0] * terms[1]))
+    assert parts["rank_loss_sum"].item() == pytest.approx(LOG(4 / 3) + LOG(2))
+    assert (parts["n_correct"], parts["n_rows"]) == (1.5, 2)
+    assert not any(value.requires_grad for value in parts.values())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        4 / 3 * 4 / 3,  # bounded above only
+        4 / 3 * 10 / 9,  # bounded below only
+        4 / 3 * 28 / 27 * 10 / 9,  # bound + a_c, bound - a_r: bounded on the wrong sides
+        4 / 3,  # Bradley-Terry
+    ],
+)
+def test_advantage_model_loss_differs_from_its_wrong_variants(wrong):
+    loss, _ = losses.advantage_model_loss(thirds(1), thirds(0), bound=2 * LOG3)
+    assert loss.item() == pytest.approx(LOG(4 / 3 * 4 / 3 * 10 / 9))
+    assert abs(loss.item() - LOG(wrong)) > 0.06
+
+
+def test_bound_is_two_and_a_half_or_a_pairs_own():
+    default, _ = losses.advantage_model_loss(thirds(0), thirds(0))
+    assert default.item() == pytest.approx(LOG(2) + 2 * LOG(1 + math.exp(-2.5)))
+    each, _ = losses.advantage_model_loss(thirds(0, 0), thirds(0, 0), bound=thirds(1, 2).detach())
+    assert each.item() == pytest.approx(LOG(2) + LOG(4 / 3 * 10 / 9))
+
+
+def test_advantage_model_micro_batches_add_up():
+    whole, split = [(thirds(2, 0, -1), thirds(0, 1, 0)) for _ in range(2)]
+    bound = thirds(1, 2, 3).detach()
+    loss, parts = losses.advantage_model_loss(*whole, bound=bound)
+    loss.backward()
+    pieces = []
+    for rows in (slice(0, 2), slice(2, 3)):
+        sides = [x[rows] for x in split]
+        pieces.append(losses.advantage_model_loss(*sides, bound=bound[rows], n_rows=3))
+    sum(x for x, _ in pieces).backward()
+    assert sum(x.item() for x, _ in pieces) == pytest.approx(loss.item())
+    for key, value in parts.items():
+        assert sum(p[key].item() for _, p in pieces) == pytest.approx(value.item())
+    for a, b in zip(whole, split):
+        torch.testing.assert_close(b.grad, a.grad)
+
+
+def best_probability(loss, agreeing, n):
+    """sigmoid(r_1 - r_2) that minimises the loss of n labels of one pair, of which `agreeing` prefer 1."""
+    scores = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    chosen = torch.tensor([0] * agreeing + [1] * (n - agreeing))
+    optimizer = torch.optim.LBFGS([scores], max_iter=300, tolerance_grad=1e-10, tolerance_change=0)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(scores[chosen], scores[1 - chosen])[0]
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    assert scores.grad.abs().max() < 1e-6
+    return torch.sigmoid(scores[0] - scores[1]).item(), scores.detach()
+
+
+@pytest.mark.parametrize("agreeing, n, probability", [(3, 4, 0.683), (9, 10, 0.783), (1, 1, 0.841)])
+def test_optimum_of_eq_6_shrinks_the_difference(agreeing, n, probability):
+    """By eq. 6 with m = 2.5 the optimum lies at a_1 = -a_2 = d / 2 where p (1 - s(d)) - (1 - p) s(d) is
+    p s(d / 2 - m) - (1 - p) s(-d / 2 - m): p = 3/4, 9/10, 1 give sigmoid(d) = 0.683, 0.783, 0.841."""
+    found, scores = best_probability(losses.advantage_model_loss, agreeing, n)
+    assert found == pytest.approx(probability, abs=5e-4)
+    assert scores[0].item() == pytest.approx(-scores[1].item(), abs=1e-4)
+    p, d = agreeing / n, (scores[0] - scores[1]).item()
+    s = [1 / (1 + math.exp(-x)) for x in (d, d / 2 - 2.5, -d / 2 - 2.5)]
+    assert p * (1 - s[0]) - (1 - p) * s[0] == pytest.approx(p * s[1] - (1 - p) * s[2], abs=1e-6)
+    if n > 1:  # Bradley-Terry's optimum is the labels' own probability
+        assert best_probability(losses.bradley_terry_loss, agreeing, n)[0] == pytest.approx(p, abs=1e-5)
+
+
+def test_without_other_policies_a_constant_in_reward_and_expectation_cancels():
+    r_c, r_r, e, c = (torch.tensor(x, dtype=torch.float64) for x in ([1.0, 2], [0.5, 3], [0.2, 1], [7.0, -4]))
+
+    def loss(r_c, r_r, e, **options):
+        sides = [losses.advantage_score(r, e, **options) for r in (r_c, r_r)]
+        return losses.advantage_model_loss(*sides)[0].item()
+
+    assert loss(r_c + c, r_r + c, e + c) == pytest.approx(loss(r_c, r_r, e), rel=1e-12)
+    assert abs(loss(r_c + c, r_r + c, e) - loss(r_c, r_r, e)) > 0.1  # in r alone it is felt
+    ratios = torch.full((2, 1), 0.5, dtype=torch.float64)  # and with K > 0 too: (1 - 0.25) c - 0.5 c stays
+    whole, moved = loss(r_c, r_r, e, ratios=ratios), loss(r_c + c, r_r + c, e + c, ratios=ratios)
+    assert abs(whole - moved) > 0.1
+
+
 # -- the files that may be copied --------------------------------------------------------
 @pytest.mark.parametrize(
     "name, use",

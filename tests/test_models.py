@@ -1,22 +1,28 @@
 """common/models.py against transformers' own forward: log probabilities, packing, loading."""
 
 import json
+import math
+import types
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
     CohereConfig,
     FalconH1Config,
     Gemma2Config,
     GPT2Config,
     GraniteConfig,
-    LlamaForSequenceClassification,
     LlamaConfig,
+    LlamaForSequenceClassification,
+    MistralConfig,
 )
 
-from common import data, models, tiny
+from common import data, dist, models, tiny
 from common.run import InputError
 
 V = 61  # vocabulary, a prime: no other dimension has it
@@ -26,6 +32,8 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SMALL |= {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+SMALL_BERT = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SMALL_BERT |= {"num_attention_heads": 4}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -312,6 +320,320 @@ def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, leng
 def test_tiny_policy_is_a_function_of_its_seed():
     a, b, c = (models.load_policy("tiny", tiny.tokenizer(), seed=seed).lm_head.weight for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+# -- load_scorer -------------------------------------------------------------------------------
+ADVANTAGE = {"n_policies": 4, "n_others": 1}
+
+
+def causal(path, kind):
+    """A saved causal LM, by name."""
+    config = (
+        GPT2Config(**GPT2) if kind == "gpt2" else LlamaConfig(**SMALL, tie_word_embeddings=kind != "llama")
+    )
+    return saved(path, config)
+
+
+@pytest.fixture(params=["llama", "tied llama", "gpt2"])
+def causal_name(request, tmp_path):
+    return causal(tmp_path / "lm", request.param)
+
+
+@pytest.mark.parametrize("n_outputs, labels", [(1, ["reward"]), (2, ["reward", "expected_reward"])])
+def test_scorer_is_the_body_of_the_causal_model_with_a_new_head(n_outputs, labels, causal_name):
+    scorer = models.load_scorer(causal_name, Words(V), n_outputs)
+    body = AutoModelForCausalLM.from_pretrained(causal_name).base_model.state_dict()
+    weights = scorer.base_model.state_dict()
+    assert set(weights) == set(body) and all(torch.equal(x, body[name]) for name, x in weights.items())
+    assert type(scorer).__name__.endswith("ForSequenceClassification") and scorer.training
+    assert scorer.score.weight.shape == (n_outputs, 32) and scorer.score.bias is None
+    assert (scorer.config.num_labels, scorer.config.problem_type) == (n_outputs, "regression")
+    assert [scorer.config.id2label[i] for i in range(n_outputs)] == labels
+    assert (scorer.config.pad_token_id, scorer.config.eos_token_id) == (4, 5)  # as Words has them
+    assert {p.dtype for p in scorer.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("size", [32, 256])
+def test_new_head_has_deviation_one_over_root_of_size_plus_one(size, tmp_path):
+    options = {**SMALL, "hidden_size": size, "num_hidden_layers": 1}
+    name = saved(tmp_path, LlamaConfig(**options))
+    drawn = torch.cat([models.load_scorer(name, Words(V), 2, seed=s).score.weight.detach() for s in range(8)])
+    n, expected = drawn.numel(), 1 / math.sqrt(size + 1)
+    assert abs(drawn.std().item() / expected - 1) < 4 / math.sqrt(2 * n)
+    assert abs(drawn.mean().item()) < 4 * expected / math.sqrt(n)
+    assert expected * (size + 1) > 5  # far from the wrong variant, 1 / (H + 1)
+
+
+def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
+    name, heads = causal(tmp_path, "llama"), []
+    for noise, seed in ((1, 0), (2, 0), (1, 5)):
+        torch.manual_seed(noise)
+        heads.append(models.load_scorer(name, Words(V), 1, seed=seed).score.weight)
+    assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
+    tiny_heads = [models.load_scorer("tiny", tiny.tokenizer(), 1, seed=s).score.weight for s in (0, 0, 1)]
+    assert torch.equal(*tiny_heads[:2]) and not torch.equal(*tiny_heads[1:])
+
+
+def test_tiny_scorer_has_the_body_of_tiny_model():
+    scorer = models.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
+    body = tiny.model(3).base_model.state_dict()
+    assert all(torch.equal(x, body[name]) for name, x in scorer.base_model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_scorer_gets_rows_for_added_tokens(tied, tmp_path):
+    name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=tied))
+    old = AutoModelForCausalLM.from_pretrained(name).model.embed_tokens.weight
+    scorer = models.load_scorer(name, Words(V + 2), 1)
+    table = scorer.get_input_embeddings().weight
+    assert table.shape[0] == scorer.config.vocab_size == V + 2 and torch.equal(table[:V], old)
+    for row in table[V:]:
+        torch.testing.assert_close(row, old.mean(0))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_of_a_scorer_is_off_in_training(checkpointing, rows, tmp_path):
+    name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
+    scorer = models.load_scorer(name, Words(V), 1, gradient_checkpointing=checkpointing)
+    where = torch.tensor([[0, 1], [5, 11]])
+    once, twice = (scorer.head_outputs(rows[0], where) for _ in range(2))
+    assert torch.equal(once, twice)
+    once.sum().backward()
+    assert all(p.grad is not None for p in scorer.parameters())
+
+
+def classifier(path, n_labels):
+    """A transformers classifier with n_labels, saved."""
+    torch.manual_seed(n_labels)
+    LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=n_labels)).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "has, wants, says",
+    [
+        (1, 2, r"is a reward model \(1 output\), wanted an advantage model \(2 outputs\) or a causal"),
+        (2, 1, r"is an advantage model \(2 outputs\), wanted a reward model \(1 output\) or a causal"),
+        (5, 1, r"is a classifier of 5 labels, wanted a reward model"),
+    ],
+)
+def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
+    with pytest.raises(InputError, match=says):
+        models.load_scorer(classifier(tmp_path, has), Words(V), wants)
+
+
+def test_another_kind_of_head_is_refused(tmp_path):
+    BertForSequenceClassification(BertConfig(**SMALL_BERT, num_labels=1)).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="no linear head named score"):
+        models.load_scorer(str(tmp_path), Words(V), 1)
+
+
+def test_is_causal_lm(tmp_path):
+    assert models.is_causal_lm("tiny") and models.is_causal_lm(causal(tmp_path / "lm", "gpt2"))
+    assert not models.is_causal_lm(classifier(tmp_path / "rm", 1))
+
+
+# -- scores ------------------------------------------------------------------------------------
+PAD_ID, END_ID = 0, 2
+
+
+class Small(Words):
+    """Ends and pads as SMALL does; pad: another padding token."""
+
+    def __init__(self, pad=PAD_ID):
+        self.length, self.pad_token_id, self.eos_token_id = V, pad, END_ID
+
+
+@pytest.fixture
+def answers():
+    """(input_ids, response_mask): prompts of 3, 5 and 1 tokens, responses of 4, 2 and 6 tokens."""
+    generator = torch.Generator().manual_seed(2)
+    input_ids, mask = torch.full((3, 9), PAD_ID), torch.zeros(3, 9, dtype=torch.bool)
+    for row, (prompt, response) in enumerate([(3, 4), (5, 2), (1, 6)]):
+        input_ids[row, : prompt + response] = torch.randint(3, V, (prompt + response,), generator=generator)
+        input_ids[row, prompt + response - 1] = END_ID
+        mask[row, prompt : prompt + response] = True
+    return input_ids, mask
+
+
+def alone(name, input_ids, length):
+    """The logits of transformers' own classifier for the first `length` tokens of a row, with no padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(name, attn_implementation="eager").eval()
+    model.config.pad_token_id = None  # so that it reads the last token of one row
+    with torch.no_grad():
+        return model(input_ids=input_ids[None, :length]).logits[0]
+
+
+def kept(scorer, path):
+    scorer.save_pretrained(path)
+    return str(path)
+
+
+@torch.no_grad()
+def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_path):
+    scorer = models.load_scorer(causal_name, Small(), 1)
+    name = kept(scorer, tmp_path / "rm")
+    expected = [alone(name, row, n)[0].item() for row, n in zip(answers[0], (7, 7, 7))]
+    got = models.score(scorer, *answers)
+    assert got.dtype == torch.float32 and got.tolist() == pytest.approx(expected, abs=1e-5)
+    before_end = [alone(name, row, 6)[0].item() for row in answers[0]]
+    assert min(abs(a - b) for a, b in zip(got.tolist(), before_end)) > 1e-3  # one token too early
+    # as a batch, with its attention mask, transformers reads the same tokens
+    model = AutoModelForSequenceClassification.from_pretrained(name).eval()
+    lengths = torch.arange(9) < 7
+    batch = model(input_ids=answers[0], attention_mask=lengths.expand(3, 9).long()).logits[:, 0]
+    torch.testing.assert_close(batch, got, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_policies, n_others, share", [(1, 0, 1.0), (2, 1, 0.5), (4, 1, 0.75), (5, 3, 0.4)])
+@torch.no_grad()
+def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
+    n_policies, n_others, share, answers, tmp_path
+):
+    """(1 - K / N) (r - e): r, the first output, at the end token, e, the second one, at the prompt's last."""
+    scorer = models.load_scorer(causal(tmp_path / "lm", "llama"), Small(), 2)
+    scorer.config.advantage_model = {"n_policies": n_policies, "n_others": n_others}
+    name = kept(scorer, tmp_path / "am")
+    r = [alone(name, row, 7)[0].item() for row in answers[0]]
+    e = [alone(name, row, n)[1].item() for row, n in zip(answers[0], (3, 5, 1))]
+    expected = [share * (x - y) for x, y in zip(r, e)]
+    assert models.score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
+    again = models.load_scorer(name, Small(), 2)  # with N and K in its configuration
+    assert models.score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
+    for row, n, y in zip(answers[0], (3, 5, 1), e):  # the other output, or the token after: other numbers
+        assert min(abs(alone(name, row, n)[0].item() - y), abs(alone(name, row, n + 1)[1].item() - y)) > 1e-3
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@torch.no_grad()
+def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers, tmp_path):
+    """PITFALLS 5: transformers looks for the last token that is no padding, the one before the end token."""
+    scorer = models.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    scorer.config.advantage_model = ADVANTAGE
+    expected = models.score(scorer, *answers)
+    input_ids, mask = answers[0].clone(), answers[1]
+    input_ids[:, 7:] = END_ID
+    scorer.config.pad_token_id = END_ID
+    torch.testing.assert_close(models.score(scorer, input_ids, mask), expected, rtol=0, atol=1e-6)
+    if n_outputs == 1:
+        assert (scorer(input_ids=input_ids).logits[:, 0] - expected).abs().min() > 1e-3
+
+
+@torch.no_grad()
+def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp_path):
+    scorer = models.load_scorer(causal(tmp_path, "gpt2"), Small(), 1)
+    input_ids, mask = answers[0].clone(), answers[1].clone()
+    expected = models.score(scorer, input_ids, mask)
+    input_ids[:, 7:] = V - 1
+    torch.testing.assert_close(models.score(scorer, input_ids, mask), expected, rtol=0, atol=1e-6)
+    mask[:, 6] = False  # cut before its end token: read at the last token that is there
+    where = torch.stack([torch.arange(3), torch.full((3,), 5)])
+    torch.testing.assert_close(
+        models.score(scorer, input_ids, mask), scorer.head_outputs(input_ids, where)[:, 0]
+    )
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize(
+    "columns", [slice(0, 0), slice(0, 4), slice(0, 1)], ids=["no response", "no prompt", "first"]
+)
+def test_score_refuses_a_row_without_response_or_prompt(n_outputs, columns, answers, tmp_path):
+    scorer = models.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    input_ids, mask = answers
+    mask[1] = False
+    mask[1, columns] = True
+    with pytest.raises(ValueError, match="no response token, or no prompt"):
+        models.score(scorer, input_ids, mask)
+
+
+@torch.no_grad()
+def test_a_scorer_reloads_head_included_and_scores_the_same_elsewhere(answers, tmp_path):
+    """As load_scorer reads it again, as AutoModelForSequenceClassification does, and through a pipeline,
+    which applies no sigmoid."""
+    from transformers import pipeline
+
+    tokenizer = tiny.tokenizer()
+    scorer = models.load_scorer("tiny", tokenizer, 1, seed=1)
+    scorer.score.weight.mul_(-5)  # scores beyond [0, 1]
+    dist.save_model(scorer, tokenizer, tmp_path / "model")
+    turns = [{"role": "user", "content": "copy ant"}, {"role": "assistant", "content": "ant um"}]
+    ids, mask = data.encode(tokenizer, turns)
+    ids, mask = torch.tensor([ids]), torch.tensor([mask])
+    expected = models.score(scorer, ids, mask).item()
+    again = models.load_scorer(str(tmp_path / "model"), tokenizer, 1, seed=2)
+    assert torch.equal(again.score.weight, scorer.score.weight)  # no new head
+    assert models.score(again, ids, mask).item() == expected
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert plain(input_ids=ids).logits.item() == pytest.approx(expected, abs=1e-5)
+    assert (plain.config.num_labels, plain.config.problem_type) == (1, "regression")
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    piped = pipeline("text-classification", model=str(tmp_path / "model"), device="cpu")
+    (answer,) = piped([text], add_special_tokens=False)
+    assert answer["label"] == "reward" and answer["score"] == pytest.approx(expected, abs=1e-5)
+    assert not 0 <= expected <= 1  # or a sigmoid would not be seen
+    assert not models.is_causal_lm(str(tmp_path / "model"))
+    with pytest.raises(InputError, match="wanted a causal language model"):
+        models.load_policy(str(tmp_path / "model"), tokenizer)
+
+
+def test_advantages_by_hand():
+    """Ratios of 1: (1 - K / N) (r - e), with N = 4, K = 1: 0.75 (2 - 0.5) and 0.75 (-1 - 1)."""
+    model = types.SimpleNamespace(config=types.SimpleNamespace(advantage_model=ADVANTAGE))
+    got = models.advantages(model, torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0]))
+    assert got.tolist() == pytest.approx([1.125, -1.5])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@torch.no_grad()
+def test_head_outputs_are_fp32_where_the_body_computes_in_bf16(kind, rows, tmp_path):
+    """Rounded to bf16, scores would tie: 8 bits of mantissa."""
+    scorer = models.load_scorer(causal(tmp_path, kind), Words(V), 1)
+    where = torch.stack([torch.arange(4), torch.full((4,), 11)])
+    exact = scorer.head_outputs(rows[0], where)
+    scorer.compute_dtype = torch.bfloat16
+    got = scorer.head_outputs(rows[0], where)
+    assert got.dtype == exact.dtype == torch.float32
+    assert not torch.equal(got, got.bfloat16().float()) and not torch.equal(got, exact)
+    torch.testing.assert_close(got, exact, rtol=0, atol=0.1)
+
+
+@torch.no_grad()
+def test_next_token_logprobs_equal_log_softmax_at_each_place(model, rows):
+    where = torch.tensor([[0, 2, 2, 3], [0, 4, 11, 6]])
+    full = model(input_ids=rows[0]).logits.double().log_softmax(-1)
+    got = models.next_token_logprobs(model, rows[0], where)
+    assert got.shape == (4, V) and got.dtype == torch.float32
+    torch.testing.assert_close(got, full[where[0], where[1]].float(), rtol=0, atol=1e-5)
+    assert (got - full[where[0], (where[1] + 1) % 12].float()).abs().max() > 0.5  # a token too late
+    assert models.next_token_logprobs(model, rows[0], where[:, :0]).shape == (0, V)
+
+
+# -- check_shared_prompt -----------------------------------------------------------------------
+def no_mask(forward):
+    return lambda *args, attention_mask=None, **options: forward(*args, **options)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
+def test_check_shared_prompt_passes_where_responses_are_apart_and_refuses_where_not(kind, leak, tmp_path):
+    scorer = models.load_scorer(causal(tmp_path, kind), Words(V), 2)
+    if leak is None:
+        models.check_shared_prompt(scorer)
+        scorer.compute_dtype = torch.bfloat16  # rounding alone is no leak
+        models.check_shared_prompt(scorer)
+        return
+    scorer.base_model.forward = leak(scorer.base_model.forward)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(scorer)
+
+
+def test_check_shared_prompt_refuses_a_window_which_only_long_rows_would_show(tmp_path):
+    config = MistralConfig(**SMALL, sliding_window=40)
+    scorer = models.load_scorer(saved(tmp_path, config), Words(V), 1)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(scorer)
+    scorer.config.sliding_window = None
+    models.check_shared_prompt(scorer)
 
 
 # -- find_model --------------------------------------------------------------------------------

@@ -228,6 +228,35 @@ def test_needless_words_are_preferred_only_when_length_bias_exceeds_their_cost(l
     assert (rate - 0.5 if needless_wins else 0.5 - rate) > 4 * math.sqrt(0.25 / n)
 
 
+@pytest.mark.parametrize("length_bias, label", [(0.1, "helpfulness"), (0.6, "safety")])
+def test_gold_and_utility_columns_are_what_the_rewards_give(length_bias, label):
+    """u = gold + b * words, the gold reward being the one that the labels follow; also of rankings."""
+    gold = {"helpfulness": tiny.gold_reward, "safety": tiny.gold_safety}[label]
+    judged = []
+    for row in rows("preferences", "test", length_bias=length_bias, label=label):
+        for side in ("chosen", "rejected"):
+            judged.append((row["prompt"], row[side], row[f"{side}_gold"], row[f"{side}_utility"]))
+    for row in rows("rankings", "test", length_bias=length_bias, label=label):
+        judged += [(row["prompt"], r["text"], r["gold"], r["utility"]) for r in row["responses"]]
+    assert len(judged) == 2 * 4000 + 4 * 1000
+    for prompt, text, found, utility in judged:
+        assert found == gold(prompt, text)
+        assert utility == pytest.approx(found + length_bias * len(text.split()))
+
+
+def test_a_labeler_without_noise_agrees_with_as_many_labels_as_the_noise_leaves():
+    """A label is sigmoid(d) likely to follow a utility gap of d: the larger utility wins with sigmoid(|d|), a
+    tie with 1/2 (and a tie counts 1/2 whoever wins)."""
+    pairs = rows("preferences", "test", length_bias=0.1)
+    gaps = [row["chosen_utility"] - row["rejected_utility"] for row in pairs]
+    assert 0 < sum(abs(gap) < 1e-9 for gap in gaps) < 0.2 * len(gaps)
+    agreed = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in gaps]
+    p = [sigmoid(abs(gap)) for gap in gaps]
+    error = math.sqrt(sum(x * (1 - x) for x in p if x > 0.5))
+    assert abs(sum(agreed) - sum(p)) < 4 * error
+    assert 0.7 < sum(p) / len(p) < 0.95  # the ceiling of any scorer's accuracy
+
+
 # -- data --------------------------------------------------------------------------------
 KINDS_WITH_PROMPTS = ["sft", "preferences", "rankings", "prompts"]
 
@@ -281,7 +310,11 @@ def texts(kind, row):
 COLUMNS = {
     "sft": {"completion"},
     "preferences": {"chosen", "rejected", "rating"}
-    | {f"{s}_{c}" for s in ("chosen", "rejected") for c in ("behavior_logprobs", "is_safe")},
+    | {
+        f"{s}_{c}"
+        for s in ("chosen", "rejected")
+        for c in ("behavior_logprobs", "is_safe", "gold", "utility")
+    },
     "rankings": {"responses"},
     "prompts": set(),
     "text": {"text"},

@@ -1,0 +1,204 @@
+"""What test_reward.py and test_advantage_model.py share: small runs, what they leave, and the same scores by
+plain transformers."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import processes
+import torch
+from processes import ROOT, flags
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from common import data, preferences, tiny
+from common.metrics import read_jsonl
+
+CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
+PAIRS, HELD_OUT, STEPS = 160, 40, 10
+FILES = {
+    "args.json",
+    "cache.json",
+    "checkpoint",
+    "metrics.jsonl",
+    "metrics.png",
+    "model",
+    "samples.jsonl",
+    "scores.png",
+    "summary.json",
+}
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_small(folder):
+    """A folder with pairs, and flags for a run on them that takes a second."""
+    for name, count in (("train", PAIRS), ("test", HELD_OUT)):
+        write_rows(folder / f"{name}.jsonl", tiny.rows("preferences", name)[:count])
+    options = {"model": "tiny", "dataset": folder / "train.jsonl", "eval_dataset": folder / "test.jsonl"}
+    options |= {"max_length": 64, "batch_size": 8, "micro_batch_size": 4, "length_prompts": 3}
+    options |= {"max_new_tokens": 8, "max_steps": STEPS, "save_every": 3, "eval_every": 4}
+    return SimpleNamespace(
+        folder=folder, options={k: str(v) if isinstance(v, Path) else v for k, v in options.items()}
+    )
+
+
+def run(script, small, folder, *more, moment=None, cwd=ROOT, plots=False, **options):
+    if options.get("model", "tiny") == "tiny":  # whose SFT model is runs/sft, if nothing else is said
+        options = {{"reward": "sft_model", "advantage_model": "policy"}[script]: "tiny", **options}
+    options = {**small.options, "output_dir": folder, **options}
+    given = flags(**{key: value for key, value in options.items() if value is not None})
+    return processes.script(script, *given, *more, moment=moment, cwd=cwd, plots=plots)
+
+
+def succeeds(ended):
+    assert ended.code == 0 and ended.errors == [] and "Traceback" not in ended.err, ended.err[-2000:]
+    return ended
+
+
+def assert_error(ended, *words):
+    """One clear line, an exit code that is not 0, no traceback."""
+    assert ended.code == 2 and "Traceback" not in ended.err, ended.err[-2000:]
+    assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-2000:]
+    assert all(word in ended.errors[0] for word in words), ended.errors[0]
+
+
+def contents(folder):
+    """What an old run must not lose. The cache is no part of it."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "cache.json")
+    return {path: path.read_bytes() for path in files}
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text())
+
+
+def rows_of(folder, key="optim/lr"):
+    return [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if key in row]
+
+
+def column(folder, key):
+    return [row[key] for row in rows_of(folder, key)]
+
+
+def comparisons(folder, rows, max_length=64):
+    return preferences.load(str(write_rows(folder / "rows.jsonl", rows)), "train", TOKENIZER, max_length)
+
+
+def weights(folder):
+    return load_file(Path(folder) / "model" / "model.safetensors")
+
+
+def assert_same_result(folder, undisturbed):
+    got, want = weights(folder), weights(undisturbed)
+    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    clock = ("time_s", "perf/comparisons_per_s")
+    rows = [
+        [{k: v for k, v in row.items() if k not in clock} for row in read_jsonl(f / "metrics.jsonl")]
+        for f in (folder, undisturbed)
+    ]
+    assert rows[0] == rows[1] and len(rows_of(folder)) == STEPS
+    for name in ("summary.json", "samples.jsonl"):
+        assert (folder / name).read_text() == (undisturbed / name).read_text()
+    assert not list(folder.rglob("*.tmp"))
+    assert [path.name for path in folder.glob("checkpoint/step_*")] == ["step_9"]
+
+
+def assert_whole_run(folder, command, args, stage, steps, ends):
+    """The files of a finished run, its arguments, the keys of its metrics, and its summary as the last file.
+
+    steps: keys of every optimiser step's row. ends: keys of the first and the last row, before and after."""
+    assert {path.name for path in folder.iterdir()} == FILES
+    for name in ("metrics.png", "scores.png"):
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["latest", "step_9"]
+    written = read_json(folder / "args.json")
+    assert (
+        written["args"] == json.loads(json.dumps(vars(args)))
+        and written["stage"] == stage
+        and written["world_size"] == 1
+    )
+    assert written["command"] == command and written["versions"]["torch"] == torch.__version__
+    rows, summary = read_jsonl(folder / "metrics.jsonl"), folder / "summary.json"
+    assert [row["step"] for row in rows] == [0, *range(1, STEPS + 1), STEPS]
+    steps |= {
+        "step",
+        "iteration",
+        "time_s",
+        "train/accuracy",
+        "optim/grad_norm",
+        "optim/lr",
+        "data/comparisons",
+    }
+    assert all(steps | {"perf/comparisons_per_s"} <= set(row) for row in rows[1:-1])
+    ends |= {
+        "eval/pairs",
+        "eval/accuracy",
+        "eval/nll",
+        "eval/brier",
+        "eval/ece",
+        "eval/ece_low",
+        "eval/ece_high",
+    }
+    ends |= {"eval/ece_floor"}
+    assert all(ends <= set(row) for row in (rows[0], rows[-1]))
+    assert [row["step"] for row in rows if "eval/nll" in row] == [0, 4, 8, 10]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    others = [path for path in folder.rglob("*") if path.is_file() and path != summary]
+    assert all(path.stat().st_mtime_ns <= summary.stat().st_mtime_ns for path in others)
+    values = read_json(summary)
+    plain = lambda row: {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
+    assert (
+        values["steps"] == STEPS and values["before"] == plain(rows[0]) and values["after"] == plain(rows[-1])
+    )
+    assert [(row["rows"], row["pairs"]) for row in values["data"]] == [(PAIRS, PAIRS), (HELD_OUT, HELD_OUT)]
+
+
+def assert_figures_are_those_of_the_samples(folder):
+    """Accuracy, loss and Brier score of the last evaluation, worked out again from samples.jsonl."""
+    samples, after = read_jsonl(folder / "samples.jsonl"), rows_of(folder, "eval/nll")[-1]
+    rows = tiny.rows("preferences", "test")[:HELD_OUT]
+    assert [s["prompt"] for s in samples] == [[{"role": "user", "content": r["prompt"]}] for r in rows]
+    for sample, row in zip(samples, rows):
+        assert [r["text"] for r in sample["responses"]] == [row["chosen"], row["rejected"]]
+        assert [r["rank"] for r in sample["responses"]] == [0, 1] and sample["category"] == row["category"]
+    apart = [s["responses"][0]["score"] - s["responses"][1]["score"] for s in samples]
+    right = [(d > 0) + 0.5 * (d == 0) for d in apart]
+    assert after["eval/accuracy"] == sum(right) / len(right) and after["eval/pairs"] == len(right)
+    p = [1 / (1 + math.exp(-d)) for d in apart]
+    assert math.isclose(after["eval/nll"], -sum(map(math.log, p)) / len(p), abs_tol=1e-6)
+    assert math.isclose(after["eval/brier"], sum((1 - x) ** 2 for x in p) / len(p), abs_tol=1e-6)
+
+
+# -- the same by plain transformers ------------------------------------------------------
+class Plain:
+    """A saved model in plain transformers: its outputs at the last token of a prompt, with or without a
+    response."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForSequenceClassification.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def text(self, prompt, response=None):
+        messages = [*prompt, *([] if response is None else [{"role": "assistant", "content": response}])]
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=response is None
+        )
+
+    def outputs(self, prompt, response=None):
+        text = self.text(prompt, response)
+        return self.model(**self.tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits[0]
+
+
+def ids(comparison, k):
+    return torch.cat([comparison.prompt_ids, comparison.response_ids[k]]).long()[None]
+
+
+def documents(comparison, k):
+    """One response as a document of SFT."""
+    of_one = ids(comparison, k)[0]
+    return data.Document(of_one, torch.arange(len(of_one)) >= len(comparison.prompt_ids), [], None)

@@ -1,0 +1,285 @@
+"""The measures of a scorer in common/metrics.py, by hand on a few pairs and by simulation on many."""
+
+import math
+import random
+import statistics
+
+import numpy
+import pytest
+
+from common import metrics
+
+LOG3 = math.log(3)  # sigmoid 3/4
+
+
+def row(*scores, ranks=None, source="s", category="c", **columns):
+    """A row of these scores, best first; columns: one value a response."""
+    ranks = range(len(scores)) if ranks is None else ranks
+    responses = [{"text": "t", "tokens": 1, "rank": r, "score": s} for s, r in zip(scores, ranks)]
+    for name, values in columns.items():
+        for response, value in zip(responses, values):
+            response[name] = value
+    return {"prompt": [], "source": source, "category": category, "responses": responses}
+
+
+def pair(difference, **more):
+    return row(difference, 0.0, **more)
+
+
+# -- pairs ---------------------------------------------------------------------------------------
+def test_pairs_are_better_minus_worse_without_ties_and_in_any_order():
+    rows = [row(1.0, 5.0, 2.0, ranks=[1, 0, 1]), pair(-0.5)]
+    pairs = metrics.pairs_of(rows)
+    assert [(d, n) for d, n, _, _ in pairs] == [(4.0, 0), (3.0, 0), (-0.5, 1)]
+    assert all(better["rank"] < worse["rank"] for _, _, better, worse in pairs)
+
+
+def test_a_model_that_sees_two_responses_gives_differences_in_the_order_of_the_pairs():
+    seen = row(0.0, 0.0, 0.0)
+    seen["differences"] = [7.0, -1.0, 2.0]
+    assert [d for d, *_ in metrics.pairs_of([seen])] == [7.0, -1.0, 2.0]
+    assert metrics.pair_figures([seen], n_bootstrap=5)["eval/accuracy"] == pytest.approx(2 / 3)
+
+
+def test_differences_count_the_pairs_that_labels_of_preferences_count():
+    """pairs_of and preferences.labelled_pairs must walk the pairs in one order: pairwise differences depend
+    on it."""
+    import torch
+
+    from common import data, preferences
+
+    ranks = [1, 0, 2, 1]
+    mine = [(a["score"], b["score"]) for _, _, a, b in metrics.pairs_of([row(0, 1, 2, 3, ranks=ranks)])]
+    ids = torch.zeros(1, dtype=torch.int32)
+    c = preferences.Comparison([], [""] * 4, ids, [ids] * 4, torch.tensor(ranks), "", data.Row("", {}))
+    assert mine == preferences.labelled_pairs(c) == [(0, 2), (1, 0), (1, 2), (1, 3), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    "differences, expected", [([1, -1, 0, 2], 0.625), ([0, 0], 0.5), ([-3], 0.0), ([0.1], 1.0)]
+)
+def test_accuracy_counts_ties_half(differences, expected):
+    assert metrics.accuracy(differences) == expected
+    rows = [pair(d) for d in differences]
+    assert metrics.pair_figures(rows, n_bootstrap=5)["eval/accuracy"] == expected
+
+
+def test_accuracy_of_nothing():
+    assert math.isnan(metrics.accuracy([]))
+    assert metrics.pair_figures([row(1.0, 2.0, ranks=[0, 0])]) == {"eval/pairs": 0}
+
+
+# -- figures -------------------------------------------------------------------------------------
+def test_figures_by_hand():
+    """Differences log 3 four times, three of them right, and -2 log 3 once: confidences 3/4 (bin 5 of 10 in
+    [0.5, 1]) and 9/10 (bin 8). In bin 5 accuracy is 3/4: no gap. In bin 8 it is 0 against 9/10."""
+    figures = metrics.pair_figures([pair(LOG3)] * 3 + [pair(-LOG3), pair(-2 * LOG3)], n_bootstrap=20)
+    assert figures["eval/pairs"] == 5 and figures["eval/accuracy"] == pytest.approx(3 / 5)
+    nll = 3 * math.log(4 / 3) + math.log(4) + math.log(10)
+    assert figures["eval/nll"] == pytest.approx(nll / 5)
+    assert figures["eval/brier"] == pytest.approx((3 * 0.25**2 + 0.75**2 + 0.9**2) / 5)
+    assert figures["eval/ece"] == pytest.approx(0.9 / 5)
+    each = (3 * 0.25 + 0.75 + 0.9) / 5
+    for wrong in (0.9, 0.9 / 2, 0.9 / 10, each):  # bins not weighted: sum, mean; over all bins; no bins
+        assert abs(figures["eval/ece"] - wrong) > 0.05
+
+
+def test_gaps_of_bins_add_up_without_cancelling():
+    """Overconfident in one bin and underconfident in another: |1 - 3/4| and |0 - 9/10|, each half of the
+    pairs; without absolute values (1 + 0) / 2 - (3/4 + 9/10) / 2."""
+    figures = metrics.pair_figures([pair(LOG3), pair(-2 * LOG3)], n_bootstrap=5)
+    assert figures["eval/ece"] == pytest.approx((0.25 + 0.9) / 2)
+    assert figures["eval/ece"] != pytest.approx(abs(1 / 2 - (3 / 4 + 9 / 10) / 2))  # 0.325
+
+
+def test_inside_a_bin_right_and_wrong_cancel():
+    """Confidences of 0.76 and 0.79 share the bin [0.75, 0.8)."""
+    near, far = math.log(0.76 / 0.24), math.log(0.79 / 0.21)
+    figures = metrics.pair_figures([pair(near), pair(-far)], n_bootstrap=5)
+    assert figures["eval/ece"] == pytest.approx(abs(1 - 0.76 - 0.79) / 2)
+    alone = metrics.pair_figures([pair(near), pair(-far)], n_bootstrap=5, n_bins=100)
+    assert alone["eval/ece"] == pytest.approx((0.24 + 0.79) / 2)
+
+
+def test_ties_and_certainty_fall_in_the_first_and_the_last_bin():
+    """A tie is half right with confidence 1/2: no gap. 1000 is right for certain: no gap."""
+    figures = metrics.pair_figures([pair(0.0), pair(1000.0)], n_bootstrap=5)
+    assert figures["eval/ece"] == pytest.approx(0, abs=1e-12)
+    assert figures["eval/nll"] == pytest.approx(math.log(2) / 2)
+    assert figures["eval/brier"] == pytest.approx(0.25 / 2)
+
+
+def reference_ece(differences, n_bins=10):
+    """With numpy, bin by bin."""
+    d = numpy.asarray(differences)
+    confidence, right = 1 / (1 + numpy.exp(-abs(d))), numpy.where(d == 0, 0.5, d > 0)
+    edges, total = numpy.linspace(0.5, 1, n_bins + 1), 0.0
+    for low, high in zip(edges[:-1], edges[1:]):
+        inside = (confidence >= low) & ((confidence < high) | (high == 1))
+        if inside.any():
+            total += inside.mean() * abs(right[inside].mean() - confidence[inside].mean())
+    return total
+
+
+def calibrated(n, seed, spread=1.0):
+    """Differences better - worse of n pairs whose labels follow sigmoid(difference), differences normal."""
+    rng = random.Random(seed)
+    differences = []
+    for _ in range(n):
+        d = rng.gauss(0, spread)
+        differences.append(d if rng.random() < 1 / (1 + math.exp(-d)) else -d)
+    return differences
+
+
+@pytest.mark.parametrize("n_bins", [10, 7])
+def test_ece_equals_a_bin_by_bin_reference(n_bins):
+    differences = [2 * d for d in calibrated(500, 1)]
+    figures = metrics.pair_figures([pair(d) for d in differences], n_bootstrap=5, n_bins=n_bins)
+    assert figures["eval/ece"] == pytest.approx(reference_ece(differences, n_bins), abs=1e-12)
+    assert figures["eval/ece"] > 0.05
+
+
+@pytest.mark.parametrize("n, floor, slack", [(300, 0.06, 0.004), (500, 0.046, 0.003), (4000, 0.0165, 0.001)])
+def test_floor_is_what_sampling_alone_gives(n, floor, slack):
+    """Of a perfectly calibrated model: about 0.046 at n = 500, elsewhere by 1 / sqrt(n): 0.059 at 300, 0.0163
+    at 4,000."""
+    differences = calibrated(n, 0)
+    figures = metrics.pair_figures([pair(d) for d in differences], n_bootstrap=5)
+    assert figures["eval/ece_floor"] == pytest.approx(floor, abs=slack)
+    # independently: the same confidences, labels drawn anew
+    rng, found = random.Random(1), []
+    for _ in range(30):
+        drawn = [abs(d) if rng.random() < 1 / (1 + math.exp(-abs(d))) else -abs(d) for d in differences]
+        found.append(reference_ece(drawn))
+    error = statistics.stdev(found) * math.sqrt(1 / 30 + 1 / 200)
+    assert abs(figures["eval/ece_floor"] - statistics.mean(found)) < 4 * error
+
+
+def test_the_floor_knows_nothing_of_the_labels():
+    right, wrong = ([pair(s * abs(d)) for d in calibrated(300, 0)] for s in (1, -1))
+    floors = [metrics.pair_figures(rows, n_bootstrap=5)["eval/ece_floor"] for rows in (right, wrong)]
+    assert floors[0] == floors[1]
+
+
+def test_interval_holds_the_estimate_and_shrinks_with_the_number_of_pairs():
+    widths = []
+    for n in (200, 3200):
+        rows = [pair(3 * d) for d in calibrated(n, 2)]  # overconfident, far above the floor
+        f = metrics.pair_figures(rows, n_bootstrap=200)
+        assert f["eval/ece_low"] < f["eval/ece"] < f["eval/ece_high"]
+        assert f["eval/ece_low"] > 1.2 * f["eval/ece_floor"]
+        widths.append(f["eval/ece_high"] - f["eval/ece_low"])
+    assert 2.5 < widths[0] / widths[1] < 6  # about the root of 16
+    assert metrics.pair_figures(rows, n_bootstrap=200) == f  # a function of the rows alone
+
+
+def test_interval_is_a_bootstrap_over_rows():
+    """A row's pairs hang together: 100 rankings of 4 whose 6 pairs all say the same have the interval of 100
+    rows, wider than that of 600 pairs by about the root of 6."""
+    rng = random.Random(3)
+    signs = [1 if rng.random() < 0.7 else -1 for _ in range(100)]
+    scores = [[s * 1e-3 * (3 - i) for i in range(4)] for s in signs]
+    rankings = [row(*x) for x in scores]
+    pairs = [pair(d) for ranking in rankings for d, *_ in metrics.pairs_of([ranking])]
+    a, b = (metrics.pair_figures(rows, n_bootstrap=300) for rows in (rankings, pairs))
+    assert a["eval/pairs"] == b["eval/pairs"] == 600 and a["eval/ece"] == pytest.approx(b["eval/ece"])
+    ratio = (a["eval/ece_high"] - a["eval/ece_low"]) / (b["eval/ece_high"] - b["eval/ece_low"])
+    assert 1.8 < ratio < 3.1  # sqrt(6) = 2.45
+    # one bin, 70 % right against 50 %: the binomial's interval is +- 1.96 sqrt(0.7 * 0.3 / 100)
+    p = sum(s > 0 for s in signs) / 100
+    width = 2 * 1.96 * math.sqrt(p * (1 - p) / 100)
+    assert a["eval/ece_high"] - a["eval/ece_low"] == pytest.approx(width, rel=0.2)
+
+
+def test_accuracy_of_each_data_set_and_category_where_there_are_several():
+    rows = [pair(1, source="a"), pair(-1, source="a"), pair(0, source="b"), row(3, 2, 1, source="b")]
+    figures = metrics.pair_figures(rows, n_bootstrap=5)
+    assert (figures["eval/accuracy/a"], figures["eval/pairs/a"]) == (0.5, 2)
+    assert (figures["eval/accuracy/b"], figures["eval/pairs/b"]) == (3.5 / 4, 4)
+    assert "eval/accuracy/c" not in figures  # one category only
+    mixed = metrics.pair_figures([pair(1, category=None), pair(-1, category="x")], n_bootstrap=5)
+    assert (mixed["eval/accuracy/None"], mixed["eval/accuracy/x"]) == (
+        1,
+        0,
+    ) and "eval/accuracy/s" not in mixed
+
+
+# -- what the tiny world knows -------------------------------------------------------------------
+def test_known_figures_by_hand():
+    """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels."""
+    rows = [
+        row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0]),  # pairs 1, 1, 0
+    ]
+    figures = metrics.known_figures(rows)
+    assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)
+    assert figures["gold/correlation"] == pytest.approx(1.0)
+    assert metrics.known_figures([row(1.0, 2.0)]) == {}
+    unscored = row(0, 0, gold=[1.0, 0.0], utility=[0.0, 1.0])
+    for response in unscored["responses"]:
+        del response["score"]
+    unscored["differences"] = [1.0]
+    assert metrics.known_figures([unscored]) == {"eval/bayes_accuracy": 0.0}
+
+
+def test_correlation_equals_numpy_and_is_nan_of_a_constant():
+    rng = random.Random(0)
+    x = [rng.gauss(0, 1) for _ in range(50)]
+    y = [0.5 * a + rng.gauss(0, 1) for a in x]
+    assert metrics.correlation(x, y) == pytest.approx(numpy.corrcoef(x, y)[0, 1])
+    assert metrics.correlation([1, 2, 4], [-2, -4, -8]) == pytest.approx(-1)
+    assert metrics.correlation([1, 2, 3], [1, 0, 1]) == pytest.approx(0)
+    assert math.isnan(metrics.correlation([2.0, 2.0], [1.0, 3.0]))
+
+
+@pytest.mark.parametrize("constant, n", [(0.1, 3), (0.7, 7)])
+def test_correlation_of_a_constant_that_its_mean_rounds_off(constant, n):
+    assert math.isnan(metrics.correlation([constant] * n, [i * i for i in range(n)]))
+
+
+def test_length_correlations_are_of_each_prompt_with_three_responses_or_more_that_vary():
+    rows = [
+        row(1.0, 2.0, 3.0, tokens=[10, 20, 30]),  # 1
+        row(3.0, 2.0, 1.0, tokens=[10, 20, 30]),  # -1
+        row(1.0, 0.0, 1.0, tokens=[1, 2, 3]),  # 0
+        row(1.0, 2.0, tokens=[1, 2]),  # two only
+        row(1.0, 2.0, 3.0, tokens=[7, 7, 7]),
+        row(2.0, 2.0, 2.0, tokens=[1, 2, 3]),
+    ]
+    assert metrics.length_correlations(rows) == pytest.approx([1, -1, 0])
+
+
+def test_category_scores_and_spread_by_hand():
+    """Scores 1, 3 of a and 5, 7 of b: means 2 and 6 (deviation 2), all four have a deviation of sqrt 5."""
+    rows = [row(1.0, 3.0, category="a"), row(7.0, category="b"), row(5.0, category="b")]
+    assert metrics.category_scores(rows) == {"a": (2.0, 1.0), "b": (6.0, 1.0)}
+    assert metrics.category_spread(rows) == pytest.approx(2 / math.sqrt(5))
+    assert metrics.category_spread([row(1.0, 3.0, category=x) for x in "ab"]) == 0
+    assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))
+
+
+# -- the plot ------------------------------------------------------------------------------------
+def rows_to_plot(n, seed):
+    rng = random.Random(seed)
+    return [pair(d, category=rng.choice(["first", "reverse", "double"])) for d in calibrated(n, seed)]
+
+
+def png_size(path):
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) < 100_000
+    return int.from_bytes(content[16:20], "big")  # the width, in pixels
+
+
+def test_plot_of_scores_is_a_small_png_with_a_panel_for_each_measure(tmp_path):
+    first, second = rows_to_plot(400, 1), rows_to_plot(300, 2)
+    widths = []
+    seen = [{**r, "differences": [1.0]} for r in second]
+    for runs, length in (
+        ({"reward": first, "advantage": second}, [0.1, -0.3, 0.5]),
+        ({"reward": first}, ()),
+        ({"pairwise": seen, "reward": first}, ()),
+        ({"one": first[:1]}, ()),
+    ):
+        metrics.plot_scores(tmp_path, runs, length)
+        widths.append(png_size(tmp_path / "scores.png"))
+    inches = [4.4 * panels for panels in (4, 3, 1, 3)]
+    assert widths == [round(90 * x) for x in inches]
