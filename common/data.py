@@ -240,6 +240,9 @@ def check_messages(messages):
 
 
 # -- messages -> token ids -------------------------------------------------------------------------
+SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
+
+
 class Document(NamedTuple):
     ids: torch.Tensor  # (T,) int32
     response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
@@ -258,7 +261,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     """(ids, response mask) of a dialogue that ends with the assistant's turn. Targets are that turn, or every
     assistant turn; each ends with the end token, once. ValueError says why a dialogue cannot be encoded."""
     if any(_special_tokens(tokenizer).search(message["content"]) for message in messages):
-        raise ValueError("the text holds a special token, which would end or open a turn in its middle")
+        raise ValueError(SPECIAL)
     ids, turns, _ = _turn_by_turn(tokenizer, messages)
     if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
         raise ValueError("the chat template rewrites earlier turns, so they cannot all be learnt")
@@ -266,6 +269,18 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     for start, end in turns if all_turns else turns[-1:]:
         mask[start:end] = [True] * (end - start)
     return ids[: turns[-1][1]], mask[: turns[-1][1]]
+
+
+def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[list[int], list[list[int]]]:
+    """(prompt ids, ids of each response), as `encode` gives them for each of the dialogues, with the prompt
+    rendered once."""
+    found = _special_tokens(tokenizer).search
+    if any(map(found, (*texts, *(message["content"] for message in prompt)))):
+        raise ValueError(SPECIAL)
+    ids, _, done = _turn_by_turn(tokenizer, prompt)
+    ids, opening = _opening(tokenizer, prompt, ids, done)
+    turns = ([*prompt, {"role": "assistant", "content": text}] for text in texts)
+    return ids, [_answer(tokenizer, opening, messages)[0] for messages in turns]
 
 
 @functools.lru_cache(maxsize=4)
@@ -283,17 +298,23 @@ def _turn_by_turn(tokenizer, messages):
             continue
         before, prompt = _opening(tokenizer, messages[:i], ids, done)
         turns = turns if prompt.startswith(done) else []
-        done = _render(tokenizer, messages[: i + 1])
-        if not done.startswith(prompt):
-            raise ValueError("the chat template does not put an answer right after the opening of a turn")
-        answer = _tokenize(tokenizer, done[len(prompt) :])
-        # What the template writes after the end token (ChatML: a line break) is part of the next prompt
-        ends = [j + 1 for j, token in enumerate(answer) if token == tokenizer.eos_token_id]
-        if not ends:  # the template ends no turns, but the model must learn to
-            answer.append(tokenizer.eos_token_id)
-        turns.append((len(before), len(before) + (ends[-1] if ends else len(answer))))
-        ids = before + answer
+        answer, rest, done = _answer(tokenizer, prompt, messages[: i + 1])
+        turns.append((len(before), len(before) + len(answer)))
+        ids = before + answer + rest
     return ids, turns, done
+
+
+def _answer(tokenizer, opening, messages):
+    """(ids of the last message up to the end token, ids of what the template writes after it, the text that
+    all ids stand for). ChatML's line break after the end token is part of the next prompt."""
+    done = _render(tokenizer, messages)
+    if not done.startswith(opening):
+        raise ValueError("the chat template does not put an answer right after the opening of a turn")
+    answer = _tokenize(tokenizer, done[len(opening) :])
+    ends = [j + 1 for j, token in enumerate(answer) if token == tokenizer.eos_token_id]
+    if not ends:  # the template ends no turns, but the model must learn to
+        return [*answer, tokenizer.eos_token_id], [], done
+    return answer[: ends[-1]], answer[ends[-1] :], done
 
 
 def _opening(tokenizer, messages, ids, done):

@@ -144,8 +144,12 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     gaps.index_put_((row, bins), correct - confidence, accumulate=True)
     sizes = torch.bincount(row, minlength=len(rows)).double()
     generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(rows), (n_bootstrap, len(rows)), generator=generator)
-    resampled = torch.stack([ece(gaps[draw].sum(0)) / sizes[draw].sum().clamp(min=1) for draw in draws])
+    resampled = []
+    for _ in range(n_bootstrap):
+        draw = torch.randint(len(rows), (len(rows),), generator=generator)
+        times = torch.bincount(draw, minlength=len(rows))  # how often each row was drawn
+        resampled.append(ece(times.double() @ gaps) / (times @ sizes.long()).clamp(min=1))
+    resampled = torch.stack(resampled)
     low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     floor = []
     for _ in range(200):

@@ -109,13 +109,11 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         raise ValueError(f"columns {sorted(map(str, values))[:8]} are no preference row, wanted {wanted}")
     if len({text.strip() for text in texts}) < len(texts):
         raise ValueError("two of the responses are the same")
-    prompt_ids, response_ids = None, []
     for text in texts:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
-        ids, mask = data.encode(tokenizer, messages)
-        start = mask.index(True)
-        prompt_ids = torch.tensor(ids[:start], dtype=torch.int32)
-        response_ids.append(torch.tensor(ids[start:], dtype=torch.int32))
+    prompt_ids, response_ids = data.encode_responses(tokenizer, messages[:-1], texts)
+    prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
+    response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
     fits = [i for i, ids in enumerate(response_ids) if len(prompt_ids) + len(ids) <= max_length]
     if "responses" in values:
         fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
