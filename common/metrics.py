@@ -224,10 +224,10 @@ def category_scores(rows) -> dict[str, tuple[float, float]]:
 
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
-    alike. NaN for no rows, or a scorer that gives all the same."""
+    alike. NaN for fewer than two categories, or a scorer that gives all the same."""
     means = [mean for mean, _ in category_scores(rows).values()]
     scores = [r["score"] for row in rows for r in row["responses"]]
-    overall = statistics.pstdev(scores) if scores else 0.0
+    overall = statistics.pstdev(scores) if len(means) > 1 else 0.0
     return statistics.pstdev(means) / overall if overall > 0 else math.nan
 
 

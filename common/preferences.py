@@ -19,6 +19,7 @@ from common import data, dist
 from common.run import InputError
 from common.sampler import sample
 
+ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
 
 
@@ -295,16 +296,18 @@ def batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
 
 
 def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu") -> Batch:
-    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them; else
-    one row a response, for models that read neither such masks nor positions. No comparisons: a row of
+    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
+    else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
     padding at which nothing is read."""
     if share_prompt:
         trees = [(c.prompt_ids, [*c.response_ids, *c.samples]) for c in comparisons]
     else:
         trees = [(c.prompt_ids, [ids]) for c in comparisons for ids in (*c.response_ids, *c.samples)]
     lengths = [len(prompt) + sum(map(len, responses)) for prompt, responses in trees]
-    width = max(lengths, default=2)
-    rows = data.pack(lengths, width) if share_prompt and trees else [[i] for i in range(len(trees))] or [[]]
+    width, rows = max(lengths, default=2), [[i] for i in range(len(trees))] or [[]]
+    if share_prompt and trees:  # rows of some length pack tighter, and cost little attention
+        rows = data.pack(lengths, max(width, ROW))
+        width = max(sum(lengths[i] for i in row) for row in rows)
     input_ids = torch.full((len(rows), width), pad_id)
     position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
     prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]

@@ -171,7 +171,7 @@ BEHAVIORS = (
 # -- data ------------------------------------------------------------------------------------------
 SIZES = {  # rows of the training and the held-out split
     "sft": (16000, 1000),
-    "preferences": (16000, 4000),
+    "preferences": (12000, 4000),
     "rankings": (3000, 1000),
     "prompts": (6000, 1000),
     "text": (4000, 400),

@@ -4,10 +4,10 @@ against Bayes accuracy, calibration, spread over categories, and what e(x) is.
     python sft.py
     python tests/benchmarks/calibration.py --seeds 3 --plot docs/calibration.png
 
-Regimes: (a) all pairs, one epoch; (b) the first 500 pairs, 16 epochs. Arms: the reward
+Regimes: (a) all pairs, one epoch; (b) the first 500 pairs, as many steps. Arms: the reward
 model, the advantage model with bounds 2.5 and 5, and with --expected-reward-samples 4. The plot shows the mean
-prediction for pairs of each true probability beside the exact optimum of eq. 6. About 20 seconds an arm, seed
-and regime on two cores."""
+prediction for pairs of each true probability beside the exact optimum of eq. 6. About 40 seconds an arm, seed and
+regime on two cores."""
 
 import argparse
 import importlib
@@ -56,7 +56,14 @@ def run(args, arm, regime, seed, folder):
     script, options = ARMS[arm]
     module = importlib.import_module(script)
     out = tempfile.mkdtemp(dir=folder)
-    options = {"model": args.model, "output_dir": out, "seed": seed, "eval_every": 0, "save_every": 0, **options}
+    options = {
+        "model": args.model,
+        "output_dir": out,
+        "seed": seed,
+        "eval_every": 0,
+        "save_every": 0,
+        **options,
+    }
     options |= {"length_prompts": 0 if script == "reward" else 200, "compare_with": ""}
     if regime == "b":
         options |= {"dataset": f"{folder}/few.jsonl", "eval_dataset": "tiny", "epochs": args.epochs}
@@ -105,7 +112,8 @@ def main():
     )
     parser.add_argument("--model", default="runs/sft")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=16, help="of regime b")
+    parser.add_argument("--more-seeds", type=int, default=1, help="of the arms after the first two")
+    parser.add_argument("--epochs", type=float, default=47, help="of regime b: as many steps as regime a")
     parser.add_argument("--regimes", nargs="+", default=["a", "b"])
     parser.add_argument("--plot", help="write the calibration curves of all seeds to this file")
     parser.add_argument("--results", help="append every run's figures to this .jsonl file")
@@ -116,16 +124,16 @@ def main():
     metrics.write_jsonl(f"{folder}/few.jsonl", tiny.rows("preferences", "train")[:500])
     curves = {regime: {} for regime in args.regimes}
     for regime in args.regimes:
-        for arm in ARMS:
+        for number, arm in enumerate(ARMS):
             found = []
-            for seed in range(args.seeds):
+            for seed in range(args.seeds if number < 2 else args.more_seeds):
                 after, pairs = run(args, arm, regime, seed, folder)
                 found.append(after)
                 curves[regime].setdefault(arm, []).extend(pairs)
                 if args.results:
                     with open(args.results, "a") as file:
                         file.write(json.dumps({"arm": arm, "regime": regime, "seed": seed, **after}) + "\n")
-            print(f"\nregime {regime}, {arm}, {args.seeds} seeds", flush=True)
+            print(f"\nregime {regime}, {arm}, {len(found)} seeds", flush=True)
             for key in FIGURES:
                 values = [after[key] for after in found if key in after]
                 if values:

@@ -95,7 +95,9 @@ def make_rankings(source, folder):
 
     with open(f"{folder}/six.jsonl", "w") as six, open(f"{folder}/pairs.jsonl", "w") as pairs:
         for row in data.load_rows(source, "rankings"):
-            responses = list({r["score"]: r for r in row.data["responses"] if len(r["text"]) < 1200}.values())[:6]
+            responses = list(
+                {r["score"]: r for r in row.data["responses"] if len(r["text"]) < 1200}.values()
+            )[:6]
             if len(responses) < 6 or len(row.data["instruction"]) > 600:
                 continue
             six.write(json.dumps({"prompt": row.data["instruction"], "responses": responses}) + "\n")
@@ -116,7 +118,9 @@ def main():
     parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["trl", "ours", "six", "pairs"], help="run this one here and print JSON")
+    parser.add_argument(
+        "--only", choices=["trl", "ours", "six", "pairs"], help="run this one here and print JSON"
+    )
     parser.add_argument("--model", help="with --only: the folder of the model")
     args = parser.parse_args()
     if args.only:
