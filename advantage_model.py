@@ -1,24 +1,26 @@
 """The Advantage Model: how much more a response gets than the policy is expected to get on its prompt.
 
-    a(x, y) = r(x, y) - ((N - K) / N) e(x) - (1/N) sum_k rho_k(x, y) r(x, y)          rho_k = pi(y|x) /
-    pi'_k(y|x) L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)]  mean over
-    comparisons
- "Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
+    a(x, y) = r(x, y) - ((N - K) / N) e(x) - (1/N) sum_k rho_k(x, y) r(x, y),    rho_k = pi(y|x) / pi'_k(y|x)
+    L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)]      mean over comparisons
+
+"Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
 One head with two outputs: r is read at the response's end token, e, the expected reward of the policy (eq.
 7), at the prompt's last token. K other policies wrote the responses; by default K = 0, and a = r - e. Eq. 6
 then sees r and e only through their difference, and pulls e to the middle between the better and the worse
 responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
 policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have the same loss for any c.
- Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/advantage_model: model/,
+
+Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/advantage_model: model/,
 metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json.
 
     python advantage_model.py                               the tiny world, under a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
     torchrun --nproc-per-node 8 advantage_model.py advantage_model
- Differs from the paper: it gives no form for e, here an output of the same head; ratios are clipped, carry no
+
+Differs from the paper: it gives no form for e, here an output of the same head; ratios are clipped, carry no
 gradient, and count as 1 where they are unknown (evaluation, PPO); a prompt is computed once for its
 responses; a response that does not fit is left out, not cut; AdamW's betas are 0.9 and 0.95; a soft label
-counts as its likelier side.
+counts as its likelier side; the tiny recipe starts from random weights.
 """
 
 import math
@@ -32,6 +34,7 @@ from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, preferences
 from common.run import InputError, cached, find_run, launch, start_run, write_json
+
 
 @dataclass
 class Args:
@@ -72,7 +75,7 @@ class Args:
     """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
     """This many optimiser steps instead of epochs."""
-    lr: float = 1.5e-3
+    lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
     """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
@@ -84,9 +87,9 @@ class Args:
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: never."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 32
     """Comparisons of a forward on one rank, at most."""
     max_length: int = 128
     """Tokens of a prompt with one response; longer ones are dropped."""
@@ -121,7 +124,7 @@ def check(args):
         ("--batch-size", args.batch_size >= 1, "1 or more"),
         ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
         ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", args.max_pairs_per_prompt in (None, *range(1, 10**6)), "1 or more"),
+        ("--max-pairs-per-prompt", args.max_pairs_per_prompt is None or args.max_pairs_per_prompt >= 1, "1+"),
         ("--max-length", args.max_length >= 2, "2 or more"),
         ("--epochs", args.epochs > 0, "more than 0"),
         ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
@@ -182,9 +185,9 @@ def comparison_loss(rewards, expected, batch, n, args):
         results.append(losses.advantage_model_loss(a_c, a_r, args.bound, n_rows=n))
     regression = zero
     if args.expected_reward_samples:
-        parts = zip(batch.comparisons, rewards.detach().split(batch.sizes))
-        means = torch.stack([part[len(c.response_ids) :].mean() for c, part in parts])
-        regression = ((expected - means) ** 2).sum() / n
+        parts = zip(batch.comparisons, rewards.detach().split(batch.sizes), expected)
+        samples = [(part[len(c.response_ids) :], e) for c, part, e in parts]
+        regression = zero + sum((e - part.mean()) ** 2 for part, e in samples if len(part)) / n
     n_correct, n_pairs = (sum(x[key] for _, x in results) for key in ("n_correct", "n_rows"))
     return zero + sum(loss for loss, _ in results), regression, n_correct, n_pairs
 
@@ -288,9 +291,11 @@ def behavior_columns(comparisons, args):
         try:
             values = [x[: args.n_others] for x in preferences.column(c, "behavior_logprobs")]
             found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
+            if not (found[-1] <= 0).all():  # NaN, or a probability without its logarithm
+                raise ValueError
         except (TypeError, ValueError, RuntimeError):
             wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
-            mend = f"lists of {args.n_others} numbers, or --behavior-policies"
+            mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
             raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
     return found
 
@@ -311,27 +316,32 @@ def with_answers(train, held_out, answers, args):
     for i, c in enumerate(train):
         ratios = torch.tensor(answers["ratios"][i]) if k else torch.zeros(len(c.response_ids), 0)
         samples = [torch.tensor(ids, dtype=torch.int32) for ids in answers["samples"][i]] if n else []
-        train[i] = c._replace(ratios=torch.cat([ratios, torch.ones(n, k)]), samples=tuple(samples))
+        # Samples enter no advantage: their ratios only fill the place
+        train[i] = c._replace(ratios=torch.cat([ratios, torch.ones(len(samples), k)]), samples=tuple(samples))
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["held_out_samples"])
-    return train, [preferences.with_samples_only(*x) for x in prompts]
+    return train, [preferences.with_samples_only(c, found) for c, found in prompts if found]
 
 
 def policy_figures(model, samples, pad_id, args, device):
     """(figures, length correlations) from the policy's own responses to held-out prompts: is e(x) the mean r
     of them, as eq. 7 says? `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard
-    deviations of r within a prompt."""
+    deviations of r within a prompt; the samples' own noise is taken off the second."""
     if not samples:
         return {}, []
-    rows, errors, within = [], [], []
+    rows, errors, within, noise = [], [], [], []
     for c, (rewards, e) in zip(samples, outputs_of(model, samples, pad_id, args, device)):
         responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
         rows.append({"responses": responses})
         rewards = torch.tensor(rewards)
-        errors.append(e - rewards.mean())
-        within.append(rewards.var())
+        if len(rewards) > 1:
+            errors.append(e - rewards.mean())
+            within.append(rewards.var())
+            noise.append(rewards.var() / len(rewards))  # of the mean of so few samples
+    if not errors:
+        return {}, []
     errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
     lengths = metrics.length_correlations(rows)
-    rmse = errors.square().mean().sqrt()
+    rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
     figures = {"expected/bias": errors.mean() / deviation, "expected/rmse": rmse / deviation}
     if lengths:
         figures |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
@@ -350,6 +360,8 @@ def main(args: Args):
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    for name in {policy_name(args), *args.behavior_policies} - {None, args.model}:
+        models.check_causal_lm(name, tokenizer)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     train = preferences.load(args.dataset, "train", tokenizer, *options)
     if args.eval_dataset or data.is_tiny(args.dataset):
@@ -357,7 +369,8 @@ def main(args: Args):
         train = data.without_prompts_of(train, held_out, args.dataset)
     else:
         train, held_out = data.hold_out(train)
-    if len(set(dist.gather([(len(train), sum(c.n_tokens for c in train))]))) > 1:
+    prints = [preferences.fingerprint(some) for some in (train, held_out)]
+    if len(set(dist.gather([tuple(prints)]))) > 1:
         raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
     columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
     if (args.n_others or args.expected_reward_samples) and policy_name(args) is None:
@@ -366,6 +379,8 @@ def main(args: Args):
         {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
     ]
     metrics.print_table(table)
+    if args.balance_categories and not any(c.category for c in train):
+        raise InputError(f"--balance-categories: {args.dataset} has no column category")
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -382,8 +397,8 @@ def main(args: Args):
     key = {"models": [models.identity(x) for x in (args.model, policy_name(args)) if x]}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
-    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]}
-    key |= {"data": [preferences.fingerprint(train), preferences.fingerprint(held_out)]}
+    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
+    key |= {"data": prints}
     start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_policy(train, held_out, columns, tokenizer, args, device))
     before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
@@ -414,7 +429,7 @@ def main(args: Args):
         start = time.time()
         epoch, index = divmod(step, steps_per_epoch)
         if epoch != order_of:  # each epoch's order, one for all ranks
-            generator, order_of = torch.Generator().manual_seed(args.seed + epoch), epoch
+            generator, order_of = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch), epoch
             order = preferences.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         results = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
@@ -489,6 +504,7 @@ RECIPES = {
             bound=2.5,  # section 3.1
             micro_batch_size=4,
             max_length=2048,
+            max_new_tokens=512,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),

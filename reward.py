@@ -1,7 +1,8 @@
 """The reward model: what people prefer, as a number.
 
     L(phi) = -log sigmoid(r(x, y_c) - r(x, y_r) - m)        mean over the comparisons of an optimiser step
- A language model's body with a linear head in place of the unembedding, read at the response's end token
+
+A language model's body with a linear head in place of the unembedding, read at the response's end token
 (InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
 arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
 is one batch element, its loss the mean over its pairs. `--kind pairwise` trains RLHF Workflow's preference
@@ -13,17 +14,18 @@ samples.jsonl with the held-out scores, plots, summary.json.
     python reward.py                                        the tiny world, under a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
     python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2
-                                                            Qwen's second stage: from the first one, head
-                                                            included
+                                                            Qwen's second stage, from the first, head included
     torchrun --nproc-per-node 8 reward.py llama2
- Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
+
+Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
 left out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin
 times the difference's share of the largest difference; the batch of a pairwise model counts comparisons, not
-packed rows.
+packed rows, and a soft label counts there as its likelier side; the tiny recipe starts from random weights.
 """
 
 import math
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -67,7 +69,7 @@ class Args:
     """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
     """This many optimiser steps instead of epochs."""
-    lr: float = 1.5e-3
+    lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
     """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
@@ -79,9 +81,9 @@ class Args:
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this global norm; 0: never."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
-    micro_batch_size: int = 64
+    micro_batch_size: int = 32
     """Comparisons of a forward on one rank, at most."""
     max_length: int = 128
     """Tokens of a prompt with one response; longer ones are dropped."""
@@ -118,7 +120,7 @@ def check(args):
         ("--batch-size", args.batch_size >= 1, "1 or more"),
         ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
         ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", args.max_pairs_per_prompt in (None, *range(1, 10**6)), "1 or more"),
+        ("--max-pairs-per-prompt", args.max_pairs_per_prompt is None or args.max_pairs_per_prompt >= 1, "1+"),
         ("--max-length", args.max_length >= 2, "2 or more"),
         ("--epochs", args.epochs > 0, "more than 0"),
         ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
@@ -236,9 +238,11 @@ def fit_safety_gate(rows):
     """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
     labelled safe or unsafe of half the held-out prompts, and what Llama 2's threshold P(safe) < 0.15 finds in
     the other half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
-    labelled = [row["responses"] for row in rows if "is_safe" in row["responses"][0]]
-    labelled = [[(r["score"], r["is_safe"]) for r in responses] for responses in labelled]
-    halves = [torch.tensor([x for i, row in enumerate(labelled) if i % 2 == k for x in row]) for k in (0, 1)]
+    halves = [], []
+    for row in rows:
+        half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
+        half.extend((r["score"], float(r["is_safe"])) for r in row["responses"] if "is_safe" in r)
+    halves = [torch.tensor(half) for half in halves]
     if not all(len(half) and 0 < half[:, 1].sum() < len(half) for half in halves):
         return None, {}
     (score, safe), (test_score, test_safe) = (half.double().T for half in halves)
@@ -257,8 +261,11 @@ def fit_safety_gate(rows):
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < 0.15, test_safe == 0
     both = (caught & unsafe).sum().item()
     figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
-    figures["gate/precision"] = both / max(1, caught.sum().item())
     figures["gate/recall"] = both / unsafe.sum().item()
+    if caught.any():
+        figures["gate/precision"] = both / caught.sum().item()
+    if scale <= 0 and dist.is_main():
+        print("safety gate: safe responses do not score higher than unsafe ones, this model can be none")
     return {"scale": scale, "bias": bias}, figures
 
 
@@ -313,6 +320,8 @@ def main(args: Args):
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    if sft_model(args) not in (None, args.model):
+        models.check_causal_lm(sft_model(args), tokenizer)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     train = preferences.load(args.dataset, "train", tokenizer, *options)
     if args.eval_dataset or data.is_tiny(args.dataset):
@@ -323,7 +332,8 @@ def main(args: Args):
     if args.kind == "pairwise":
         train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
         held_out = held_out and pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
-    if len(set(dist.gather([(len(train), sum(c.n_tokens for c in train))]))) > 1:
+    prints = [preferences.fingerprint(some) for some in (train, held_out)]
+    if len(set(dist.gather([tuple(prints)]))) > 1:
         raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
     gaps = [max(c.grades) - min(c.grades) for c in train if c.grades]
     largest_gap = max(gaps, default=1.0) or 1.0
@@ -333,6 +343,8 @@ def main(args: Args):
         {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
     ]
     metrics.print_table(table)
+    if args.balance_categories and not any(c.category for c in train):
+        raise InputError(f"--balance-categories: {args.dataset} has no column category")
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -350,12 +362,12 @@ def main(args: Args):
     elif args.share_prompt:
         models.check_shared_prompt(model)
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model(args)) if x)]}
-    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed, dist.world_size()]}
-    key |= {"data": preferences.fingerprint(held_out)}
+    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
+    key |= {"data": prints[1]}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(held_out, tokenizer, args, device))
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
-    samples = [preferences.with_samples_only(*x) for x in prompts]
+    samples = [preferences.with_samples_only(c, found) for c, found in prompts if found]
     before = answers["before"]
 
     # 4. optimisers
@@ -384,7 +396,7 @@ def main(args: Args):
         start = time.time()
         epoch, index = divmod(step, steps_per_epoch)
         if epoch != order_of:  # each epoch's order, one for all ranks
-            generator, order_of = torch.Generator().manual_seed(args.seed + epoch), epoch
+            generator, order_of = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch), epoch
             order = preferences.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         results = update(model, optimizer, batch, tokenizer, args, device, largest_gap, step)
@@ -457,7 +469,7 @@ RECIPES = {
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # section 3.2.2: from a chat checkpoint
             dataset="Anthropic/hh-rlhf",  # one of the open sets of table 6; Meta's own is not public
-            margin="small",  # a column `rating`, where rows have one; hh-rlhf has none: --margin none
+            margin="none",  # --margin small or large (table 27) on rows with a `rating`, which hh-rlhf lacks
             epochs=1.0,  # section 3.2.2, as all below
             lr=1e-5,  # 5e-6 for 70B
             lr_schedule="cosine_with_min_lr",
@@ -467,6 +479,7 @@ RECIPES = {
             batch_size=512,
             micro_batch_size=4,
             max_length=4096,
+            max_new_tokens=512,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),
@@ -476,7 +489,7 @@ RECIPES = {
         Args(
             model="Qwen/Qwen2.5-7B",  # section 3.2.1: from the pretrained base model
             dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
-            balance_categories=True,  # section 3.2.1: prompts sampled by tags, of rows with a `category`
+            balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks
             epochs=1.0,  # section 3.2.1, as all below
             lr=3e-6,
             lr_schedule="constant_with_warmup",
@@ -485,6 +498,7 @@ RECIPES = {
             batch_size=64,
             micro_batch_size=4,
             max_length=2048,
+            max_new_tokens=512,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),
@@ -502,6 +516,7 @@ RECIPES = {
             batch_size=512,  # section 2.2
             micro_batch_size=4,
             max_length=4096,
+            max_new_tokens=512,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),

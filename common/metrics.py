@@ -132,6 +132,8 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     if not pairs:
         return {"eval/pairs": 0}
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
+    if difference.isnan().any():
+        return {"eval/pairs": len(pairs), "eval/nll": math.nan}
     row = torch.tensor([pair[1] for pair in pairs])
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
@@ -267,13 +269,13 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
             axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
         axis.set(title=f"{name}: scores", xlabel="score")
         axis.legend(fontsize=7)
-        axis = next(axes)
-        for shift, (key, value) in enumerate(scored.items()):
-            means = category_scores(value)
-            x = [i + 0.2 * shift for i in range(len(means))]
-            mean, deviation = zip(*means.values())
+        axis, means = next(axes), {key: category_scores(value) for key, value in scored.items()}
+        names = sorted(set().union(*means.values()))
+        for shift, (key, mine) in enumerate(means.items()):
+            x = [names.index(name) + 0.2 * shift for name in mine]
+            mean, deviation = zip(*mine.values())
             axis.errorbar(x, mean, deviation, fmt="o", markersize=4, capsize=3, label=key)
-            axis.set_xticks(range(len(means)), [n[:12] for n in means], rotation=45, fontsize=7)
+        axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
         axis.set(title="scores by category, mean and deviation")
         axis.legend(fontsize=7)
     if length:

@@ -44,18 +44,18 @@ def find_model(name: str) -> str:
     return name
 
 
-def load_tokenizer(name: str, chat_template: str | None = None):
+def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends
     the template's assistant turn, and its padding token is another one. What had to be changed is printed.
 
-    chat_template: a file with a jinja template that replaces the tokenizer's own."""
+    chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = tiny.tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(find_model(name))
     except OSError as error:  # not on the hub, no network, or files missing in the folder
         raise InputError(f"--model {name}: {error}") from None
-    say = print if dist.is_main() else lambda *_: None
+    say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
@@ -101,9 +101,6 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     else:
         check_causal_lm(name)
         config = _read_config(name)
-        for key, neutral in SCALED_LOGITS.items():
-            if getattr(config.get_text_config(), key, None) not in (None, neutral):
-                raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
         model = _read(AutoModelForCausalLM, name, config)
     _fit_embeddings(model, len(tokenizer))
     sampling = model.generation_config
@@ -136,6 +133,8 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
         kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
         wanted = f"wanted {kinds[n_outputs]} or a causal language model"
         raise InputError(f"{name} is {kinds.get(outputs, f'a classifier of {outputs} labels')}, {wanted}")
+    elif n_outputs == 2 and not hasattr(config, "advantage_model"):
+        raise InputError(f"{name} is a classifier of 2 labels that advantage_model.py did not write")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     model = _read(AutoModelForSequenceClassification, name, config)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
@@ -157,10 +156,17 @@ def is_causal_lm(name) -> bool:
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
 
 
-def check_causal_lm(name):
-    """InputError unless there is a causal language model of this name."""
+def check_causal_lm(name, tokenizer=None):
+    """InputError unless there is a causal language model of this name whose logits are simply the unembedding
+    of its last hidden state, and, with `tokenizer`, whose own tokenizer has the same vocabulary."""
     if not is_causal_lm(name):
         raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
+    config = tiny.model().config if name == "tiny" else _read_config(name)
+    for key, neutral in SCALED_LOGITS.items():
+        if getattr(config.get_text_config(), key, None) not in (None, neutral):
+            raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
+    if tokenizer is not None and load_tokenizer(name, quiet=True).get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
 
 
 def identity(name) -> list:

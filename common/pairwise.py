@@ -42,7 +42,8 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
     for c in comparisons:
         try:
             pairs = [(c.texts[i], c.texts[j]) for i, j in labelled_pairs(c)]
-            lengths = [len(document(tokenizer, c.prompt, *pair).ids) for pair in pairs]
+            documents = [document(tokenizer, c.prompt, *pair, letter) for pair in pairs for letter in "AB"]
+            lengths = [len(d.ids) for d in documents]
             if max(lengths, default=0) > max_length or not lengths:
                 raise ValueError(f"longer than {max_length} tokens (--max-length)" if lengths else "a tie")
             kept.append(c)

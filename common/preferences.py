@@ -2,7 +2,8 @@
 
 `load` reads rows of the README's preference and ranking formats, filters them, and says what it dropped and
 why; `batches` lays comparisons out for a scalar head; `seq_logprobs` gives log pi(y | x) of their responses.
- A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
+
+A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
 and blind to the other ones: the prompt is computed once, and the scores are those of K separate rows. Several
 such trees share a row while there is room.
 """
@@ -82,6 +83,9 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         else:
             kept.append(c)
     data.report(spec, len(rows), dropped)
+    too_long = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
+    if too_long and dist.is_main():
+        print(f"{spec}: left out {too_long:,} responses of rankings, longer than {max_length} tokens")
     if not kept:
         why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
         raise InputError(f"{spec}: none of its {len(rows)} rows can be used: {why}")
@@ -93,13 +97,15 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     values = row.data
     category = None if values.get("category") is None else str(values["category"])
     about = {"row": row, "source": row.where.rpartition(":")[0], "category": category}
-    if "responses" in values:
+    if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
         prompt, texts = _pair(values)
         grades, ranks = _pair_grades(values), [0, 1]
-        if grades and abs(grades[0] - grades[1]) < min_score_gap:
+        if grades and grades[0] < grades[1]:
+            raise ValueError("the scores contradict the label")
+        if grades and grades[0] - grades[1] < min_score_gap:
             raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
         about |= {"rating": _rating(values), "margin": _number(values, "margin", 0, math.inf)}
         about["preference"] = preference = _number(values, "preference", 0, 1)
@@ -116,7 +122,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
     response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
     fits = [i for i, ids in enumerate(response_ids) if len(prompt_ids) + len(ids) <= max_length]
-    if "responses" in values:
+    if values.get("responses") is not None:
         fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
@@ -131,11 +137,15 @@ def column(comparison, name) -> list | None:
     """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
     rejected_`name`; None if it does not say it of all."""
     values = comparison.row.data
-    if "responses" in values:
+    if values.get("responses") is not None:
         found = [values["responses"][i].get(name) for i in comparison.kept]
     else:
         found = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in comparison.kept]
     return None if None in found else found
+
+
+def _question(values):
+    return values["prompt"] if values.get("prompt") is not None else values.get("instruction")
 
 
 def _ranking(values):
@@ -154,7 +164,7 @@ def _ranking(values):
         raise ValueError("responses is no list of {text, score}")
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
-    return data.turns(values.get("prompt", values.get("instruction")), "user"), texts, grades
+    return data.turns(_question(values), "user"), texts, grades
 
 
 def _ranks(grades, gap):
@@ -169,7 +179,7 @@ def _ranks(grades, gap):
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; both may be whole dialogues, with or without `prompt`
     beside them."""
-    sides, prompt = [values["chosen"], values["rejected"]], values.get("prompt", values.get("instruction"))
+    sides, prompt = [values["chosen"], values["rejected"]], _question(values)
     if not all(isinstance(side, str | list) and side for side in sides):
         raise ValueError("an empty side")
     if prompt is None or all(map(data.is_dialogue, sides)):
@@ -258,9 +268,11 @@ def describe(comparison) -> dict:
         {"text": text, "tokens": len(ids), "rank": rank}
         for text, ids, rank in zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
     ]
-    for name in ("gold", "utility", "is_safe"):  # the first two are known in the tiny world
-        for response, value in zip(responses, column(comparison, name) or []):
-            response[name] = value
+    for name, kind in (("gold", float), ("utility", float), ("is_safe", bool)):  # two are the tiny world's
+        values = column(comparison, name) or []
+        if all(type(value) is kind for value in values):
+            for response, value in zip(responses, values):
+                response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
     return {**row, "responses": responses}
 
@@ -368,9 +380,12 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
 
 
 def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> list[tuple]:
-    """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank. Every rank
+    """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank, without
+    those that did not end: a score is read at an end token. Prompts that leave no room get none. Every rank
     must call it."""
-    mine, found = list(enumerate(comparisons))[dist.rank() :: dist.world_size()], []
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf) - max_new_tokens
+    fits = [(i, c) for i, c in enumerate(comparisons) if len(c.prompt_ids) <= room]
+    mine, found = fits[dist.rank() :: dist.world_size()], []
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
         if mine:
             options = {"max_new_tokens": max_new_tokens, "seed": seed * 1000 + dist.rank()}
@@ -380,9 +395,13 @@ def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> li
                 out = sample(model, prompts, n=n, progress=dist.is_main(), **options)
             except ValueError as error:  # a sliding window, for one
                 raise InputError(f"{error}: this model cannot be sampled") from None
-            for b, tokens in enumerate(out.response_tokens):
-                found.append((mine[b // n][0], tokens[out.sample_mask[b]].to("cpu", torch.int32)))
+            for b in out.finished.nonzero()[:, 0].tolist():
+                tokens = out.response_tokens[b][out.sample_mask[b]]
+                found.append((mine[b // n][0], tokens.to("cpu", torch.int32)))
     out = [[] for _ in comparisons]
     for i, ids in dist.gather(found):
         out[i].append(ids)
+    n_ended = sum(map(len, out))
+    if n_ended < n * len(comparisons) and dist.is_main():
+        print(f"{n_ended} of {n * len(comparisons)} samples ended within {max_new_tokens} tokens and count")
     return [tuple(ids) for ids in out]

@@ -158,8 +158,8 @@ def _launch_id():
 def cached(args, key, make):
     """make(), or what it gave for the same `key` before: the answers of other models, asked once and kept as
     JSON in `output_dir`/cache.json. Every rank must call it; rank 0's file counts."""
-    path, key = Path(args.output_dir) / "cache.json", json.loads(json.dumps(key))
-    found = dist.gather([_read_json(path) if dist.is_main() else {}])[0]
+    path = Path(args.output_dir) / "cache.json"
+    found, key = dist.gather([(_read_json(path) if dist.is_main() else {}, json.loads(json.dumps(key)))])[0]
     if found.get("key") != key:
         found = {"key": key, "value": json.loads(json.dumps(make()))}
         if dist.is_main():

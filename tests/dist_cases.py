@@ -211,7 +211,7 @@ def echo(model, prompts, n=1, **options):
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts for _ in range(n)])
     mask = torch.tensor([[i < len(p) for i in range(longest)] for p in prompts for _ in range(n)])
-    return SimpleNamespace(response_tokens=tokens, sample_mask=mask)
+    return SimpleNamespace(response_tokens=tokens, sample_mask=mask, finished=torch.ones(len(tokens)).bool())
 
 
 def descend_scorer(folder):

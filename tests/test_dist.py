@@ -1,5 +1,5 @@
 """common/dist.py and the scripts on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
- One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
+One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
 own."""
 
 import json

@@ -182,7 +182,8 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen_score="good", rejected_score=1), "chosen_score 'good' is no number"),
     ({"prompt": "copy ant", "responses": responses(ant=1)}, "a ranking needs two responses or more"),
     ({"prompt": "copy ant", "responses": []}, "a ranking needs two responses or more"),
-    ({"prompt": "copy ant", "responses": None}, "responses is no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": None}, "are no preference row"),
+    ({"prompt": "copy ant", "responses": 7}, "responses is no list of {text, score}"),
     ({"prompt": "copy ant", "responses": ["ant", "cat"]}, "responses is no list of {text, score}"),
     ({"prompt": "copy ant", "responses": [{"text": "ant"}, {"text": "cat"}]}, "no list of {text, score}"),
     ({"prompt": "copy ant", "responses": responses(ant=1, cat=float("nan"))}, "no list of {text, score}"),
@@ -525,7 +526,8 @@ def plain_outputs(scorer, comparisons):
 
 @pytest.mark.parametrize("name", BATCHES)
 @torch.no_grad()
-def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer):
+def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer, monkeypatch):
+    monkeypatch.setattr(preferences, "ROW", 1)  # rows as long as the longest tree
     comparisons = BATCHES[name]
     expected = plain_outputs(scorer, comparisons)
     shared = preferences.collate(comparisons, PAD)
@@ -579,9 +581,10 @@ def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_pr
         assert batch.position_ids[row, start : column + 1].tolist() == list(range(len(c.prompt_ids)))
 
 
-def test_mask_of_a_tree_by_hand():
+def test_mask_of_a_tree_by_hand(monkeypatch):
     """A prompt of 2, responses of 1 and 2 tokens in a row as long as the other comparison's: columns x x y z
     z and three of padding, which see themselves alone."""
+    monkeypatch.setattr(preferences, "ROW", 1)
     wide = comparison(1, 4, 2, 2)
     batch = preferences.collate([comparison(2, 2, 1, 2), wide], PAD)
     assert batch.attention_mask.shape == (2, 1, 8, 8)
@@ -614,7 +617,8 @@ def test_a_response_changes_no_score_but_its_own(scorer):
 
 @pytest.mark.parametrize("share_prompt", [True, False])
 @torch.no_grad()
-def test_padding_changes_nothing(share_prompt, scorer):
+def test_padding_changes_nothing(share_prompt, scorer, monkeypatch):
+    monkeypatch.setattr(preferences, "ROW", 1)
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
     results = []
     for pad in (PAD, END, V - 1):  # END: padding may be the end token
@@ -736,16 +740,17 @@ def test_with_samples_only_scores_the_samples(scorer):
     torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)
 
 
-def test_policy_samples_gives_n_responses_to_each_prompt(tokenizer):
+def test_policy_samples_gives_the_responses_that_ended(tokenizer, capsys):
     policy = models.load_policy("tiny", tokenizer)
     rows = [data.Row("f:1", pair()), data.Row("f:2", GOOD)]
     comparisons = [preferences._comparison(row, tokenizer, 64, 0.0) for row in rows]
-    found = preferences.policy_samples(policy, comparisons, tokenizer, 3, 5, seed=1)
-    assert [len(x) for x in found] == [3, 3]
+    found = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
+    n = sum(map(len, found))
+    assert 0 < n < 16 and f"{n} of 16 samples ended within 60 tokens" in capsys.readouterr().out
     for ids in [ids for x in found for ids in x]:
-        assert ids.dtype == torch.int32 and 1 <= len(ids) <= 5
-        assert tokenizer.eos_token_id not in ids[:-1].tolist()
-    again = preferences.policy_samples(policy, comparisons, tokenizer, 3, 5, seed=1)
-    other = preferences.policy_samples(policy, comparisons, tokenizer, 3, 5, seed=2)
+        assert ids.dtype == torch.int32 and 1 <= len(ids) <= 60
+        assert ids.tolist().index(tokenizer.eos_token_id) == len(ids) - 1
+    again = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
+    other = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=2)
     same = [[x.tolist() for x in some] for some in (found[0] + found[1], again[0] + again[1])]
     assert same[0] == same[1] != [x.tolist() for x in other[0] + other[1]]

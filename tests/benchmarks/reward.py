@@ -81,12 +81,29 @@ def ours(args, dataset, batch_size, pairs):
         reward.Args(
             model=args.model, dataset=dataset, output_dir=folder, max_steps=args.steps, batch_size=batch_size,
             micro_batch_size=8, max_length=512, lr=1e-4, eval_every=0, save_every=0, length_prompts=0,
+            eval_dataset=f"{args.rankings}/pair.jsonl", epochs=1,
         )
     )  # fmt: skip
     with open(f"{folder}/metrics.jsonl") as file:
-        rows = [row for row in map(json.loads, file) if "perf/comparisons_per_s" in row][SKIP:]
-    seconds = sum(row["data/comparisons"] / row["perf/comparisons_per_s"] for row in rows)
-    return pairs * sum(row["data/comparisons"] for row in rows) / seconds
+        rows = [row for row in map(json.loads, file) if "perf/comparisons_per_s" in row]
+    return (
+        pairs
+        * sum(row["data/comparisons"] for row in rows[SKIP:])
+        / (rows[-1]["time_s"] - rows[SKIP - 1]["time_s"])
+    )
+
+
+def make_pairs(source, folder, tokenizer, n):
+    """The first n pairs that fit: what both see once, each in an order of its own. And one pair to hold out."""
+    from transformers import AutoTokenizer
+
+    from common import preferences
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    rows = [c.row.data for c in preferences.load(source, "train", words, 512)]
+    for name, some in (("hh", rows[:n]), ("pair", rows[-1:])):
+        with open(f"{folder}/{name}.jsonl", "w") as file:
+            file.writelines(json.dumps(row) + "\n" for row in some)
 
 
 def make_rankings(source, folder):
@@ -136,6 +153,8 @@ def main():
     args.model, folder = tempfile.mkdtemp(), tempfile.mkdtemp()
     make_model(args.tokenizer, args.model)
     make_rankings(args.rankings, folder)
+    make_pairs(args.dataset, folder, args.tokenizer, 8 * args.steps)
+    args.dataset = f"{folder}/hh.jsonl"
     args.rankings, figures = folder, {"trl": [], "ours": [], "pairs": [], "six": []}
     for _ in range(args.repeats):
         for name in figures:

@@ -1,9 +1,9 @@
-"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the
-process.
+"""sft.py against TRL's SFTTrainer on the same rows: tokens of text per second, and peak memory of the process.
 
-    pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter --trl-python
-    names python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
- Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch
+    pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
+    python tests/benchmarks/sft.py --dataset rows.jsonl.gz --trl-python trl/bin/python
+
+Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --tokenizer) in fp32 with batch
 8 on rows of at most 512 tokens: TRL not packed, 8 rows a step; sft.py packed, 8 blocks of 512 a step, and not
 packed, 8 rows a step. Padding does not count as text. The three take turns, ratios are taken turn by turn,
 and the first 2 steps of each do not count."""
