@@ -248,7 +248,9 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
         return
     name, rows = next(iter(runs.items()))
     scored = {key: value for key, value in runs.items() if "differences" not in value[0]}
-    panels = 1 + (2 if name in scored else 0) + bool(length)
+    means = {key: category_scores(value) for key, value in scored.items()}
+    names = sorted(set().union(*means.values())) if name in scored else []
+    panels = 1 + (name in scored) + (len(names) > 1) + bool(length)
     figure, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 3.4), squeeze=False)
     axes = iter(axes[0])
     axis, widest = next(axes), 0.1
@@ -269,8 +271,8 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
             axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
         axis.set(title=f"{name}: scores", xlabel="score")
         axis.legend(fontsize=7)
-        axis, means = next(axes), {key: category_scores(value) for key, value in scored.items()}
-        names = sorted(set().union(*means.values()))
+    if len(names) > 1:
+        axis = next(axes)
         for shift, (key, mine) in enumerate(means.items()):
             x = [names.index(name) + 0.2 * shift for name in mine]
             mean, deviation = zip(*mine.values())

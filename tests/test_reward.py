@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from types import SimpleNamespace
 
 import processes
@@ -154,7 +155,9 @@ def test_the_text_classification_pipeline_gives_the_score(default):
 def test_the_safety_gate_is_in_the_config_and_catches_what_the_figures_say(default):
     gate = read_json(default.folder / "model" / "config.json")["safety_gate"]
     after, found = rows_of(default.folder, "gate/recall")[-1], []
-    for sample in read_jsonl(default.folder / "samples.jsonl")[1::2]:  # the half it was not fitted to
+    for sample in read_jsonl(default.folder / "samples.jsonl"):
+        if zlib.crc32(repr(sample["prompt"]).encode()) % 2 == 0:
+            continue  # the half it was fitted to
         for r in sample["responses"]:
             p_safe = 1 / (1 + math.exp(-gate["scale"] * r["score"] - gate["bias"]))
             found.append((p_safe < 0.15, not r["is_safe"]))
