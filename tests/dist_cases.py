@@ -449,7 +449,7 @@ def samples(folder):
         }
     finally:
         preferences.sample = plain
-    out["real"] = preferences.policy_samples(model, some, TOKENIZER, **options)
+    out["real"] = preferences.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
     return dist.gather([{k: v if isinstance(v, bool) else as_lists(v) for k, v in out.items()}])
