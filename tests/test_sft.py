@@ -150,7 +150,7 @@ def test_default_command_writes_the_summary_last(default):
 def test_default_command_lowers_the_held_out_loss(default):
     values = json.loads((default.folder / "summary.json").read_text())
     assert values["before"]["eval/nll"] == pytest.approx(
-        math.log(len(TOKENIZER)), abs=0.2
+        math.log(len(TOKENIZER)), abs=0.4
     )  # untrained: uniform
     assert values["after"]["eval/nll"] < values["before"]["eval/nll"] - 0.3
 
