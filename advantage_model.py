@@ -1,7 +1,7 @@
 """The Advantage Model: how much more a response gets than the policy is expected to get on its prompt.
 
     a(x, y) = r(x, y) - ((N - K) / N) e(x) - (1/N) sum_k rho_k(x, y) r(x, y),    rho_k = pi(y|x) / pi'_k(y|x)
-    L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)]      mean over comparisons
+    L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)], mean over comparisons
 
 "Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
 One head with two outputs: r is read at the response's end token, e, the expected reward of the policy (eq.
