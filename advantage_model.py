@@ -33,7 +33,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, preferences
-from common.run import InputError, cached, find_run, launch, start_run, write_json
+from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
 
 
 @dataclass
@@ -120,31 +120,7 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    for flag, right, wanted in (
-        ("--batch-size", args.batch_size >= 1, "1 or more"),
-        ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
-        ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", args.max_pairs_per_prompt is None or args.max_pairs_per_prompt >= 1, "1+"),
-        ("--max-length", args.max_length >= 2, "2 or more"),
-        ("--epochs", args.epochs > 0, "more than 0"),
-        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
-        ("--lr", args.lr >= 0, "0 or more"),
-        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
-        ("--min-warmup-steps", args.min_warmup_steps >= 0, "0 or more"),
-        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
-        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
-        ("--eval-every", args.eval_every >= 0, "0 or more"),
-        ("--save-every", args.save_every >= 0, "0 or more"),
-        ("--length-prompts", args.length_prompts >= 0, "0 or more"),
-        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
-        ("--bound", args.bound > 0, "more than 0"),
-        ("--n-others", args.n_others >= 0, "0 or more"),
-        ("--n-policies", n_policies(args) > args.n_others, "more than --n-others"),
-        ("--ratio-clip", 0 < args.ratio_clip, "more than 0"),
-        ("--expected-reward-samples", args.expected_reward_samples >= 0, "0 or more"),
-    ):
-        if not right:
-            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
+    check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
     if args.n_others * args.ratio_clip >= n_policies(args):
         raise InputError(
             f"--n-others {args.n_others} times --ratio-clip {args.ratio_clip} reaches --n-policies "
@@ -242,32 +218,18 @@ def evaluate(model, held_out, pad_id, args, device):
     return metrics.pair_figures(rows), rows
 
 
-def policy_name(args):
-    if args.policy or args.model == "tiny":
-        return args.policy or "runs/sft"
-    return args.model if models.is_causal_lm(args.model) else None
-
-
-def from_policy(train, held_out, columns, tokenizer, args, device):
+def from_policy(name, train, held_out, columns, tokenizer, args, device):
     """What other models are asked for before training, as JSON for run.cached: baselines on the held-out
     pairs (`before`), `ratios` (comparisons, responses, K), `samples` for the regression of e and
     `held_out_samples`, 8 responses to each of some prompts."""
-    name = policy_name(args)
-    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
-    lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
-    by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
-    answers = {"before": {"baseline/length_accuracy": by_length} if pairs else {}}
-    answers |= {"ratios": [], "samples": [], "held_out_samples": []}
-    if name is None:
-        return answers
     if args.behavior_policies:
         columns = behavior_logprobs(train, tokenizer, args, device)
-    policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
+    policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-    logprobs = preferences.seq_logprobs(policy, held_out, *ask)
-    by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
-    if pairs:
-        answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
+    answers = {"before": preferences.baselines(policy, held_out, *ask)}
+    answers |= {"ratios": [], "samples": [], "held_out_samples": []}
+    if policy is None:
+        return answers
     if args.n_others:
         ours = preferences.seq_logprobs(policy, train, *ask)
         ratios = [(x[:, None] - y).exp() for x, y in zip(ours, columns)]
@@ -343,8 +305,7 @@ def policy_figures(model, samples, pad_id, args, device):
     lengths = metrics.length_correlations(rows)
     rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
     figures = {"expected/bias": errors.mean() / deviation, "expected/rmse": rmse / deviation}
-    if lengths:
-        figures |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
+    figures |= metrics.length_figures(lengths)
     return {key: float(value) for key, value in figures.items()}, lengths
 
 
@@ -355,13 +316,12 @@ def main(args: Args):
     state = find_run(args)
     if state == "finished":
         return
-    for name in filter(None, (policy_name(args), *args.behavior_policies)):
-        models.check_causal_lm(name)
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    for name in {policy_name(args), *args.behavior_policies} - {None, args.model}:
-        models.check_causal_lm(name, tokenizer)
+    policy = models.sft_model(args.model, args.policy)
+    for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
+        models.check_causal_lm(name, tokenizer if name != args.model else None)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     train = preferences.load(args.dataset, "train", tokenizer, *options)
     if args.eval_dataset or data.is_tiny(args.dataset):
@@ -373,11 +333,9 @@ def main(args: Args):
     if len(set(dist.gather([tuple(prints)]))) > 1:
         raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
     columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
-    if (args.n_others or args.expected_reward_samples) and policy_name(args) is None:
+    if (args.n_others or args.expected_reward_samples) and policy is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
-    table = preferences.statistics(train) + [
-        {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
-    ]
+    table = preferences.statistics(train) + preferences.statistics(held_out, " (held out)")
     metrics.print_table(table)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
@@ -394,13 +352,14 @@ def main(args: Args):
     model = dist.shard(model, device)
     if args.share_prompt:
         models.check_shared_prompt(model)
-    key = {"models": [models.identity(x) for x in (args.model, policy_name(args)) if x]}
+    key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
     key |= {"data": prints}
     start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
-    answers = cached(args, key, lambda: from_policy(train, held_out, columns, tokenizer, args, device))
+    ask = (policy, train, held_out, columns, tokenizer, args, device)
+    answers = cached(args, key, lambda: from_policy(*ask))
     before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
 
     # 4. optimisers

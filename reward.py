@@ -34,7 +34,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, pairwise, preferences
-from common.run import InputError, cached, find_run, launch, start_run, write_json
+from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
 
 MARGINS = {  # Llama 2, table 27: m by rating
     "small": dict(zip(preferences.RATINGS, (1, 2 / 3, 1 / 3, 0))),
@@ -116,27 +116,8 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    for flag, right, wanted in (
-        ("--batch-size", args.batch_size >= 1, "1 or more"),
-        ("--micro-batch-size", args.micro_batch_size >= 1, "1 or more"),
-        ("--min-score-gap", args.min_score_gap >= 0, "0 or more"),
-        ("--max-pairs-per-prompt", args.max_pairs_per_prompt is None or args.max_pairs_per_prompt >= 1, "1+"),
-        ("--max-length", args.max_length >= 2, "2 or more"),
-        ("--epochs", args.epochs > 0, "more than 0"),
-        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
-        ("--lr", args.lr >= 0, "0 or more"),
-        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
-        ("--min-warmup-steps", args.min_warmup_steps >= 0, "0 or more"),
-        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
-        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
-        ("--eval-every", args.eval_every >= 0, "0 or more"),
-        ("--save-every", args.save_every >= 0, "0 or more"),
-        ("--length-prompts", args.length_prompts >= 0, "0 or more"),
-        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
-        ("--margin", args.margin == "none" or args.kind != "pairwise", "none for --kind pairwise"),
-    ):
-        if not right:
-            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
+    margin = args.margin == "none" or args.kind != "pairwise"
+    check_flags(args, ("margin", margin, "none for --kind pairwise"))
 
 
 def margins(comparison, args, largest_gap):
@@ -269,30 +250,13 @@ def fit_safety_gate(rows):
     return {"scale": scale, "bias": bias}, figures
 
 
-def sft_model(args):
-    if args.sft_model or args.model == "tiny":
-        return args.sft_model or "runs/sft"
-    return args.model if models.is_causal_lm(args.model) else None
-
-
-def from_sft_model(held_out, tokenizer, args, device):
-    """What the SFT model is asked for before training, as JSON for run.cached: accuracy on the held-out pairs
-    of two scores that a reward model must beat, length and its log probability (`before`), and `samples`, 8
-    responses to each of some held-out prompts."""
-    name = sft_model(args)
-    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in preferences.labelled_pairs(c)]
-    lengths = [[len(ids) for ids in c.response_ids] for c in held_out]
-    by_length = metrics.accuracy(lengths[i][a] - lengths[i][b] for i, a, b in pairs)
-    answers = {"before": {"baseline/length_accuracy": by_length} if pairs else {}, "samples": []}
-    if name is None or not held_out:
-        return answers
-    policy = dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
+def from_sft_model(name, held_out, tokenizer, args, device):
+    """What the SFT model is asked for before training, as JSON for run.cached: baselines on the held-out
+    pairs (`before`) and `samples`, 8 responses to each of some held-out prompts."""
+    policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-    logprobs = preferences.seq_logprobs(policy, held_out, *ask)
-    by_logprob = metrics.accuracy(logprobs[i][a] - logprobs[i][b] for i, a, b in pairs)
-    if pairs:
-        answers["before"]["baseline/sft_logprob_accuracy"] = by_logprob
-    if args.length_prompts and args.kind == "bradley_terry":
+    answers = {"before": preferences.baselines(policy, held_out, *ask), "samples": []}
+    if policy and held_out and args.length_prompts and args.kind == "bradley_terry":
         prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
         found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
         answers["samples"] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
@@ -315,13 +279,12 @@ def main(args: Args):
     state = find_run(args)
     if state == "finished":
         return
-    if sft_model(args):
-        models.check_causal_lm(sft_model(args))
 
     # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    if sft_model(args) not in (None, args.model):
-        models.check_causal_lm(sft_model(args), tokenizer)
+    sft_model = models.sft_model(args.model, args.sft_model)
+    if sft_model:  # its vocabulary is compared, unless it is the model itself
+        models.check_causal_lm(sft_model, tokenizer if sft_model != args.model else None)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     train = preferences.load(args.dataset, "train", tokenizer, *options)
     if args.eval_dataset or data.is_tiny(args.dataset):
@@ -339,9 +302,7 @@ def main(args: Args):
     largest_gap = max(gaps, default=1.0) or 1.0
     for c in train:
         margins(c, args, largest_gap)  # a row without one is an error now, not in the middle of the run
-    table = preferences.statistics(train) + [
-        {**row, "data": f"{row['data']} (held out)"} for row in preferences.statistics(held_out)
-    ]
+    table = preferences.statistics(train) + preferences.statistics(held_out, " (held out)")
     metrics.print_table(table)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
@@ -361,11 +322,11 @@ def main(args: Args):
         models.check_packing(model)
     elif args.share_prompt:
         models.check_shared_prompt(model)
-    key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model(args)) if x)]}
+    key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
     key |= {"data": prints[1]}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
-    answers = cached(args, key, lambda: from_sft_model(held_out, tokenizer, args, device))
+    answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
     samples = [preferences.with_samples_only(c, found) for c, found in prompts if found]
     before = answers["before"]
@@ -431,8 +392,7 @@ def main(args: Args):
     if args.kind == "bradley_terry":
         after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
         lengths = length_correlations(model, samples, tokenizer, args, device)
-        if lengths:
-            after |= {"length/correlation": sum(lengths) / len(lengths), "length/prompts": len(lengths)}
+        after |= metrics.length_figures(lengths)
         gate, figures = fit_safety_gate(rows)
         after |= figures
         vars(model.config).pop("safety_gate", None)  # a first stage's, for other scores

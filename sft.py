@@ -25,7 +25,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, tiny
-from common.run import InputError, find_run, launch, start_run, write_json
+from common.run import InputError, check_flags, find_run, launch, start_run, write_json
 from common.sampler import sample
 
 
@@ -95,22 +95,7 @@ def check(args):
             f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
             f"--micro-batch-size {args.micro_batch_size}: try --batch-size {fit}"
         )
-    for flag, right, wanted in (
-        ("--max-length", args.max_length >= 2, "2 or more"),
-        ("--epochs", args.epochs > 0, "more than 0"),
-        ("--max-steps", args.max_steps is None or args.max_steps > 0, "1 or more"),
-        ("--lr", args.lr >= 0, "0 or more"),
-        ("--warmup-ratio", 0 <= args.warmup_ratio <= 1, "0 to 1"),
-        ("--weight-decay", args.weight_decay >= 0, "0 or more"),
-        ("--max-grad-norm", args.max_grad_norm >= 0, "0 or more"),
-        ("--eval-every", args.eval_every >= 0, "0 or more"),
-        ("--save-every", args.save_every >= 0, "0 or more"),
-        ("--sample-prompts", args.sample_prompts >= 0, "0 or more"),
-        ("--max-new-tokens", args.max_new_tokens >= 1, "1 or more"),
-        ("--temperature", args.temperature >= 0, "0 or more"),
-    ):
-        if not right:
-            raise InputError(f"{flag} {getattr(args, flag[2:].replace('-', '_'))}: wanted {wanted}")
+    check_flags(args)
 
 
 def make_blocks(documents, args):

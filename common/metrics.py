@@ -144,13 +144,13 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
     gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)
     gaps.index_put_((row, bins), correct - confidence, accumulate=True)
-    sizes = torch.bincount(row, minlength=len(rows)).double()
+    sizes = torch.bincount(row, minlength=len(rows))
     generator = torch.Generator().manual_seed(0)
     resampled = []
     for _ in range(n_bootstrap):
         draw = torch.randint(len(rows), (len(rows),), generator=generator)
         times = torch.bincount(draw, minlength=len(rows))  # how often each row was drawn
-        resampled.append(ece(times.double() @ gaps) / (times @ sizes.long()).clamp(min=1))
+        resampled.append(ece(times.double() @ gaps) / (times @ sizes).clamp(min=1))
     resampled = torch.stack(resampled)
     low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     floor = []
@@ -169,11 +169,13 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         "eval/ece_floor": torch.stack(floor).mean(),
     }
     for kind in ("source", "category"):
-        names = [str(r[kind]) for r in rows]
-        for name in sorted(set(names)) if len(set(names)) > 1 else []:
-            inside = torch.tensor([names[number] == name for number in row.tolist()])
-            figures[f"eval/accuracy/{name}"] = correct[inside].mean()
-            figures[f"eval/pairs/{name}"] = int(inside.sum())
+        names = sorted({str(r[kind]) for r in rows})
+        place = {name: i for i, name in enumerate(names)}
+        of_pair = torch.tensor([place[str(r[kind])] for r in rows])[row]
+        counts = torch.bincount(of_pair, minlength=len(names))
+        shares = torch.bincount(of_pair, correct, minlength=len(names)) / counts
+        for name, share, count in zip(names, shares, counts) if len(names) > 1 else ():
+            figures |= {f"eval/accuracy/{name}": share, f"eval/pairs/{name}": count}
     return {key: float(value) for key, value in figures.items()}
 
 
@@ -214,6 +216,12 @@ def length_correlations(rows) -> list[float]:
         tokens, scores = ([r[key] for r in row["responses"]] for key in ("tokens", "score"))
         found += [correlation(tokens, scores)] if len(tokens) > 2 else []
     return [value for value in found if not math.isnan(value)]
+
+
+def length_figures(correlations) -> dict[str, float]:
+    """length/correlation and length/prompts of length_correlations; of none, nothing."""
+    n = len(correlations)
+    return {"length/correlation": sum(correlations) / n, "length/prompts": n} if n else {}
 
 
 def category_scores(rows) -> dict[str, tuple[float, float]]:

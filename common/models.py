@@ -120,11 +120,8 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
       head. InputError if the model has a head of another kind or size."""
     from transformers import AutoModelForSequenceClassification
 
-    if name == "tiny":
-        config = tiny.model(seed).config
-        config.architectures = ["LlamaForCausalLM"]
-    else:
-        config = _read_config(name)
+    policy = tiny.model(seed) if name == "tiny" else None
+    config = policy.config if policy else _read_config(name)
     kind, outputs = _kind(config), config.num_labels
     if "ForSequenceClassification" not in kind:
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
@@ -140,8 +137,8 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
     if "ForSequenceClassification" not in kind and dist.is_main():
-        if name == "tiny":
-            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
+        if policy:
+            model.base_model.load_state_dict(policy.base_model.state_dict())
         with torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
             size = model.score.weight.shape[1]
@@ -156,13 +153,21 @@ def is_causal_lm(name) -> bool:
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
 
 
+def sft_model(model, given=None) -> str | None:
+    """The causal LM that a reward or advantage model is compared with: `given`, or, if nothing is, runs/sft
+    for the model tiny and else `model` itself, if it is one."""
+    if given or model == "tiny":
+        return given or "runs/sft"
+    return model if is_causal_lm(model) else None
+
+
 def check_causal_lm(name, tokenizer=None):
     """InputError unless there is a causal language model of this name whose logits are simply the unembedding
     of its last hidden state, and, with `tokenizer`, whose own tokenizer has the same vocabulary."""
     if not is_causal_lm(name):
         raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
-    config = tiny.model().config if name == "tiny" else _read_config(name)
-    for key, neutral in SCALED_LOGITS.items():
+    config = None if name == "tiny" else _read_config(name)
+    for key, neutral in SCALED_LOGITS.items() if config else ():
         if getattr(config.get_text_config(), key, None) not in (None, neutral):
             raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
     if tokenizer is not None and load_tokenizer(name, quiet=True).get_vocab() != tokenizer.get_vocab():

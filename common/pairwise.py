@@ -83,22 +83,19 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
         return []
     # The letters as they follow the opening of an answer, where " A" may be another token than "A"
     letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
-    rows = []
-    for i, (prompt, a, b) in enumerate(pairs):
-        for order in (0, 1):
-            d = document(tokenizer, prompt, *((a, b) if order == 0 else (b, a)))
-            rows.append((i, order, d.ids[:-1]))
-    rows.sort(key=lambda r: -len(r[2]))
+    rows = [
+        (i, order, document(tokenizer, prompt, *((a, b) if order == 0 else (b, a))))
+        for i, (prompt, a, b) in enumerate(pairs)
+        for order in (0, 1)
+    ]
+    rows.sort(key=lambda row: -len(row[2].ids))
     mine, found = rows[dist.rank() :: dist.world_size()], []
     for start in range(0, math.ceil(len(rows) / dist.world_size()), micro_batch_size):
         some = mine[start : start + micro_batch_size]
-        width = max((len(ids) for _, _, ids in some), default=1)
-        input_ids = torch.full((max(1, len(some)), width), tokenizer.pad_token_id)
-        for row, (_, _, ids) in enumerate(some):
-            input_ids[row, : len(ids)] = ids
-        ends = [len(ids) - 1 for _, _, ids in some]
+        input_ids = data.collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
+        ends = [len(d.ids) - 2 for _, _, d in some]  # the last token before the letter, which it does not see
         where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)
-        logprobs = model.next_token_logprobs(input_ids.to(device), where)[:, letters]  # (n, 2)
+        logprobs = model.next_token_logprobs(input_ids, where)[:, letters]  # (n, 2)
         p = torch.softmax(logprobs.double(), -1)[:, 0].tolist()  # p(A) / (p(A) + p(B))
         found += [(i, x if order == 0 else 1 - x) for (i, order, _), x in zip(some, p)]
     total = [0.0] * len(pairs)

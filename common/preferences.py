@@ -9,6 +9,7 @@ such trees share a row while there is room.
 """
 
 import collections
+import itertools
 import math
 import zlib
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import data, dist
+from common import data, dist, metrics
 from common.run import InputError
 from common.sampler import sample
 
@@ -83,9 +84,10 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         else:
             kept.append(c)
     data.report(spec, len(rows), dropped)
-    too_long = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
-    if too_long and dist.is_main():
-        print(f"{spec}: left out {too_long:,} responses of rankings, longer than {max_length} tokens")
+    left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
+    if left_out and dist.is_main():
+        why = f"longer than {max_length} tokens, or the same as another one"
+        print(f"{spec}: left out {left_out:,} responses of rankings, {why}")
     if not kept:
         why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
         raise InputError(f"{spec}: none of its {len(rows)} rows can be used: {why}")
@@ -94,10 +96,10 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 
 def _comparison(row, tokenizer, max_length, min_score_gap):
     """ValueError says why a row is left out."""
-    values = row.data
+    values, is_ranking = row.data, row.data.get("responses") is not None
     category = None if values.get("category") is None else str(values["category"])
     about = {"row": row, "source": row.where.rpartition(":")[0], "category": category}
-    if values.get("responses") is not None:
+    if is_ranking:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
@@ -114,15 +116,18 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     else:
         wanted = "chosen + rejected, perhaps with prompt; prompt or instruction + responses"
         raise ValueError(f"columns {sorted(map(str, values))[:8]} are no preference row, wanted {wanted}")
-    if len({text.strip() for text in texts}) < len(texts):
-        raise ValueError("two of the responses are the same")
+    first = {}  # of equal texts the first one counts
+    for i, text in enumerate(texts):
+        first.setdefault(text.strip(), i)
+    if len(first) < 2:
+        raise ValueError("the responses are the same")
     for text in texts:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
     prompt_ids, response_ids = data.encode_responses(tokenizer, messages[:-1], texts)
     prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
     response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
-    fits = [i for i, ids in enumerate(response_ids) if len(prompt_ids) + len(ids) <= max_length]
-    if values.get("responses") is not None:
+    fits = [i for i in first.values() if len(prompt_ids) + len(response_ids[i]) <= max_length]
+    if is_ranking:
         fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
@@ -227,15 +232,15 @@ def labelled_pairs(comparison) -> list[tuple[int, int]]:
     return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
 
 
-def statistics(comparisons: list[Comparison]) -> list[dict]:
-    """One row a data set: its rows and pairs, and the mean tokens of a prompt and of the two responses of a
-    pair."""
+def statistics(comparisons: list[Comparison], note="") -> list[dict]:
+    """One row a data set, its name and `note` first: its rows and pairs, and the mean tokens of a prompt and
+    of the two responses of a pair."""
     table = []
     for source in sorted({c.source for c in comparisons}):
         mine = [c for c in comparisons if c.source == source]
         lengths = [[len(c.response_ids[i]) for i in pair] for c in mine for pair in labelled_pairs(c)]
         prompt = sum(len(c.prompt_ids) for c in mine) / len(mine)
-        row = {"data": source, "rows": len(mine), "pairs": len(lengths), "prompt_tokens": prompt}
+        row = {"data": source + note, "rows": len(mine), "pairs": len(lengths), "prompt_tokens": prompt}
         for key, side in (("chosen_tokens", 0), ("rejected_tokens", 1)):
             row[key] = sum(pair[side] for pair in lengths) / max(1, len(lengths))
         table.append(row)
@@ -342,11 +347,12 @@ def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, devic
         ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = (ours & seen & torch.ones(width, width, dtype=torch.bool).tril())[:, None].to(device)
-    else:
+    else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
     if not share_prompt:  # the prompt of a comparison's first row
-        prompt_ends = [prompt_ends[sum(sizes[:i])] for i in range(len(sizes))]
+        starts = itertools.accumulate(sizes, initial=0)
+        prompt_ends = [prompt_ends[start] for start, _ in zip(starts, sizes)]
     ends = [end for tree_ends in response_ends for end in tree_ends]
     where = (torch.tensor(at, dtype=torch.long).reshape(-1, 2).T.to(device) for at in (prompt_ends, ends))
     return Batch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
@@ -377,6 +383,19 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
     for (i, k), value in dist.gather(found):
         out[i][k] = value
     return out
+
+
+def baselines(policy, comparisons, pad_id, micro_batch_size, device) -> dict[str, float]:
+    """Accuracy, on the labelled pairs, of two scores that a reward model must beat: length and log
+    probability under `policy` (None: length alone). Every rank must call it."""
+    pairs = [(i, a, b) for i, c in enumerate(comparisons) for a, b in labelled_pairs(c)]
+    if not pairs:
+        return {}
+    scores = {"baseline/length_accuracy": [[len(ids) for ids in c.response_ids] for c in comparisons]}
+    if policy is not None:
+        logprobs = seq_logprobs(policy, comparisons, pad_id, micro_batch_size, device)
+        scores["baseline/sft_logprob_accuracy"] = [x.tolist() for x in logprobs]
+    return {key: metrics.accuracy(x[i][a] - x[i][b] for i, a, b in pairs) for key, x in scores.items()}
 
 
 def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> list[tuple]:

@@ -28,6 +28,33 @@ class InputError(ValueError):
     without a traceback."""
 
 
+LIMITS = (  # what a number may be, and the arguments of any script that it holds for
+    ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens"),
+    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt"),
+    ("2 or more", lambda x: x >= 2, "max_length"),
+    ("more than 0", lambda x: x > 0, "epochs bound ratio_clip"),
+    ("0 or more", lambda x: x >= 0, "lr min_warmup_steps weight_decay max_grad_norm eval_every save_every"),
+    ("0 or more", lambda x: x >= 0, "temperature sample_prompts length_prompts min_score_gap n_others"),
+    ("0 or more", lambda x: x >= 0, "expected_reward_samples"),
+    ("0 to 1", lambda x: 0 <= x <= 1, "warmup_ratio"),
+)
+
+
+def check_flags(args, *more):
+    """InputError that names the first argument out of its limits. An argument that is None has none.
+
+    more: (name, whether it is right, what is wanted) of limits that only this script has."""
+    found = [
+        (name, right(getattr(args, name)), wanted)
+        for wanted, right, names in LIMITS
+        for name in names.split()
+        if getattr(args, name, None) is not None
+    ]
+    for name, right, wanted in [*found, *more]:
+        if not right:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
+
+
 def parse(recipes, argv=None):
     """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`, a bare `ppo.py` being
     `ppo.py tiny`.

@@ -124,7 +124,8 @@ def test_every_parameter_changes_and_both_rows_of_the_head(undisturbed):
 def test_the_defaults_are_the_runs_of_the_scripts_before(small, tmp_path):
     """runs/sft is the policy, and runs/reward is drawn beside it, if it is there."""
     args = advantage_model.Args()
-    assert (advantage_model.policy_name(args), args.compare_with) == ("runs/sft", "runs/reward")
+    policy = models.sft_model(args.model, args.policy)
+    assert (policy, args.compare_with) == ("runs/sft", "runs/reward")
     sft = write_rows(tmp_path / "sft.jsonl", tiny.rows("sft", "train")[:40])
     some = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 1, "sample_prompts": 0}
     succeeds(processes.sft(*flags(dataset=sft, **some), cwd=tmp_path))

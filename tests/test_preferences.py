@@ -159,9 +159,9 @@ def why(capsys):
 
 FOUR = "significantly better, better, slightly better, negligibly better"
 REASONS = [  # (row, part of the reason)
-    (pair(chosen="cat"), "two of the responses are the same"),
-    (pair(chosen=" cat\n"), "two of the responses are the same"),
-    ({"prompt": "copy ant", "responses": responses(ant=1, cat=2) + responses(ant=3)}, "are the same"),
+    (pair(chosen="cat"), "the responses are the same"),
+    (pair(chosen=" cat\n"), "the responses are the same"),
+    ({"prompt": "copy ant", "responses": responses(ant=1) + responses(ant=3)}, "are the same"),
     ({"prompt": "copy ant", "chosen": "ant"}, "columns ['chosen', 'prompt'] are no preference row"),
     ({"prompt": "copy ant", "completion": "ant"}, "are no preference row"),
     ({"chosen": "ant", "rejected": "cat"}, "neither a list of messages nor a dialogue"),
@@ -239,7 +239,7 @@ def test_a_score_as_text_of_a_number_is_read(load):
 def test_reasons_are_counted_one_by_one(load, capsys):
     load([GOOD, pair(chosen="cat"), pair("copy eel", "cat"), pair(rating="good"), pair(chosen="")])
     assert why(capsys) == {
-        "two of the responses are the same": 2,
+        "the responses are the same": 2,
         f"rating 'good' is none of {FOUR}": 1,
         "an empty side": 1,
     }
@@ -251,7 +251,7 @@ def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
     message = str(error.value)
     assert "none of its 3 rows can be used" in message
     assert (
-        "two of the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
+        "the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
     )
 
 
@@ -336,9 +336,16 @@ def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys
     where = [c.row.where[-1] for c in load(rows, max_per_prompt=2)]
     assert where == ["1", "3", "4"]
     reasons = why(capsys)
-    assert reasons.pop("two of the responses are the same") == 1
+    assert reasons.pop("the responses are the same") == 1
     assert reasons == {"the prompt has 2 rows already (--max-pairs-per-prompt)": 2}
     assert len(load(rows)) == 5
+
+
+def test_a_ranking_loses_the_later_one_of_two_equal_texts_alone(load, capsys):
+    rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
+    (c,) = load(rows)
+    assert (c.texts, c.grades, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
+    assert "left out 1 responses of rankings" in capsys.readouterr().out
 
 
 def test_a_ranking_loses_its_long_responses_alone(load):

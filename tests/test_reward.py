@@ -540,7 +540,8 @@ def test_recipes_have_the_papers_numbers():
     args = parse(reward.RECIPES, ["rlhf_workflow"])
     assert (args.lr, args.batch_size, args.epochs) == (2e-6, 512, 1.0)
     assert (args.lr_schedule, args.warmup_ratio) == ("cosine", 0.03)
-    assert list(reward.RECIPES)[0] == "tiny" and reward.sft_model(parse(reward.RECIPES, [])) == "runs/sft"
+    args = parse(reward.RECIPES, [])
+    assert list(reward.RECIPES)[0] == "tiny" and models.sft_model(args.model, args.sft_model) == "runs/sft"
     assert reward.RECIPES["tiny"][1].dataset == "tiny"
     assert reward.MARGINS == {"small": pytest.approx(SMALL), "large": LARGE}
 
