@@ -24,9 +24,8 @@ from typing import Literal
 import torch
 from transformers import get_scheduler
 
-from common import data, dist, losses, metrics, models, tiny
+from common import data, dist, losses, metrics, models, rollout, tiny
 from common.run import InputError, check_flags, find_run, launch, start_run, write_json
-from common.sampler import sample
 
 
 @dataclass
@@ -158,24 +157,16 @@ def answer(model, tokenizer, documents, args):
             prompts.append((messages, ids))
         if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
             break
-    mine, samples = prompts[dist.rank() :: dist.world_size()], []
-    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        if mine:
-            try:
-                out = sample(
-                    model, [ids for _, ids in mine], max_new_tokens=args.max_new_tokens,
-                    stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id,
-                    temperature=args.temperature, seed=args.seed * 1000 + dist.rank(),
-                    progress=dist.is_main(),
-                )  # fmt: skip
-            except ValueError as error:  # a sliding window, for one
-                raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
-            for i, (messages, _) in enumerate(mine):
-                tokens = out.response_tokens[i][out.sample_mask[i]]
-                text = tokenizer.decode(tokens, skip_special_tokens=True)
-                row = {"prompt": messages, "response": text, "tokens": len(tokens)}
-                samples.append({**row, "finished": bool(out.finished[i])})
-    return dist.gather(samples)
+    options = (1, args.max_new_tokens, args.temperature, args.seed)
+    try:
+        with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
+            found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
+    except InputError as error:  # a sliding window, for one
+        raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
+    return [
+        {"prompt": messages, "response": r.text, "tokens": len(r.ids), "finished": r.finished}
+        for (messages, _), (r,) in zip(prompts, found)
+    ]
 
 
 def evaluate(model, tokenizer, held_out, args, device):

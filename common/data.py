@@ -148,7 +148,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     that one: `prompt` + `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of
     `responses`), `chosen` of a preference."""
     if "messages" in row or "conversations" in row:
-        return check_messages(row["messages"] if "messages" in row else _sharegpt(row["conversations"])), True
+        return check_messages(row["messages"] if "messages" in row else sharegpt(row["conversations"])), True
     question = row.get("prompt", row.get("instruction"))
     if "completion" in row and "prompt" in row:
         answer = row["completion"]
@@ -175,7 +175,7 @@ def is_dialogue(value):
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
-def _sharegpt(value):
+def sharegpt(value):
     """Messages of {from, value} -> {role, content}; others stay as they are."""
     if not isinstance(value, list):
         return value
@@ -260,7 +260,7 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
     """(ids, response mask) of a dialogue that ends with the assistant's turn. Targets are that turn, or every
     assistant turn; each ends with the end token, once. ValueError says why a dialogue cannot be encoded."""
-    if any(_special_tokens(tokenizer).search(message["content"]) for message in messages):
+    if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError(SPECIAL)
     ids, turns, _ = _turn_by_turn(tokenizer, messages)
     if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
@@ -274,7 +274,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
 def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[list[int], list[list[int]]]:
     """(prompt ids, ids of each response), as `encode` gives them for each of the dialogues, with the prompt
     rendered once."""
-    found = _special_tokens(tokenizer).search
+    found = special_tokens(tokenizer).search
     if any(map(found, (*texts, *(message["content"] for message in prompt)))):
         raise ValueError(SPECIAL)
     ids, _, done = _turn_by_turn(tokenizer, prompt)
@@ -284,7 +284,7 @@ def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[l
 
 
 @functools.lru_cache(maxsize=4)
-def _special_tokens(tokenizer):
+def special_tokens(tokenizer):
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
 

@@ -279,6 +279,15 @@ def load_checkpoint(root, modules: dict) -> dict:
     return json.loads((folder / "state.json").read_text())
 
 
+def checkpoint_state(root) -> dict:
+    """The `state` of the checkpoint that `root`/latest names, nothing else of it loaded; {} if there is none.
+    The same on every rank, which all must call it."""
+    found, root = {}, Path(root)
+    if is_main() and (root / "latest").exists():
+        found = json.loads((root / (root / "latest").read_text().strip() / "state.json").read_text())
+    return gather([found])[0]
+
+
 def _tensors(modules):
     """{name: {"model": ..., "optimizer": ...}}, state dicts by parameter names, so that any number of ranks
     fits."""

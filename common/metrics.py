@@ -102,6 +102,87 @@ def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"
     plt.close(figure)
 
 
+# -- measures of samples ---------------------------------------------------------------------------
+def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
+
+    scores: (prompts, K). Unbiased, from the order statistics of all K and not from the first N: with the i-th
+      smallest of K, P(it is the largest of N) = C(i-1, N-1) / C(K, N) and P(it is the j-th smallest of N) =
+      C(i-1, j-1) C(K-i, N-j) / C(K, N); the median of an even N averages j = N/2 and N/2 + 1
+      (Llama 2, arXiv:2307.09288, figure 7)."""
+    k = scores.shape[1]
+    ranked = scores.double().sort(1).values.mean(0).tolist()  # linear in these, so the mean comes first
+
+    def expected(j, n):  # of the j-th smallest of n
+        ways = [math.comb(i, j - 1) * math.comb(k - 1 - i, n - j) for i in range(k)]
+        return sum(way / math.comb(k, n) * score for way, score in zip(ways, ranked))
+
+    sizes = range(1, k + 1)
+    medians = [(expected((n + 1) // 2, n) + expected(n // 2 + 1, n)) / 2 for n in sizes]
+    return [expected(n, n) for n in sizes], medians
+
+
+def best_of_n_kl(n: int) -> float:
+    """Upper bound (nats) of KL(best of n samples || the policy): log n - (n - 1) / n."""
+    return math.log(n) - (n - 1) / n
+
+
+def paired(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """Mean difference after - before on the same prompts, and its 95 % interval (normal; of one prompt,
+    infinite)."""
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    mean, n = statistics.fmean(differences), len(differences)
+    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def regressions(before: list[dict], after: list[dict]) -> list[dict]:
+    """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
+    known) of two policies' responses to the same prompts, with its 95 % interval, and, from 10 prompts on,
+    whether that lies on one side of 0, which of twenty categories one does by chance."""
+    table = []
+    for name in ["all", *sorted({row["category"] for row in after} - {None})] if after else []:
+        inside = [i for i, row in enumerate(after) if name in ("all", row["category"])]
+        line = {"category": name, "prompts": len(inside)}
+        for column in ("score", "gold") if "gold" in after[0] else ("score",):
+            mean, low, high = paired(*([rows[i][column] for i in inside] for rows in (before, after)))
+            line[column] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+            verdict = "worse" if high < 0 else "better" if low > 0 else ""
+            line[f"{column} is"] = verdict if len(inside) >= 10 else ""
+        table.append(line)
+    return table
+
+
+def plot_best_of_n(folder, curves: list[dict]):
+    """`folder`/best_of_n.png: left, the largest and the median score among N samples at each policy's own
+    temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
+
+    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ..."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6))
+    names = list(dict.fromkeys(curve["policy"] for curve in curves))
+    for curve in curves:
+        n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
+        label = f"{curve['policy']}, T = {curve['temperature']:g}"
+        if curve["chosen"]:
+            axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
+            axes[0].plot(n, curve["median"], color=color, linestyle="--", label="median")
+        rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
+        style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
+        axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
+    for axis, title in zip(axes, ("largest and median score of N samples", "largest, by temperature")):
+        axis.set(title=title, xlabel="N")
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(Path(folder) / "best_of_n.png", dpi=90)
+    plt.close(figure)
+
+
 # -- measures of a scorer on labelled pairs --------------------------------------------------------
 # A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}, and for
 # a model that sees two responses at once "differences", one for each pair, in place of the scores.

@@ -153,6 +153,15 @@ def is_causal_lm(name) -> bool:
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
 
 
+def n_outputs(name) -> int:
+    """1 of a reward model, 2 of an advantage model; InputError for any other model."""
+    config = None if name == "tiny" else _read_config(name)
+    if config is None or "ForSequenceClassification" not in _kind(config):
+        kind = "a causal language model" if config is None else f"a {_kind(config)}"
+        raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
+    return config.num_labels
+
+
 def sft_model(model, given=None) -> str | None:
     """The causal LM that a reward or advantage model is compared with: `given`, or, if nothing is, runs/sft
     for the model tiny and else `model` itself, if it is one."""

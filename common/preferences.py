@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import data, dist, metrics
+from common import data, dist, metrics, rollout
 from common.run import InputError
-from common.sampler import sample
 
 ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
@@ -404,22 +403,11 @@ def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> li
     must call it."""
     room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf) - max_new_tokens
     fits = [(i, c) for i, c in enumerate(comparisons) if len(c.prompt_ids) <= room]
-    mine, found = fits[dist.rank() :: dist.world_size()], []
+    out, asked = [[] for _ in comparisons], [c.prompt_ids.tolist() for _, c in fits]
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        if mine:
-            options = {"max_new_tokens": max_new_tokens, "seed": seed * 1000 + dist.rank()}
-            options |= {"stop_ids": [tokenizer.eos_token_id], "pad_id": tokenizer.pad_token_id}
-            prompts = [c.prompt_ids.tolist() for _, c in mine]
-            try:
-                out = sample(model, prompts, n=n, progress=dist.is_main(), **options)
-            except ValueError as error:  # a sliding window, for one
-                raise InputError(f"{error}: this model cannot be sampled") from None
-            for b in out.finished.nonzero()[:, 0].tolist():
-                tokens = out.response_tokens[b][out.sample_mask[b]]
-                found.append((mine[b // n][0], tokens.to("cpu", torch.int32)))
-    out = [[] for _ in comparisons]
-    for i, ids in dist.gather(found):
-        out[i].append(ids)
+        found = rollout.rollout(model, tokenizer, asked, n, max_new_tokens, seed=seed)
+    for (i, _), responses in zip(fits, found):
+        out[i] = [torch.tensor(r.ids, dtype=torch.int32) for r in responses if r.finished]
     n_ended = sum(map(len, out))
     if n_ended < n * len(comparisons) and dist.is_main():
         print(f"{n_ended} of {n * len(comparisons)} samples ended within {max_new_tokens} tokens and count")

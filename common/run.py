@@ -28,14 +28,16 @@ class InputError(ValueError):
     without a traceback."""
 
 
+BEGUN = ("checkpoint/latest", "pool.jsonl")  # a run directory that has one of these can be gone on with
+
 LIMITS = (  # what a number may be, and the arguments of any script that it holds for
-    ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens"),
-    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt"),
+    ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens slots"),
+    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt iterations prompts_per_iteration n_samples"),
     ("2 or more", lambda x: x >= 2, "max_length"),
-    ("more than 0", lambda x: x > 0, "epochs bound ratio_clip"),
+    ("more than 0", lambda x: x > 0, "epochs bound ratio_clip lr_decay"),
     ("0 or more", lambda x: x >= 0, "lr min_warmup_steps weight_decay max_grad_norm eval_every save_every"),
     ("0 or more", lambda x: x >= 0, "temperature sample_prompts length_prompts min_score_gap n_others"),
-    ("0 or more", lambda x: x >= 0, "expected_reward_samples"),
+    ("0 or more", lambda x: x >= 0, "expected_reward_samples sweep_prompts eval_prompts"),
     ("0 to 1", lambda x: 0 <= x <= 1, "warmup_ratio"),
 )
 
@@ -126,7 +128,8 @@ def find_run(args) -> str | None:
     # torchrun starts a failed job again with the same command: then go on with what this very launch began
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     again = again and _read_json(folder / "args.json").get("launch") == _launch_id()
-    seen = ((folder / "summary.json").exists(), (folder / "checkpoint" / "latest").exists(), again)
+    begun = any((folder / name).exists() for name in BEGUN)
+    seen = ((folder / "summary.json").exists(), begun, again)
     finished, begun, again = dist.gather([seen])[0]  # what rank 0 sees decides for all
     resume = args.resume or again
     if args.resume and args.overwrite:
@@ -136,15 +139,18 @@ def find_run(args) -> str | None:
             print(f"{folder} is finished already")
         return "finished"
     if (finished or begun) and not (resume or args.overwrite):
-        state = "a finished run" if finished else "an unfinished run with a checkpoint"
+        state = "a finished run" if finished else "an unfinished run"
         mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
         raise InputError(f"{folder} holds {state}: {mend}")
     ours = _outputs(folder)
     if ours and not (folder / "args.json").exists():
         raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
-    model = getattr(args, "model", None)
-    if args.overwrite and model and Path(model).resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"--overwrite would remove --model {model} before it is read: another --output-dir")
+    for name in ("model", "policy", "student", "scorer", "pool") if args.overwrite else ():
+        path = getattr(args, name, None)
+        if path and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"--overwrite would remove --{name} {path} before it is read: another --output-dir"
+            )
     return "resume" if resume and begun else None
 
 
@@ -158,7 +164,7 @@ def start_run(args, stage: str, state: str | None):
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             # These two first: what is left then is neither a finished run nor one to resume
-            for old in (folder / "summary.json", folder / "checkpoint" / "latest"):
+            for old in (folder / name for name in ("summary.json", *BEGUN)):
                 old.unlink(missing_ok=True)
             for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
@@ -173,7 +179,7 @@ def start_run(args, stage: str, state: str | None):
 
 
 def _outputs(folder):
-    names = ("model", "model.tmp", "checkpoint", "metrics.jsonl", "samples.jsonl")
+    names = ("model", "model.tmp", "checkpoint", "versions", "metrics.jsonl", "samples.jsonl", "pool.jsonl")
     return [path for path in [*(folder / name for name in names), *folder.glob("*.png")] if path.exists()]
 
 

@@ -104,6 +104,11 @@ def perfect_score(prompt: str) -> float:
     return 1.0 if is_safety(prompt) else RIGHT * len(perfect_answer(prompt).split())
 
 
+def gold_scorer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+    """The true reward as a scorer: `--scorer common.tiny:gold_scorer`."""
+    return [gold_score(prompt, response) for prompt, response in zip(prompts, responses)]
+
+
 # -- the behaviour policies that write the data ----------------------------------------------------
 @dataclass(frozen=True)
 class Behavior:

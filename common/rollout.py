@@ -1,0 +1,265 @@
+"""Prompts, a policy's responses to them, and the scores of these: what rejection sampling, PPO and iterative
+DPO begin with.
+
+A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or `module:function`,
+called on each rank with its own rows: fn(prompts: list[str], responses: list[str], rows: list[dict]) ->
+list[float]. A prompt's str is its last message; its row has all columns of the data set, and `messages`.
+"""
+
+import collections
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+import zlib
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from common import data, dist, models, tiny
+from common.run import InputError
+from common.sampler import sample
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+class Prompt(NamedTuple):
+    ids: list[int]  # the rendered turns and the opening of an answer
+    turns: list[dict]  # messages; the last one is the user's
+    row: data.Row
+
+    @property
+    def messages(self):  # as data.Document has them, for data.hold_out and its like
+        return [*self.turns, {"role": "assistant", "content": ""}]
+
+    @property
+    def key(self) -> str:
+        return data.prompt_key(self.messages)
+
+    @property
+    def category(self) -> str | None:
+        category = self.row.data.get("category")
+        return None if category is None else str(category)
+
+
+def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
+    """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
+    and named. Columns: `prompt`, `instruction` (+ `input`) or `messages`, or `chosen` as a whole dialogue;
+    an assistant's turn at the end is left out. InputError if nothing is left."""
+    rows, dropped, found = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
+    for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
+        try:
+            turns = prompt_turns(row.data)
+            if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
+                raise ValueError(data.SPECIAL)
+            prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
+            if len(prompt.ids) > max_tokens:
+                raise ValueError(f"the prompt is longer than {max_tokens} tokens")
+            if prompt.key in found:
+                raise ValueError("the prompt is there already")
+        except ValueError as error:
+            dropped[str(error)].append(row.where)
+            continue
+        found[prompt.key] = prompt
+    data.report(spec, len(rows), dropped)
+    if not found:
+        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
+        raise InputError(f"{spec}: none of its {len(rows)} rows can be used as a prompt: {why}")
+    return list(found.values())
+
+
+def prompt_turns(row: dict) -> list[dict]:
+    """The messages that a response to a row's prompt follows. ValueError says why there are none."""
+    if row.get("messages") or row.get("conversations"):
+        turns = row.get("messages") or data.sharegpt(row["conversations"])
+    elif row.get("prompt") is not None:
+        turns = data.turns(row["prompt"], "user")
+    elif row.get("instruction") is not None:
+        question, extra = row["instruction"], row.get("input")
+        both = isinstance(question, str) and isinstance(extra, str) and extra
+        turns = data.turns(f"{question}\n\n{extra}" if both else question, "user")
+    elif row.get("chosen"):
+        turns = data.dialogue(row["chosen"])
+    else:
+        wanted = "prompt, instruction, messages, or chosen as a dialogue"
+        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no prompt row, wanted {wanted}")
+    if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+        turns = turns[:-1]
+    return data.check_messages([*turns, {"role": "assistant", "content": "an answer"}])[:-1]
+
+
+# -- responses -------------------------------------------------------------------------------------
+class Response(NamedTuple):
+    ids: list[int]  # as sampled, with the end token if it ended
+    text: str
+    finished: bool  # False: cut at max_new_tokens
+
+
+def rollout(
+    model, tokenizer, prompts: list[list[int]], n, max_new_tokens,
+    temperature=1.0, seed=0, top_p=1.0, slots=64,
+):  # fmt: skip
+    """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
+    call it, inside dist.consolidated(model) if the model is sharded: prompts are divided among ranks, which
+    may then take different times. seed: an integer for this call; ranks draw differently."""
+    mine, found = range(len(prompts))[dist.rank() :: dist.world_size()], []
+    if mine:
+        try:
+            out = sample(
+                model, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens,
+                stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id, temperature=temperature,
+                top_p=top_p, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
+            )  # fmt: skip
+        except ValueError as error:  # a sliding window, for one
+            raise InputError(f"{error}: this model cannot be sampled") from None
+        lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
+        for b, tokens in enumerate(out.response_tokens.tolist()):
+            ids = tokens[: lengths[b]]
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            found.append((mine[b // n], Response(ids, text, finished[b])))
+    responses = [[] for _ in prompts]
+    for i, response in dist.gather(found):
+        responses[i].append(response)
+    return responses
+
+
+# -- scores ----------------------------------------------------------------------------------------
+class Scorer(NamedTuple):
+    name: str
+    version: str  # name and a fingerprint of what stands behind it: equal versions give equal scores
+    function: object = None  # or
+    model: object = None  # with its
+    tokenizer: object = None
+    same_tokens: bool = True  # as the policy's: ids are scored as they were sampled
+
+
+def load_scorer(spec, tokenizer, device) -> Scorer:
+    """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template,
+    scores the text, encoded anew; this is said."""
+    if re.fullmatch(r"[\w.]+:\w+", spec):
+        module, _, name = spec.partition(":")
+        sys.path.append(os.getcwd())
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"--scorer {spec}: {error}; wanted module:function") from None
+        try:
+            code = inspect.getsource(function)
+        except (OSError, TypeError):
+            code = ""
+        return Scorer(spec, f"{spec}@{zlib.crc32(code.encode()):08x}", function=function)
+    n_outputs = models.n_outputs(spec)
+    own = models.load_tokenizer(spec, quiet=True)
+    model = models.load_scorer(spec, own, n_outputs).requires_grad_(False)
+    model = dist.shard(model, device)
+    print_of = json.dumps(models.identity(spec)).encode()
+    scorer = for_tokens(Scorer(spec, f"{spec}@{zlib.crc32(print_of):08x}", None, model, own), tokenizer)
+    if not scorer.same_tokens and dist.is_main():
+        print(f"{spec} has other tokens or another chat template than the policy: it scores the text")
+    return scorer
+
+
+def same_tokens(a, b) -> bool:
+    """True if two tokenizers write every dialogue with the same ids."""
+    first, second = ((t.get_vocab(), t.chat_template, t.eos_token_id) for t in (a, b))
+    return first == second
+
+
+def for_tokens(scorer, tokenizer) -> Scorer:
+    """The scorer for a policy with this tokenizer."""
+    if scorer.function is not None:
+        return scorer
+    return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
+
+
+@torch.no_grad()
+def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> list[float]:
+    """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
+    end is scored as if it had ended where it was cut. InputError names a pair whose score is not finite, and
+    a function that raises or gives another number of scores."""
+    mine = range(len(pairs))[dist.rank() :: dist.world_size()]
+    if scorer.function is not None:
+        found = _ask(scorer, [pairs[i] for i in mine], batch_size)
+        found = list(zip(mine, found))
+    else:
+        rows, found = [(i, *_encode(scorer, *pairs[i])) for i in mine], []
+        rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
+        for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
+            some = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
+            input_ids = torch.full((len(some), max(len(p) + len(r) for _, p, r in some)), 0)
+            response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+            for row, (_, prompt, response) in enumerate(some):
+                end = len(prompt) + len(response)
+                input_ids[row, :end] = torch.tensor([*prompt, *response])
+                response_mask[row, len(prompt) : end] = True
+            scores = models.score(scorer.model, input_ids.to(device), response_mask.to(device)).tolist()
+            found += [(i, x) for (i, *_), x in zip(some, scores) if i is not None]
+    scores = [x for _, x in sorted(dist.gather(found))]
+    for (prompt, response), x in zip(pairs, scores):
+        if not math.isfinite(x):
+            raise InputError(f"{scorer.name} gives {x} for {response.text[:80]!r}, to {_last(prompt)[:80]!r}")
+    return scores
+
+
+def _encode(scorer, prompt, response):
+    """(prompt ids, response ids) in the scorer's tokens, with an end token."""
+    if scorer.same_tokens:
+        ids, eos = response.ids, scorer.tokenizer.eos_token_id
+        encoded = prompt.ids, ids if ids and ids[-1] == eos else [*ids, eos]
+    else:
+        plain = data.special_tokens(scorer.tokenizer).sub
+        messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
+        ids, answers = data.encode_responses(scorer.tokenizer, messages, [plain("", response.text)])
+        encoded = ids, answers[0]
+    room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if sum(map(len, encoded)) > room:
+        n, where = sum(map(len, encoded)), prompt.row.where
+        raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
+    return encoded
+
+
+def _ask(scorer, pairs, batch_size):
+    def ask(some):
+        rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in some]
+        scores = scorer.function([_last(prompt) for prompt, _ in some], [r.text for _, r in some], rows)
+        return [float(x) for x in scores]
+
+    found = []
+    for start in range(0, len(pairs), batch_size):
+        some = pairs[start : start + batch_size]
+        try:
+            scores = ask(some)
+        except Exception as error:  # whatever a user's function raises
+            prompt, response = next((pair for pair in some if _raises(ask, pair)), some[0])
+            row = f"prompt {_last(prompt)[:80]!r}, response {response.text[:80]!r} ({prompt.row.where})"
+            kind = type(error).__name__
+            raise InputError(f"--scorer {scorer.name} raised {kind}: {error}; at {row}") from error
+        if len(scores) != len(some):
+            raise InputError(f"--scorer {scorer.name} gave {len(scores)} scores for {len(some)} responses")
+        found += scores
+    return found
+
+
+def _raises(ask, pair):
+    try:
+        ask([pair])
+    except Exception:
+        return True
+    return False
+
+
+def describe(prompt, response, score, is_tiny) -> dict:
+    """A response as a row of samples.jsonl; of the tiny world, with its true reward."""
+    row = {"prompt": prompt.turns, "response": response.text, "tokens": len(response.ids)}
+    row |= {"finished": response.finished, "category": prompt.category, "score": score}
+    if is_tiny:
+        question = _last(prompt)
+        row |= {"gold": tiny.gold_score(question, response.text), "perfect": tiny.perfect_score(question)}
+    return row
+
+
+def _last(prompt):
+    return prompt.turns[-1]["content"]

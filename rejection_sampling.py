@@ -1,0 +1,700 @@
+"""Rejection-sampling fine-tuning: sample K responses to a prompt, keep the best, train on it, sample again.
+
+    y*(x) = argmax_k r(x, y_k),   y_1 .. y_K ~ pi(. | x)       or all y_k with r(x, y_k) >= tau (ReST)
+    L(theta) = -(1/n) sum_t log pi_theta(y*_t | x, y*_<t)      over the n response tokens of an optimiser step
+
+(Llama 2, arXiv:2307.09288, section 3.2.3; "Stabilizing RLHF through Advantage Model and Selective Rehearsal",
+arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples from the most recent model and
+fine-tunes a new version from the base model. The candidates of all earlier iterations stay in a pool, from
+which the best are taken: training on the last iteration's alone forgets (Llama 2, after its third version).
+
+Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever
+sampled), versions/ (each iteration's model and its samples), model/ (the last one), metrics.jsonl,
+samples.jsonl, curves.jsonl, plots, summary.json.
+
+    python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
+    python rejection_sampling.py rest                        thresholds in place of the best
+    python rejection_sampling.py --policy runs/ppo --pool runs/rejection_sampling/pool.jsonl --output-dir B
+    torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
+
+Differs from the paper: a response that did not end within max_new_tokens is never selected; of equal
+responses to a prompt one counts.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+import os
+import shutil
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common import data, dist, losses, metrics, models, rollout
+from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """The base model, which each version is fine-tuned from: a run directory, a model folder, a hub name."""
+    policy: str | None = None
+    """The model that the first iteration samples from, runs/ppo for one. None: the base model."""
+    student: str | None = None
+    """Distillation: fine-tune this model in place of the base model, and sample from the policy always."""
+    scorer: str = "runs/reward"
+    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    dataset: str = "tiny"
+    """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    eval_dataset: str | None = None
+    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    sft_dataset: str | None = None
+    """Rows in sft.py's formats, the original data for one, that are trained on beside the selected ones: as
+    many, drawn anew for each fine-tuning."""
+    pool: str | None = None
+    """pool.jsonl of an earlier run, to go on from: its responses are copied, and scored again if another
+    scorer scored them."""
+    output_dir: str = "runs/rejection_sampling"
+    """The run directory."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    iterations: int = 3
+    """Rounds of sampling and fine-tuning."""
+    prompts_per_iteration: int | None = 500
+    """Prompts of a round, fresh ones while there are any. None: all."""
+    n_samples: int = 8
+    """K: responses to a prompt."""
+    threshold: tuple[float, ...] = ()
+    """tau: train on all responses with at least this score, not on the best. Several, rising: as many
+    fine-tunings of an iteration, each from the one before (ReST's improve steps)."""
+    candidates: Literal["all", "last"] = "all"
+    """Select from the pool of all iterations, or from this iteration's responses alone."""
+    start_from: Literal["base", "last"] = "base"
+    """Fine-tune from the base model (or student) each time, or from the last version."""
+    temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
+    """Tried before each round on held-out prompts; the one with the highest expected best of K is used."""
+    sweep_prompts: int = 64
+    """Held-out prompts for this, K responses each; 0: the first temperature is used."""
+    top_p: float = 1.0
+    """Mass of the nucleus to sample from; 1 is off."""
+    max_new_tokens: int = 32
+    """Longest response."""
+    slots: int = 256
+    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    chunk_prompts: int = 512
+    """Prompts between two writes to the pool: what a crash can cost."""
+    epochs: float = 3.0
+    """Passes over the selected responses."""
+    lr: float = 1e-3
+    """Peak learning rate, falling to 0 by a cosine."""
+    lr_decay: float = 1.0
+    """Factor on lr for each further threshold of an iteration."""
+    warmup_ratio: float = 0.05
+    """Share of the steps in which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """AdamW's, on all parameters, norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: never."""
+    batch_size: int = 8
+    """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
+    micro_batch_size: int = 8
+    """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
+    score_batch_size: int = 64
+    """Responses of a forward of the scorer on one rank."""
+    max_length: int = 128
+    """Tokens of a block, and at most of a prompt with its response."""
+    packing: bool = True
+    """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
+    save_every: int = 50
+    """Steps between checkpoints, of which the last is kept; 0: none."""
+    eval_prompts: int = 1000
+    """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in versions/ and model/."""
+    seed: int = 0
+    """Of the prompts' order, the samples and the data order."""
+    resume: bool = False
+    """Go on with the run in output_dir, or begin if there is none."""
+    overwrite: bool = False
+    """Replace a run that is in the way, its pool included."""
+
+
+def check(args):
+    """What can be known to be wrong before anything is loaded."""
+    share, rest = divmod(args.batch_size, dist.world_size())
+    if min(share, args.micro_batch_size) < 1 or rest or share % min(share, args.micro_batch_size):
+        raise InputError(
+            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
+            f"--micro-batch-size {args.micro_batch_size}"
+        )
+    rising = list(args.threshold) == sorted(args.threshold)
+    warm = bool(args.temperatures) and min(args.temperatures) > 0
+    check_flags(
+        args,
+        ("threshold", rising and all(map(math.isfinite, args.threshold)), "finite numbers that rise"),
+        ("temperatures", warm, "one or more above 0: K greedy responses are all the same"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+    )
+    if args.student and args.start_from == "last" and args.student == (args.policy or args.model):
+        raise InputError("--student is the policy itself: leave it out")
+
+
+def seed_of(*parts):
+    """An integer for this seed, iteration and purpose, unlike all others'."""
+    return zlib.crc32(json.dumps(parts).encode())
+
+
+def load(name, tokenizer, args, device, gradient_checkpointing=False):
+    return dist.shard(models.load_policy(name, tokenizer, gradient_checkpointing, args.seed), device)
+
+
+# -- sample ----------------------------------------------------------------------------------------
+def prompts_of(prompts, iteration, args):
+    """The prompts of an iteration: all, or the next ones of an order that is drawn anew for each pass."""
+    n = min(args.prompts_per_iteration or len(prompts), len(prompts))
+    order, chosen = {}, {}
+    for place in range((iteration - 1) * n, iteration * n):
+        again, i = divmod(place, len(prompts))
+        if again not in order:
+            generator = torch.Generator().manual_seed(seed_of(args.seed, "prompts", again))
+            order[again] = torch.randperm(len(prompts), generator=generator).tolist()
+        chosen[order[again][i]] = True
+    return [prompts[i] for i in chosen]
+
+
+def chunks_to_sample(pool, prompts, iteration, args):
+    """[(number, prompts)] of the iteration's chunks that the pool does not hold whole. What it holds of
+    these, because a crash came in the middle of a write, is left out: a chunk is sampled whole."""
+    size = args.chunk_prompts
+    chunks = {i: prompts[start : start + size] for i, start in enumerate(range(0, len(prompts), size))}
+    held = collections.Counter(row["chunk"] for row in pool if row["iteration"] == iteration)
+    todo = [(i, some) for i, some in chunks.items() if held[i] != len(some) * args.n_samples]
+    numbers = {i for i, _ in todo}
+    kept = [row for row in pool if row["iteration"] != iteration or row["chunk"] not in numbers]
+    if len(kept) < len(pool):
+        pool[:] = kept
+        write_pool(f"{args.output_dir}/pool.jsonl", pool)
+    return todo
+
+
+def sample_into_pool(pool, policy, tokenizer, chunks, about, args):
+    """K responses to each prompt from `policy`, appended to the pool and to its file chunk by chunk. about:
+    iteration, model and temperature, which each row of the pool tells."""
+    K, temperature = args.n_samples, about["temperature"]
+    with dist.consolidated(policy):  # the weights are gathered once; inside, ranks need not decode in step
+        for number, prompts in chunks:
+            seed = seed_of(args.seed, "sample", about["iteration"], number)
+            options = (K, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
+            found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+            rows = [
+                {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids, "finished": r.finished}
+                | {**about, "chunk": number, "score": None, "scorer": None}
+                for prompt, responses in zip(prompts, found)
+                for r in responses
+            ]
+            pool += rows
+            if dist.is_main():
+                with open(f"{args.output_dir}/pool.jsonl", "a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                    file.flush()
+                    os.fsync(file.fileno())
+
+
+def read_pool(path):
+    """The rows of a pool file, on every rank. Its last line may be cut, by a crash in the middle of a write:
+    then it is left out, and this is said."""
+    rows, lines = [], []
+    if dist.is_main():
+        lines = Path(path).read_text("utf-8", errors="replace").split("\n") if Path(path).is_file() else []
+    needed = ("prompt", "response", "response_ids", "finished", "iteration", "chunk")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line) if line else None
+            if row is not None and any(key not in row for key in needed):
+                raise ValueError("it lacks a column of " + ", ".join(needed))
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise InputError(f"{path}:{number}: no row of a pool ({error}); mend or drop it") from None
+            print(f"{path}:{number}: the last line is cut, a crash's trace: left out")
+            continue
+        rows += [row] if row else []
+    return dist.gather(rows)  # rank 0's
+
+
+def take_pool(path, prompts, tokenizer):
+    """The pool of an earlier run. Ids that do not stand for their text here are encoded anew."""
+    if not Path(path).is_file():
+        raise InputError(f"--pool {path}: there is no such file")
+    pool, keys, changed = read_pool(path), {prompt.key for prompt in prompts}, 0
+    strange = sum(key_of(row) not in keys for row in pool)
+    if strange == len(pool):
+        raise InputError(f"--pool {path}: none of its {len(pool)} rows answers a prompt of --dataset")
+    if strange and dist.is_main():
+        print(f"{path}: {strange:,} of {len(pool):,} rows answer prompts that are not in --dataset: not used")
+    for row in pool:
+        if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
+            ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
+            row["response_ids"], changed = ids if row["finished"] else ids[:-1], changed + 1
+    if changed and dist.is_main():
+        print(f"{path}: {changed:,} responses were written in other tokens, encoded anew")
+    return pool
+
+
+def write_pool(path, pool):
+    if dist.is_main():
+        metrics.write_jsonl(path, pool)
+    dist.barrier()
+
+
+# -- score and select ------------------------------------------------------------------------------
+def score_pool(pool, scorer, prompts, args, device):
+    """Score, with the current scorer, the rows that another one scored or none has: scores of different
+    reward models cannot be compared. The file is replaced whole."""
+    by_key = {prompt.key: prompt for prompt in prompts}
+    old = [r for r in pool if r["scorer"] != scorer.version and key_of(r) in by_key]
+    if not old:
+        return
+    n_before = sum(r["scorer"] is not None for r in old)
+    if n_before and dist.is_main():
+        print(f"pool: {n_before:,} responses that another scorer scored are scored again")
+    pairs = [
+        (by_key[key_of(r)], rollout.Response(r["response_ids"], r["response"], r["finished"])) for r in old
+    ]
+    for row, x in zip(old, rollout.score(scorer, pairs, args.score_batch_size, device)):
+        row |= {"score": x, "scorer": scorer.version}
+    write_pool(f"{args.output_dir}/pool.jsonl", pool)
+
+
+def key_of(row):
+    return data.prompt_key([*row["prompt"], None])
+
+
+def select(pool, prompts, iteration, threshold, args):
+    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold.
+    Responses that did not end, or have no words, are none; of equal ones to a prompt the first counts."""
+    usable = {prompt.key: {} for prompt in prompts}
+    for row in pool:
+        now = args.candidates == "all" or row["iteration"] == iteration
+        if now and key_of(row) in usable and row["finished"] and row["response"].strip():
+            usable[key_of(row)].setdefault(row["response"].strip(), row)
+    usable = {key: rows for key, rows in usable.items() if rows}
+    if not usable:
+        raise InputError(
+            f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}; the "
+            "pool is kept: raise it, and give another --output-dir"
+        )
+    groups = [list(rows.values()) for rows in usable.values()]
+    if threshold is None:
+        return [max(rows, key=lambda row: row["score"]) for rows in groups]
+    kept = [row for rows in groups for row in rows if row["score"] >= threshold]
+    if not kept:
+        scores = sorted(row["score"] for rows in groups for row in rows)
+        best, middle = scores[-1], scores[len(scores) // 2]
+        raise InputError(
+            f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the "
+            f"best has {best:.3g}, the median {middle:.3g}; lower it (the pool is kept)"
+        )
+    return kept
+
+
+# -- fine-tune: the same steps as sft.py ------------------------------------------------------------
+def make_documents(rows, prompts, tokenizer, args):
+    """Pool rows -> documents: the prompt and the ids that were sampled; for a student (`tokenizer` is its
+    own), the text, encoded anew."""
+    by_key, documents, dropped = {prompt.key: prompt for prompt in prompts}, [], collections.defaultdict(list)
+    for row in rows:
+        prompt, answer = by_key[key_of(row)], row["response_ids"]
+        messages = [*prompt.turns, {"role": "assistant", "content": row["response"]}]
+        try:
+            if args.student:
+                ids, mask = data.encode(tokenizer, messages)
+            else:
+                ids, mask = prompt.ids + answer, [False] * len(prompt.ids) + [True] * len(answer)
+            if len(ids) > args.max_length:
+                raise ValueError(f"longer than {args.max_length} tokens (--max-length)")
+        except ValueError as error:
+            dropped[str(error)].append(prompt.row.where)
+            continue
+        ids, mask = torch.tensor(ids, dtype=torch.int32), torch.tensor(mask)
+        documents.append(data.Document(ids, mask, messages, prompt.row))
+    data.report("selected responses", len(rows), dropped)
+    if not documents:
+        raise InputError(f"none of {len(rows)} selected responses can be trained on: {', '.join(dropped)}")
+    return documents
+
+
+def make_blocks(documents, args):
+    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
+    if not args.packing:
+        return [[document] for document in documents]
+    packed = data.pack([len(document.ids) for document in documents], args.max_length)
+    return [[documents[i] for i in block] for block in packed]
+
+
+def update(model, optimizer, blocks, pad_id, args, device):
+    """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
+    them is not finite, the weights stay as they were."""
+    n_tokens = sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
+    optimizer.zero_grad(set_to_none=True)
+    nll_sum = torch.zeros((), device=device)
+    blocks = sorted(blocks, key=lambda block: -sum(len(d.ids) for d in block))  # like lengths share a batch
+    mine = blocks[dist.rank() :: dist.world_size()]
+    for start in range(0, math.ceil(len(blocks) / dist.world_size()), args.micro_batch_size):
+        batch = data.collate(mine[start : start + args.micro_batch_size], pad_id, device)
+        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
+        loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
+        (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
+        nll_sum += parts["nll_sum"]
+    nll, grad_norm = dist.all_sum(nll_sum)[0] / n_tokens, dist.clip_grad_norm(model, args.max_grad_norm)
+    if math.isfinite(nll) and math.isfinite(grad_norm):  # the same on all ranks
+        optimizer.step()
+    return nll, grad_norm
+
+
+def learning_rate(stage, place, n_steps, args):
+    """Warm-up and cosine within a stage (one fine-tuning; one for each threshold), lower with each stage."""
+    warmup = math.ceil(args.warmup_ratio * n_steps)
+    if place < warmup:
+        share = (place + 1) / (warmup + 1)
+    else:
+        share = (1 + math.cos(math.pi * (place - warmup) / (n_steps - warmup))) / 2
+    return args.lr * args.lr_decay**stage * share
+
+
+def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device):
+    """Train `start` on the stages' documents, one after the other, and write versions/ITERATION. Goes on from
+    a checkpoint of this iteration. Returns the run's number of optimiser steps so far."""
+    checkpoint = f"{args.output_dir}/checkpoint"
+    stages = [make_blocks(documents, args) for documents in stages]
+    plan = []  # (stage, step in it, steps in it) of each optimiser step
+    for stage, blocks in enumerate(stages):
+        n_steps = max(1, round(args.epochs * math.ceil(len(blocks) / args.batch_size)))
+        plan += [(stage, place, n_steps) for place in range(n_steps)]
+    model = load(start, tokenizer, args, device, args.gradient_checkpointing)
+    if args.packing:
+        models.check_packing(model)
+    betas, decay = (0.9, 0.95), args.weight_decay
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
+    done = 0
+    if dist.checkpoint_state(checkpoint).get("iteration") == iteration:
+        done = dist.load_checkpoint(checkpoint, {"policy": (model, optimizer)})["done"]
+    bar = metrics.progress(len(plan), done, f"iteration {iteration}")
+    for done in range(done, len(plan)):
+        begin = time.time()
+        stage, place, n_steps = plan[done]
+        epoch, index = divmod(place, math.ceil(len(stages[stage]) / args.batch_size))
+        generator = torch.Generator().manual_seed(seed_of(args.seed, "order", iteration, stage, epoch))
+        order = torch.randperm(len(stages[stage]), generator=generator).tolist()
+        batch = [stages[stage][i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(stage, place, n_steps, args)
+        nll, grad_norm = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
+        if not (math.isfinite(nll) and math.isfinite(grad_norm)):
+            bar.close()
+            raise InputError(
+                f"iteration {iteration}, step {done + 1}: loss {nll}, gradient norm {grad_norm}. The step "
+                "was not taken; lower --lr or look at pool.jsonl"
+            )
+        tokens = sum(len(document.ids) for block in batch for document in block)
+        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": optimizer.param_groups[0]["lr"]}
+        row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - begin)}
+        log.log(first_step + done + 1, iteration, **row)
+        bar.set_postfix(nll=f"{nll:.3f}", norm=f"{grad_norm:.2f}", tok_s=f"{row['perf/tokens_per_s']:.0f}")
+        bar.update()
+        if args.save_every and (done + 1) % args.save_every == 0:
+            state = {"iteration": iteration, "done": done + 1, "first_step": first_step}
+            state["logged_rows"] = log.n_rows
+            dist.save_checkpoint(checkpoint, first_step + done + 1, {"policy": (model, optimizer)}, state)
+    bar.close()
+    path = f"{args.output_dir}/versions/{iteration}"
+    dist.save_model(model, tokenizer, path, getattr(torch, args.save_dtype))
+    return first_step + len(plan)
+
+
+# -- evaluate --------------------------------------------------------------------------------------
+def study(model, tokenizer, held_out, scorer, version, args, device):
+    """What a model can do on held-out prompts: {"samples": one response to each, "curves": the expected
+    largest and median score among N responses at each temperature, "temperature": the one with the highest
+    expected best of K}."""
+    asked, swept = held_out[: args.eval_prompts], held_out[: args.sweep_prompts]
+    rounds = [(asked, 1, 1.0)] * bool(asked)
+    rounds += [(swept, args.n_samples, temperature) for temperature in args.temperatures] * bool(swept)
+    found = []
+    with dist.consolidated(model):
+        for number, (prompts, n, temperature) in enumerate(rounds):
+            seed = seed_of(args.seed, "study", version, number)
+            options = (n, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
+            found.append(rollout.rollout(model, tokenizer, [prompt.ids for prompt in prompts], *options))
+    samples, curves = [], []
+    for (prompts, n, temperature), responses in zip(rounds, found):
+        pairs = [(prompt, r) for prompt, some in zip(prompts, responses) for r in some]
+        scores = rollout.score(scorer, pairs, args.score_batch_size, device)
+        if prompts is asked:
+            is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
+            samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
+            continue
+        largest, median = metrics.best_of_n(torch.tensor(scores).view(-1, n))
+        ended = sum(r.finished for _, r in pairs) / len(pairs)
+        curves.append({"temperature": temperature, "finished": ended, "max": largest, "median": median})
+    best = max(curves, key=lambda curve: curve["max"][-1], default={"temperature": args.temperatures[0]})
+    return {"samples": samples, "curves": curves, "temperature": best["temperature"]}
+
+
+def figures(studies, version):
+    """Means of a version's samples, its sweep at the temperature taken, and paired differences to the first
+    version and to the one before."""
+    study, out = studies[version], {}
+    samples, columns = study["samples"], {"score": "eval/score", "gold": "gold/score"}
+    means = {**columns, "perfect": "gold/perfect", "tokens": "sample/length", "finished": "sample/finished"}
+    for column, key in means.items():
+        if samples and column in samples[0]:
+            out[key] = sum(row[column] for row in samples) / len(samples)
+    for curve in study["curves"]:
+        if curve["temperature"] == study["temperature"]:
+            out |= {"sweep/temperature": curve["temperature"], "sweep/max": curve["max"][-1]}
+            out |= {"sweep/median": curve["median"][-1]}
+    for name, other in (("first", min(studies)), ("before", version - 1)):
+        for column, key in columns.items() if other in studies and other != version else ():
+            if samples and column in samples[0]:
+                both = [[row[column] for row in studies[v]["samples"]] for v in (other, version)]
+                mean, low, high = metrics.paired(*both)
+                out |= {f"{key}_over_{name}": mean, f"{key}_over_{name}_low": low}
+                out[f"{key}_over_{name}_high"] = high
+    return out
+
+
+def report(studies, version):
+    """Print what a version can do, and which categories got worse."""
+    if not dist.is_main():
+        return
+    print(f"version {version}:")
+    for key, value in figures(studies, version).items():
+        print(f"  {key}: {value:.4g}")
+    for curve in studies[version]["curves"]:
+        numbers = f"best of {len(curve['max'])} {curve['max'][-1]:.3f}, median {curve['median'][-1]:.3f}"
+        print(f"  temperature {curve['temperature']:g}: {numbers}, {curve['finished']:.0%} ended")
+    if version - 1 in studies:
+        metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
+
+
+def pool_figures(pool, chosen, iteration):
+    """Of the pool, of this iteration's responses, and of the rows to train on (with several thresholds, the
+    first one's)."""
+    new, best = [row for row in pool if row["iteration"] == iteration], {}
+    for row in new:
+        best[key_of(row)] = max(best.get(key_of(row), -math.inf), row["score"])
+    out = {"pool/rows": len(pool), "pool/new": len(new), "pool/temperature": new[0]["temperature"]}
+    out["pool/finished"] = sum(row["finished"] for row in new) / len(new)
+    out["pool/score"] = sum(row["score"] for row in new) / len(new)
+    out |= {"pool/best": sum(best.values()) / len(best), "pool/selected": len(chosen)}
+    out["pool/selected_score"] = sum(row["score"] for row in chosen) / len(chosen)
+    out["pool/earlier"] = sum(row["iteration"] < iteration for row in chosen) / len(chosen)
+    return out
+
+
+def resume_log(args, studies, made):
+    """(metrics log without the rows of what has to be done again, optimiser steps taken before the iteration
+    to go on with)."""
+    newest = max([*studies, *made], default=-1)
+    saved = dist.checkpoint_state(f"{args.output_dir}/checkpoint")
+    rows, keep, step = metrics.read_jsonl(f"{args.output_dir}/metrics.jsonl") if dist.is_main() else [], 0, 0
+    if saved and saved["iteration"] == newest + 1:
+        keep, step = saved["logged_rows"], saved["first_step"]
+    elif newest in studies:
+        keep, step = studies[newest]["logged_rows"], studies[newest]["step"]
+    elif made:  # trained and written, but not studied
+        keep, step = dist.gather([(i + 1, r["step"]) for i, r in enumerate(rows) if "loss/nll" in r])[-1]
+    return metrics.Metrics(args.output_dir, keep_rows=keep), step
+
+
+def main(args: Args):
+    # 1. setup
+    device = dist.setup()
+    check(args)
+    state = find_run(args)
+    if state == "finished":
+        return
+    versions = Path(args.output_dir, "versions")
+    # What there is of a run that was stopped, as rank 0 sees it: studied versions, made versions
+    there = list(versions.glob("*")) if state == "resume" and dist.is_main() else []
+    done = dist.gather(sorted(int(p.stem) for p in there if p.suffix == ".json" and p.stem.isdigit()))
+    made = dist.gather(sorted(int(p.name) for p in there if p.name.isdigit()))
+
+    # 2. data
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    policy = args.policy or args.model
+    for name in (policy, args.model):  # the base model's own vocabulary is its own
+        models.check_causal_lm(name, tokenizer if name != args.model else None)
+    room = args.max_length - args.max_new_tokens
+    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
+    if args.eval_dataset or data.is_tiny(args.dataset):
+        held_out = rollout.load_prompts(args.eval_dataset or args.dataset, "test", tokenizer, room)
+        prompts = data.without_prompts_of(prompts, held_out, args.dataset)
+    else:
+        prompts, held_out = data.hold_out(prompts)
+    if len(set(dist.gather([zlib.crc32("".join(p.key for p in [*prompts, *held_out]).encode())]))) > 1:
+        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    learner = models.load_tokenizer(args.student, args.chat_template) if args.student else tokenizer
+    learner_held_out = held_out
+    if args.student:
+        learner_held_out = [p._replace(ids=data.prompt_ids(learner, p.turns)) for p in held_out]
+        if not rollout.same_tokens(learner, tokenizer) and dist.is_main():
+            print(f"{args.student} has other tokens than {policy}: it learns the text, encoded anew")
+    also = []
+    if args.sft_dataset:
+        rows = data.load_rows(args.sft_dataset, "sft")
+        also = data.sft_documents(rows, learner, args.max_length, args.sft_dataset)
+        also = data.without_prompts_of(also, held_out, args.sft_dataset)
+    if done:
+        pool = read_pool(f"{args.output_dir}/pool.jsonl")
+    else:
+        pool = take_pool(args.pool, prompts, tokenizer) if args.pool else []
+
+    # 3. models: the scorer stays, policies come and go; each version has its own optimiser, in fine_tune
+    scorer = rollout.load_scorer(args.scorer, tokenizer, device)
+    learner_scorer = rollout.for_tokens(scorer, learner)
+    if args.student:
+        models.check_causal_lm(args.student)
+
+    # 4. the pool, and where to go on
+    start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
+    versions.mkdir(parents=True, exist_ok=True)
+    write_pool(f"{args.output_dir}/pool.jsonl", pool)
+    first = done[0] if done else max((row["iteration"] for row in pool), default=0)
+    last = first + args.iterations
+    studies = {version: json.loads((versions / f"{version}.json").read_text()) for version in done}
+    log, step = resume_log(args, studies, made)
+
+    # 5. loop
+    for version in range(first, last + 1):
+        # study the last iteration's model, the policy of the next one
+        latest, model = str(versions / str(version)) if version > first else args.student or policy, None
+        if version not in studies:
+            model = load(latest, learner, args, device)
+            found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
+            studies[version] = found
+            log.log(step, version, **figures(studies, version))
+            found |= {"step": step, "logged_rows": log.n_rows}
+            if dist.is_main():
+                write_json(versions / f"{version}.json", found)
+        report(studies, version)
+        iteration = version + 1
+        if version == last or iteration in made:
+            continue
+
+        # sample K responses to each prompt from the latest model (with --student, from the policy always)
+        began = time.time()
+        chunks = chunks_to_sample(pool, prompts_of(prompts, iteration, args), iteration, args)
+        if chunks:
+            sampler, told = policy if args.student else latest, studies[version]
+            if args.student or model is None:
+                model = load(sampler, tokenizer, args, device)
+            if args.student:
+                quiet = dataclasses.replace(args, eval_prompts=0)
+                told = study(model, tokenizer, held_out, scorer, "teacher", quiet, device)
+            about = {"iteration": iteration, "model": sampler, "temperature": told["temperature"]}
+            sample_into_pool(pool, model, tokenizer, chunks, about, args)
+        model, sampled = None, time.time()
+
+        # score, and select
+        score_pool(pool, scorer, prompts, args, device)
+        chosen = [select(pool, prompts, iteration, tau, args) for tau in args.threshold or [None]]
+        seconds = {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
+        if dist.checkpoint_state(f"{args.output_dir}/checkpoint").get("iteration") != iteration:
+            log.log(step, iteration, **pool_figures(pool, chosen[0], iteration), **seconds)
+
+        # fine-tune a new version
+        start = latest if args.start_from == "last" else args.student or args.model
+        stages = [make_documents(rows, prompts, learner, args) for rows in chosen]
+        generator = torch.Generator().manual_seed(seed_of(args.seed, "also", iteration))
+        for documents in stages:  # of the other rows as many, so that neither kind drowns the other
+            order = torch.randperm(len(also), generator=generator).tolist()
+            documents += [also[i] for i in order[: len(documents)]]
+        step = fine_tune(start, stages, learner, iteration, log, step, args, device)
+
+    # 6. save
+    if dist.is_main():
+        final, temporary = Path(args.output_dir, "model"), Path(args.output_dir, "model.tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(versions / str(last), temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        rows = [{"version": v, **row} for v, found in studies.items() for row in found["samples"]]
+        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
+        curves = [
+            {"policy": f"version {v}", "chosen": curve["temperature"] == found["temperature"], **curve}
+            for v, found in studies.items()
+            for curve in found["curves"]
+        ]
+        metrics.write_jsonl(f"{args.output_dir}/curves.jsonl", curves)
+        ends = [curve for curve in curves if curve["policy"] in (f"version {first}", f"version {last}")]
+        if ends:
+            metrics.plot_best_of_n(args.output_dir, ends)
+        panels = {"loss": ["loss/nll"], "held-out responses": ["eval/score", "gold/score", "sweep/max"]}
+        metrics.plot_metrics(args.output_dir, {**panels, "pool": ["pool/score", "pool/best"]})
+        after = {str(version): figures(studies, version) for version in studies}
+        bound, table = metrics.best_of_n_kl(args.n_samples), [studies[v]["samples"] for v in (last - 1, last)]
+        print(f"best of {args.n_samples}: at most {bound:.2f} nats (KL) from the policy it is drawn from")
+        numbers = {"steps": step, "pool": len(pool), "kl_bound": bound, "versions": after}
+        numbers["categories"] = metrics.regressions(*table)
+        write_json(f"{args.output_dir}/summary.json", numbers)  # last
+        print(f"wrote {args.output_dir}/model")
+
+
+RECIPES = {
+    "tiny": (
+        "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
+        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (README, "Results")
+        Args(),
+    ),
+    "llama2": (
+        "Llama 2's, four versions; prompts and models of your own",
+        Args(
+            model="meta-llama/Llama-2-7b-chat-hf",  # the SFT model itself is not public
+            scorer="runs/reward",
+            dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
+            iterations=4,  # section 3.2.3: until V4 by rejection sampling alone
+            prompts_per_iteration=None,
+            n_samples=10,  # figure 8: 10 to 100
+            temperatures=(0.8, 1.0, 1.2, 1.3),  # figure 8: 1.2 to 1.3 is best after RLHF
+            sweep_prompts=256,  # not said
+            max_new_tokens=1024,  # not said
+            slots=64,
+            epochs=2.0,  # section 3.1, of SFT, as all below
+            lr=2e-5,
+            warmup_ratio=0.03,  # not said
+            weight_decay=0.1,
+            batch_size=64,
+            micro_batch_size=1,
+            score_batch_size=8,
+            max_length=4096,
+            save_every=200,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+    "rest": (
+        "ReST on the tiny world: thresholds that rise, from the last version, the SFT data kept in",
+        Args(
+            output_dir="runs/rest",
+            sft_dataset="tiny",  # section 3: the new data joins the original
+            threshold=(0.0, 0.5, 1.0),  # section 3: rising; these are ours, in runs/reward's units
+            lr_decay=0.5,  # section 3: lower with each improve step; the factor is ours
+            candidates="last",  # a grow step samples a data set of its own
+            start_from="last",
+            epochs=1.0,  # ours, as the learning rate
+            lr=5e-4,
+        ),
+    ),
+}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)
