@@ -175,6 +175,10 @@ def is_dialogue(value):
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
+def role(message) -> str | None:
+    return message.get("role") if isinstance(message, dict) else None
+
+
 def sharegpt(value):
     """Messages of {from, value} -> {role, content}; others stay as they are."""
     if not isinstance(value, list):

@@ -34,6 +34,19 @@ def masked_mean(x, mask, dim=None):
     return masked_sum(x, mask, dim) / count
 
 
+def whiten(x, mask, mean=None, var=None, shift_mean=True):
+    """(x - mean) / sqrt(var), 0 where mask is False.
+
+    x: any shape. mask: bool, the shape of x. mean, var: of all ranks' values, population variance; None: this
+      batch's. shift_mean: False adds the mean again, so that only the scale changes.
+    Returns a tensor like x. Raises ValueError on unequal shapes, or where a mean would be of nothing."""
+    _same_shape(x=x, mask=mask)
+    mean = masked_mean(x, mask) if mean is None else mean
+    var = masked_mean((x - mean) ** 2, mask) if var is None else var
+    scaled = (x - mean) / (var + 1e-8) ** 0.5
+    return torch.where(mask, scaled if shift_mean else scaled + mean, torch.zeros_like(x))
+
+
 def sft_loss(logprobs, action_mask, n_tokens=None):
     """Supervised fine-tuning: the negative log likelihood of the response tokens, averaged over tokens.
 
@@ -145,6 +158,118 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
     bound_sum = -(logsigmoid(bound - chosen_advantages) + logsigmoid(bound + rejected_advantages)).sum()
     loss, parts = _mean_over_rows("advantage_model_loss", rank_sum + bound_sum, n_rows, difference)
     return loss, {**parts, "rank_loss_sum": rank_sum.detach()}
+
+
+def kl_estimate(logprobs, ref_logprobs, kind="k1"):
+    """Per-token estimates of KL(policy || reference) from tokens that the policy drew.
+
+    With d = logprobs - ref_logprobs: k1 = d, unbiased, may be negative; k2 = d^2 / 2; k3 = exp(-d) - 1 + d,
+    unbiased and never negative (J. Schulman, "Approximating KL Divergence", 2020). Llama 2 and Qwen subtract
+    k1 from the reward.
+
+    logprobs, ref_logprobs: the same shape, nats, gradient flows. kind: "k1", "k2" or "k3".
+    Returns a tensor of that shape, nats. Raises ValueError on unequal shapes or another kind."""
+    _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
+    difference = logprobs - ref_logprobs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
+        return torch.expm1(-difference) + difference
+    raise ValueError(f"kl_estimate: kind {kind!r} is not k1, k2 or k3")
+
+
+def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, threshold=0.15):
+    """Llama 2's R_c: the safety score where safety is at stake, the helpfulness score elsewhere.
+
+    R_c = R_s if is_safety_prompt or sigmoid(R_s) < threshold else R_h
+    (Llama 2, arXiv:2307.09288, section 3.2.3; its WHITEN(LOGIT(R_c)) takes logits, which both are already.)
+
+    safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
+    Returns (B,), logits. Raises ValueError on unequal shapes."""
+    _same_shape(safety=safety_logits, helpfulness=helpfulness_logits, is_safety_prompt=is_safety_prompt)
+    gated = is_safety_prompt | (safety_logits.sigmoid() < threshold)
+    return torch.where(gated, safety_logits, helpfulness_logits)
+
+
+def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
+    """Generalised advantage estimation within each response.
+
+    delta_t = rewards_t + gamma * values_{t+1} - values_t
+    advantages_t = delta_t + gamma * lam * advantages_{t+1},  returns_t = advantages_t + values_t
+    (Schulman et al., arXiv:1506.02438, eq. 16; Llama 2 and Qwen train PPO with it.) Values and advantages
+    after a response's last token are 0, whether it ended or was cut.
+
+    rewards: (B, T-1), reward units, of the action at t. values: (B, T-1), reward units, of the state before
+      it. action_mask: (B, T-1) bool, the response tokens of a row. No gradient flows.
+    Returns (advantages, returns), (B, T-1) each, 0 where action_mask is False; neither is whitened.
+    Raises ValueError on unequal shapes."""
+    _same_shape(rewards=rewards, values=values, action_mask=action_mask)
+    zeros = torch.zeros_like(values)
+    rewards = torch.where(action_mask, rewards, zeros).detach()
+    values = torch.where(action_mask, values, zeros).detach()  # so that a next value beyond the end is 0
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = zeros[:, 0]
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(action_mask[:, t], delta + gamma * lam * next_advantage, zeros[:, 0])
+        next_value, advantages[:, t] = values[:, t], next_advantage
+    return advantages, advantages + values
+
+
+def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=0.2, n_tokens=None):
+    """PPO's clipped policy loss, averaged over response tokens.
+
+    ratio = exp(logprobs - old_logprobs)
+    L = -(1 / n_tokens) sum min(ratio * advantages, clip(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages)
+    (Schulman et al., arXiv:1707.06347, eq. 7.)
+
+    logprobs: (B, T-1), nats, gradient flows. old_logprobs: (B, T-1), nats, of the policy that the rollout
+      came from, by the same forward. advantages: (B, T-1), whitened as a rule. action_mask: (B, T-1) bool.
+    n_tokens: response tokens of the whole optimiser step, over all micro-batches and ranks; None: this
+      batch's.
+    Returns (loss, metrics), sums of this batch: {"loss_sum", "n_tokens", "n_clipped": tokens where the
+      clipped term is the smaller one, "ratio_sum", "ratio_max", "approx_kl_sum": ratio - 1 - log ratio}.
+    Raises ValueError on unequal shapes, or an empty mask when n_tokens is None."""
+    tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
+    _same_shape(**tensors, action_mask=action_mask)
+    logratio = torch.where(action_mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
+    ratio, advantages = logratio.exp(), advantages.detach()
+    plain, clipped = ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
+    loss_sum, n = -masked_sum(torch.minimum(plain, clipped), action_mask), action_mask.sum()
+    if n_tokens is None and n == 0:
+        raise ValueError("ppo_policy_loss: action_mask keeps no token, there is no action to learn from")
+    with torch.no_grad():
+        metrics = {"loss_sum": loss_sum.detach(), "n_tokens": n, "ratio_sum": masked_sum(ratio, action_mask)}
+        metrics["n_clipped"] = ((clipped < plain) & action_mask).sum()
+        metrics["ratio_max"] = torch.where(action_mask, ratio, torch.zeros_like(ratio)).max()
+        metrics["approx_kl_sum"] = masked_sum(torch.expm1(logratio) - logratio, action_mask)
+    return loss_sum / (n if n_tokens is None else n_tokens), metrics
+
+
+def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_tokens=None):
+    """PPO's clipped value loss, averaged over response tokens.
+
+    L = (1 / n_tokens) sum 1/2 max((values - returns)^2, (clip(values, old_values +- clip_value) - returns)^2)
+    (Qwen, arXiv:2309.16609, section 3.2.2, clips at 0.15, which presumes rewards of about unit scale.)
+
+    values: (B, T-1), reward units, gradient flows. old_values: (B, T-1), before the iteration's first update.
+    returns: (B, T-1), reward units, unwhitened advantages + old_values. action_mask: (B, T-1) bool.
+    n_tokens: as in ppo_policy_loss.
+    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped error is the larger one}),
+      sums of this batch.
+    Raises ValueError on unequal shapes, or an empty mask when n_tokens is None."""
+    tensors = {"values": values, "old_values": old_values, "returns": returns}
+    _same_shape(**tensors, action_mask=action_mask)
+    near = old_values.detach() + (values - old_values.detach()).clamp(-clip_value, clip_value)
+    error, clipped = (values - returns.detach()) ** 2, (near - returns.detach()) ** 2
+    loss_sum, n = masked_sum(torch.maximum(error, clipped), action_mask) / 2, action_mask.sum()
+    if n_tokens is None and n == 0:
+        raise ValueError("ppo_value_loss: action_mask keeps no token, there is no value to learn")
+    n_clipped = ((clipped > error) & action_mask).sum()
+    metrics = {"loss_sum": loss_sum.detach(), "n_tokens": n, "n_clipped": n_clipped}
+    return loss_sum / (n if n_tokens is None else n_tokens), metrics
 
 
 def _mean_over_rows(name, loss_sum, n_rows, signs):

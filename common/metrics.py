@@ -102,6 +102,28 @@ def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"
     plt.close(figure)
 
 
+def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"):
+    """Draw `folder`/name from metrics.jsonl: the metrics `ys` {label: key} against the metric `x`, in the
+    order in which they were logged: a scorer and the true reward against the KL show over-optimisation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
+    figure, axis = plt.subplots(figsize=(4.8, 3.4))
+    for label, key in ys.items():
+        points = [(row[x], row[key]) for row in rows if key in row]
+        if points:
+            axis.plot(*zip(*points), "o-", markersize=3, label=label)
+    axis.set(xlabel=x, title="held-out prompts")
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(Path(folder) / name, dpi=90)
+    plt.close(figure)
+
+
 # -- measures of samples ---------------------------------------------------------------------------
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
@@ -136,14 +158,30 @@ def paired(before: list[float], after: list[float]) -> tuple[float, float, float
     return mean, mean - half, mean + half
 
 
+def against(before: list[dict], after: list[dict], tie_margin: float, prefix="") -> dict[str, float]:
+    """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
+    shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
+    loses, and the paired difference (gain) with its 95 % interval."""
+    out = {}
+    for column in ("score", "gold") if "gold" in after[0] else ("score",):
+        pairs = [(a[column], b[column]) for a, b in zip(before, after, strict=True)]
+        key, differences = f"{prefix}{column}", [b - a for a, b in pairs]
+        out[f"{key}_win"] = sum(d > tie_margin for d in differences) / len(pairs)
+        out[f"{key}_lose"] = sum(d < -tie_margin for d in differences) / len(pairs)
+        out[f"{key}_tie"] = 1 - out[f"{key}_win"] - out[f"{key}_lose"]
+        mean, low, high = paired(*zip(*pairs))
+        out |= {f"{key}_gain": mean, f"{key}_gain_low": low, f"{key}_gain_high": high}
+    return out
+
+
 def regressions(before: list[dict], after: list[dict]) -> list[dict]:
     """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
     known) of two policies' responses to the same prompts, with its 95 % interval, and, from 10 prompts on,
     whether that lies on one side of 0, which of twenty categories one does by chance."""
     table = []
-    for name in ["all", *sorted({row["category"] for row in after} - {None})] if after else []:
-        inside = [i for i, row in enumerate(after) if name in ("all", row["category"])]
-        line = {"category": name, "prompts": len(inside)}
+    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
+        inside = [i for i, row in enumerate(after) if name in (None, row["category"])]
+        line = {"category": name or "all", "prompts": len(inside)}
         for column in ("score", "gold") if "gold" in after[0] else ("score",):
             mean, low, high = paired(*([rows[i][column] for i in inside] for rows in (before, after)))
             line[column] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"

@@ -159,6 +159,8 @@ def n_outputs(name) -> int:
     if config is None or "ForSequenceClassification" not in _kind(config):
         kind = "a causal language model" if config is None else f"a {_kind(config)}"
         raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
+    if config.num_labels > 2:
+        raise InputError(f"{name} is a classifier of {config.num_labels} labels, wanted a reward model")
     return config.num_labels
 
 
@@ -377,6 +379,14 @@ def score(model, input_ids, response_mask):
     where = torch.stack([rows.repeat(2), torch.cat([last, before])])
     rewards, expected = model.head_outputs(input_ids, where).split(len(rows))
     return advantages(model, rewards[:, 0], expected[:, 1])
+
+
+def values(model, input_ids, action_mask):
+    """V of the state before each action, by a model with one output: (B, T-1) fp32, 0 where action_mask is
+    False. input_ids: (B, T), right-padded; action_mask: (B, T-1) bool. Index t is read at token t, which sees
+    the tokens up to t and not the action, token t+1."""
+    found = model.head_outputs(input_ids, action_mask.nonzero().T)[:, 0]
+    return torch.zeros(action_mask.shape, device=input_ids.device).masked_scatter(action_mask, found)
 
 
 def advantages(model, rewards, expected_rewards):

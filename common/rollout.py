@@ -71,6 +71,23 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     return list(found.values())
 
 
+def seed_of(*parts) -> int:
+    """An integer for these parts (the seed, a purpose, an iteration, ...), unlike all others'."""
+    return zlib.crc32(json.dumps(parts).encode())
+
+
+def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
+    """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
+    over the prompts. None comes again before all have come, or twice in an iteration."""
+    n, order, tail = min(n, len(prompts)), [], []
+    for again in range(math.ceil(iteration * n / len(prompts))):
+        generator = torch.Generator().manual_seed(seed_of(seed, "prompts", again))
+        new = torch.randperm(len(prompts), generator=generator).tolist()
+        order += sorted(new, key=lambda i: i in tail)  # the iteration that a pass begins in has these already
+        tail = set(order[len(order) - len(order) % n :])
+    return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
+
+
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows. ValueError says why there are none."""
     if row.get("messages") or row.get("conversations"):
@@ -79,15 +96,19 @@ def prompt_turns(row: dict) -> list[dict]:
         turns = data.turns(row["prompt"], "user")
     elif row.get("instruction") is not None:
         question, extra = row["instruction"], row.get("input")
-        both = isinstance(question, str) and isinstance(extra, str) and extra
+        if not isinstance(extra, str | None):
+            raise ValueError(f"input is {type(extra).__name__}, wanted text")
+        both = isinstance(question, str) and extra
         turns = data.turns(f"{question}\n\n{extra}" if both else question, "user")
     elif row.get("chosen"):
         turns = data.dialogue(row["chosen"])
     else:
         wanted = "prompt, instruction, messages, or chosen as a dialogue"
         raise ValueError(f"columns {sorted(map(str, row))[:8]} are no prompt row, wanted {wanted}")
-    if turns and isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant":
+    while isinstance(turns, list) and turns and data.role(turns[-1]) == "assistant":
         turns = turns[:-1]
+    if not isinstance(turns, list) or not turns or data.role(turns[-1]) != "user":
+        raise ValueError("no message of the user at the end")
     return data.check_messages([*turns, {"role": "assistant", "content": "an answer"}])[:-1]
 
 
@@ -126,6 +147,13 @@ def rollout(
     return responses
 
 
+def document(prompt, response) -> data.Document:
+    """A prompt with its response, of which every token is an action."""
+    ids = prompt.ids + response.ids
+    mask = torch.arange(len(ids)) >= len(prompt.ids)
+    return data.Document(torch.tensor(ids, dtype=torch.int32), mask, prompt.turns, prompt.row)
+
+
 # -- scores ----------------------------------------------------------------------------------------
 class Scorer(NamedTuple):
     name: str
@@ -146,6 +174,8 @@ def load_scorer(spec, tokenizer, device) -> Scorer:
             function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise InputError(f"--scorer {spec}: {error}; wanted module:function") from None
+        if not callable(function):
+            raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
         try:
             code = inspect.getsource(function)
         except (OSError, TypeError):
@@ -212,7 +242,10 @@ def _encode(scorer, prompt, response):
     else:
         plain = data.special_tokens(scorer.tokenizer).sub
         messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
-        ids, answers = data.encode_responses(scorer.tokenizer, messages, [plain("", response.text)])
+        try:
+            ids, answers = data.encode_responses(scorer.tokenizer, messages, [plain("", response.text)])
+        except ValueError as error:  # its template refuses a role, for one
+            raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
         encoded = ids, answers[0]
     room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", math.inf)
     if sum(map(len, encoded)) > room:

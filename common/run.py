@@ -33,6 +33,7 @@ BEGUN = ("checkpoint/latest", "pool.jsonl")  # a run directory that has one of t
 LIMITS = (  # what a number may be, and the arguments of any script that it holds for
     ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens slots"),
     ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt iterations prompts_per_iteration n_samples"),
+    ("1 or more", lambda x: x >= 1, "score_batch_size chunk_prompts ptx_batch_size rehearsal_batch_size"),
     ("2 or more", lambda x: x >= 2, "max_length"),
     ("more than 0", lambda x: x > 0, "epochs bound ratio_clip lr_decay"),
     ("0 or more", lambda x: x >= 0, "lr min_warmup_steps weight_decay max_grad_norm eval_every save_every"),

@@ -23,9 +23,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
+import rejection_sampling
 import reward
 import sft
-from common import data, dist, losses, models, pairwise, preferences, tiny
+from common import data, dist, losses, models, pairwise, preferences, rollout, tiny
 from common.run import InputError
 from common.sampler import sample
 
@@ -59,6 +60,60 @@ def scorer_options(folder, script=reward):
         "dataset": str(folder / "pairs.jsonl"),
         "eval_dataset": str(folder / "held_out.jsonl"),
     }
+
+
+# Of rejection_sampling.py, on the prompts in `folder`: chunks of 4, 4, 4 and 1 prompts, of which rank 1 gets 2,
+# 2, 2 and none
+RS_RUN = {"scorer": "common.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 3, "epochs": 1}
+RS_RUN |= {"chunk_prompts": 4, "eval_prompts": 3, "sweep_prompts": 1, "temperatures": (1.0,), "iterations": 2}
+RS_RUN |= {"max_new_tokens": 16, "max_length": 64, "batch_size": 2, "micro_batch_size": 1, "save_every": 2}
+
+
+def rs_options(folder, **options):
+    return {
+        **RS_RUN,
+        "model": str(folder / "tied"),
+        "dataset": str(folder / "prompts.jsonl"),
+        "eval_dataset": str(folder / "asked.jsonl"),
+        **options,
+    }
+
+
+class Stopped(Exception):
+    """In place of kill -9, in this very process."""
+
+
+@contextlib.contextmanager
+def stopped(owner, name, calls, after=False):
+    """Ends the program inside at the call of this number, on every rank."""
+    plain, seen = getattr(owner, name), []
+
+    def call(*args, **options):
+        seen.append(1)
+        if len(seen) == calls and not after:
+            raise Stopped
+        out = plain(*args, **options)
+        if len(seen) == calls:
+            raise Stopped
+        return out
+
+    setattr(owner, name, call)
+    try:
+        with contextlib.suppress(Stopped):
+            yield
+            raise AssertionError(f"{name} was called {len(seen)} times")
+    finally:
+        setattr(owner, name, plain)
+
+
+def rs_main(folder, output_dir, **options):
+    options = rs_options(folder, output_dir=str(folder / output_dir), **options)
+    rejection_sampling.main(rejection_sampling.Args(**options))
+
+
+def rs_with_a_model(folder, output_dir, **options):
+    """One iteration, scored by a model."""
+    rs_main(folder, output_dir, scorer=str(folder / "rs scorer"), iterations=1, epochs=2, **options)
 
 
 EVEN = [8] * 5  # blocks of each step
@@ -504,6 +559,31 @@ def nan_in_a_scorer(folder):
     finally:
         losses.bradley_terry_loss = plain
     return dist.gather([message])
+
+
+@case
+def rs_run(folder):
+    rs_main(folder, "rs of two")
+    return {}
+
+
+@case
+def rs_stopped(folder):
+    """In the middle of an iteration's chunks, and after the first checkpoint."""
+    with stopped(rollout, "rollout", 5):  # 2 of version 0's study, then chunks
+        rs_main(folder, "rs stopped")
+    sampled = len(rejection_sampling.read_pool(folder / "rs stopped" / "pool.jsonl"))
+    with stopped(dist, "save_checkpoint", 1, after=True):
+        rs_main(folder, "rs stopped", resume=True)
+    rs_main(folder, "rs stopped", resume=True)
+    return {"sampled": sampled}
+
+
+@case
+def rs_of_one_pool(folder):
+    """Goes on with what one rank sampled, not scored yet."""
+    rs_with_a_model(folder, "rs sampled by one, learnt by two", resume=True)
+    return {}
 
 
 def main(folder):

@@ -9,8 +9,16 @@ own exit code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) 
     pointer N    checkpoint N is complete, but `latest` still names the one before
     older N      `latest` names checkpoint N, the one before is not removed yet
     results      training and the last evaluation are done, nothing is exported
-    export       in the middle of writing model.tmp
+    export       in the middle of writing model.tmp; export N: versions/N.tmp
     summary      model/ is complete, summary.json is not written
+
+and of rejection_sampling.py
+
+    pool N       responses were appended to pool.jsonl for the N-th time
+    scored N     the responses of iteration N are scored, the pool is not rewritten
+    version N    versions/N is written, not studied
+    studied N    versions/N is studied and the figures logged, versions/N.json is not written
+    model        model.tmp is complete, model/ is not there
 
 or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
 
@@ -19,6 +27,7 @@ or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
 
 import atexit
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -28,7 +37,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPTS = ("sft", "reward", "advantage_model")
+SCRIPTS = ("sft", "reward", "advantage_model", "rejection_sampling")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ENV = {
@@ -69,14 +78,14 @@ def torchrun(*argv, options=()) -> Ended:
 
 
 def flags(**values) -> list[str]:
-    """{"max_steps": 3, "packing": False} -> ["--max-steps", "3", "--no-packing"]"""
+    """{"max_steps": 3, "packing": False, "threshold": (0, 1)} -> --max-steps 3 --no-packing --threshold 0 1"""
     out = []
     for name, value in values.items():
         name = name.replace("_", "-")
         out += (
             [f"--{name}" if value else f"--no-{name}"]
             if isinstance(value, bool)
-            else [f"--{name}", str(value)]
+            else [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
         )
     return out
 
@@ -109,6 +118,7 @@ def _serve():
     # imported on first use
     for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):
         getattr(transformers, name)
+    importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -124,7 +134,7 @@ def _child(name, argv, moment, plots, cwd, folder):
     if not plots:
         from common import metrics
 
-        metrics.plot_metrics = metrics.plot_scores = lambda *_: None
+        metrics.plot_metrics = metrics.plot_scores = metrics.plot_best_of_n = lambda *_: None
     try:
         _run(name, argv, moment)
     except SystemExit as stop:
@@ -209,10 +219,26 @@ def _arrange(moment, script):
         before(
             transformers.PreTrainedTokenizerBase,
             "save_pretrained",
-            lambda self, path, **_: "model.tmp" in str(path),
+            lambda self, path, **_: (f"versions/{n}.tmp" if n else "model.tmp") in str(path),
         )
     elif what == "summary":
-        before(script, "write_json", lambda path, value: path.endswith("summary.json"))
+        before(script, "write_json", lambda path, value: str(path).endswith("summary.json"))
+    elif what == "pool":
+        appends = itertools.count(1)
+        name = lambda file: os.readlink(f"/proc/self/fd/{file}")
+        after(os, "fsync", lambda file: name(file).endswith("/pool.jsonl") and next(appends) == int(n))
+    elif what == "scored":
+        before(
+            script,
+            "write_pool",
+            lambda path, pool: any(row["iteration"] == int(n) and row["scorer"] for row in pool),
+        )
+    elif what == "version":
+        after(dist, "save_model", lambda model, tokenizer, path, *_: path.endswith(f"versions/{n}"))
+    elif what == "studied":
+        before(script, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
+    elif what == "model":
+        before(Path, "rename", lambda self, target: self.name == "model.tmp")
     elif what == "nan":
         calls = []
 

@@ -2,9 +2,11 @@
 One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
 own."""
 
+import collections
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import dist_cases
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 import advantage_model
+import rejection_sampling
 import reward
 import sft
 from common import dist, tiny
@@ -58,11 +61,17 @@ def prepare(folder):
         ("pairs", "preferences", "train", 45),
         ("held_out", "preferences", "test", 13),
         ("rankings", "rankings", "train", 5),
+        ("prompts", "prompts", "train", 27),
+        ("asked", "prompts", "test", 5),
     ):
         rows = tiny.rows(kind, split)[:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
+    dist.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
+    with dist_cases.stopped(rejection_sampling, "score_pool", 1):
+        dist_cases.rs_with_a_model(folder, "rs sampled by one, learnt by one")
+    shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +275,57 @@ def test_nan_on_one_rank_stops_every_rank_of_a_scorers_script(two):
     assert not (two.folder / "reward nan" / "model").exists()
 
 
+# -- rejection sampling ------------------------------------------------------------------
+def test_every_prompt_of_an_iteration_is_answered_k_times_by_two_ranks(two):
+    two("rs_run")
+    pool = read_jsonl(two.folder / "rs of two" / "pool.jsonl")
+    counts = collections.Counter((r["iteration"], r["chunk"], r["prompt"][-1]["content"]) for r in pool)
+    assert set(counts.values()) == {3} and len(counts) == 26 == len({prompt for _, _, prompt in counts})
+    sizes = collections.Counter((iteration, chunk) for iteration, chunk, _ in counts)
+    assert [sizes[i, chunk] for i in (1, 2) for chunk in range(4)] == [4, 4, 4, 1] * 2
+    assert all(r["score"] == tiny.gold_score(r["prompt"][-1]["content"], r["response"]) for r in pool)
+    tell = lambda r: dist_cases.TOKENIZER.decode(r["response_ids"], skip_special_tokens=True) == r["response"]
+    assert all(map(tell, pool)) and len({r["response"] for r in pool}) > 60  # ranks draw differently
+    samples = read_jsonl(two.folder / "rs of two" / "samples.jsonl")
+    asked = [row["prompt"] for row in read_jsonl(two.folder / "asked.jsonl")[:3]]
+    assert [s["prompt"][-1]["content"] for s in samples] == asked * 3  # in order, of three versions
+    assert json.loads((two.folder / "rs of two" / "args.json").read_text())["world_size"] == 2
+
+
+def test_two_ranks_stopped_in_sampling_and_in_fine_tuning_resume_to_the_same_bits(two):
+    two("rs_run")
+    assert two("rs_stopped") == {"sampled": 2 * 4 * 3}
+    folders = two.folder / "rs stopped", two.folder / "rs of two"
+    for name in ("versions/1", "versions/2", "model"):
+        got, want = (load_file(f / name / "model.safetensors") for f in folders)
+        assert set(got) == set(want) and all(torch.equal(got[key], want[key]) for key in want)
+    for name in ("pool.jsonl", "samples.jsonl", "curves.jsonl", "summary.json"):
+        got, want = ((f / name).read_text().replace(str(f), "") for f in folders)
+        assert got == want, name
+    clock = ("time_s", "perf/sample_s", "perf/score_s", "perf/tokens_per_s")
+    got, want = (
+        [{k: v for k, v in r.items() if k not in clock} for r in read_jsonl(f / "metrics.jsonl")]
+        for f in folders
+    )
+    assert got == want
+
+
+def test_the_same_pool_is_scored_and_learnt_alike_by_one_and_two_ranks(two):
+    two("rs_of_one_pool")
+    folders = [two.folder / f"rs sampled by one, learnt by {name}" for name in ("one", "two")]
+    dist_cases.rs_with_a_model(two.folder, folders[0].name, resume=True)
+    pools = [read_jsonl(f / "pool.jsonl") for f in folders]
+    text = [[(r["prompt"], r["response_ids"]) for r in pool] for pool in pools]
+    scores = [[r["score"] for r in pool] for pool in pools]
+    assert text[0] == text[1] and len(text[0]) == 39 and close(*scores) and len(set(scores[0])) > 20
+    rows = [[r for r in read_jsonl(f / "metrics.jsonl") if "loss/nll" in r] for f in folders]
+    for key in ("loss/nll", "optim/grad_norm", "data/tokens", "optim/lr"):
+        assert close(*([r[key] for r in of_one] for of_one in rows)), key
+    assert len(rows[0]) > 3 and len({r["loss/nll"] for r in rows[0]}) == len(rows[0])
+    one, both = (load_file(f / WEIGHTS) for f in folders)
+    assert max((one[name] - both[name]).abs().mean() for name in one) < 1e-5
+
+
 # -- sharding ----------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_a_folder_model_is_read_by_rank_0_and_is_whole_on_every_rank(two, name):
@@ -377,6 +437,23 @@ def test_only_the_last_checkpoint_is_kept_and_latest_names_it(tmp_path):
         dist.save_checkpoint(tmp_path, step, {"policy": (model, optimizer)}, {"step": step})
         assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", f"step_{step}"]
     assert dist.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"step": 10}
+
+
+def test_the_state_of_a_checkpoint_is_read_alone(tmp_path):
+    root = tmp_path / "checkpoint"
+    assert dist.checkpoint_state(root) == {}  # no folder
+    modules = {"policy": dist_cases.policy()}
+    dist.save_checkpoint(root, 3, modules, {"iteration": 1, "x": [1.5]})
+    dist.save_checkpoint(root, 7, modules, {"iteration": 2, "x": [2.5]})
+    (root / "step_9").mkdir()  # latest does not name it
+    (root / "step_9" / "state.json").write_text('{"iteration": 3}')
+    before = torch.get_rng_state()
+    for path in [*(root / "step_7" / "tensors").iterdir(), *(root / "step_7").glob("*.pt")]:
+        path.unlink()
+    assert dist.checkpoint_state(root) == dist.checkpoint_state(str(root)) == {"iteration": 2, "x": [2.5]}
+    assert torch.equal(torch.get_rng_state(), before)
+    (root / "latest").unlink()
+    assert dist.checkpoint_state(root) == {}
 
 
 # -- the ends of a job -------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Selective rehearsal: which responses of the first policy a PPO run should keep practising, so that it does
+not forget (arXiv:2309.10202, section 3.2).
+
+    embed     prompts -> vectors: mean-pooled last hidden states of the policy, or an encoder by name
+    cluster   KMeans into c groups, one for each kind of skill
+    select    in each group the k prompts whose response has the highest score
+
+ppo.py does this before training with --rehearsal-clusters. As a program it writes the rows to a file for
+--rehearsal-data:
+
+    python -m common.rehearsal --model runs/sft --scorer runs/reward --dataset tiny --output rehearsal.jsonl
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from common import dist, metrics, models, rollout
+from common.run import InputError, launch
+
+
+@torch.no_grad()
+def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
+    """(prompts, H): the mean of the last hidden states over each prompt's tokens, of length 1. Call it inside
+    dist.consolidated(model): every rank computes all of them, and communicates nothing."""
+    device, out = next(model.parameters()).device, [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        some = order[start : start + batch_size]
+        rows = [torch.tensor(prompts[i], device=device) for i in some]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # no token sees the padding after it
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
+        for i, row, ours in zip(some, rows, hidden):
+            out[i] = torch.nn.functional.normalize(ours[: len(row)].mean(0), dim=0).cpu()
+    return torch.stack(out)
+
+
+@torch.no_grad()
+def embed_texts(name, texts: list[str], batch_size=64) -> torch.Tensor:
+    """(texts, H): the same by a sentence encoder, princeton-nlp/sup-simcse-roberta-base for one: the vector
+    of the first token, which SimCSE trains."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, out = AutoTokenizer.from_pretrained(name), []
+    encoder = AutoModel.from_pretrained(name).eval()
+    for start in range(0, len(texts), batch_size):
+        some = texts[start : start + batch_size]
+        inputs = tokenizer(some, padding=True, truncation=True, return_tensors="pt")
+        out.append(torch.nn.functional.normalize(encoder(**inputs).last_hidden_state[:, 0], dim=1))
+    return torch.cat(out)
+
+
+def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
+    """[(cluster, index)]: KMeans on the embeddings, and in each cluster the `per_cluster` usable rows with
+    the highest score, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
+    from sklearn.cluster import KMeans
+
+    if n_clusters > len(embeddings):
+        raise InputError(f"--rehearsal-clusters {n_clusters}: there are only {len(embeddings)} prompts")
+    labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
+    chosen = []
+    for cluster in range(n_clusters):
+        mine = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
+        chosen += [(cluster, i) for i in sorted(mine, key=lambda i: -scores[i])[:per_cluster]]
+    return chosen
+
+
+def rehearsal_rows(
+    policy, tokenizer, scorer, prompts, n_clusters, per_cluster, *,
+    max_new_tokens, slots=64, score_batch_size=64, encoder=None, seed=0,
+):  # fmt: skip
+    """Rows {"prompt", "completion", "cluster", "score"} in sft.py's format, the same on every rank: one
+    response of `policy` to each prompt, clustered and selected. Responses that did not end or have no words
+    are none. Every rank must call it."""
+    device = next(policy.parameters()).device
+    ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, rollout.seed_of(seed, "sr"))
+    with dist.consolidated(policy):
+        found = rollout.rollout(policy, tokenizer, ids, *options, slots=slots)
+        embeddings = embed(policy, ids) if encoder is None else None
+    if encoder is not None:
+        embeddings = embed_texts(encoder, [prompt.turns[-1]["content"] for prompt in prompts])
+    responses = [response for (response,) in found]
+    scores = rollout.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
+    usable = [response.finished and bool(response.text.strip()) for response in responses]
+    chosen = select(embeddings, scores, usable, n_clusters, per_cluster, seed)
+    chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
+    if not chosen:
+        raise InputError(f"rehearsal: no response ended within {max_new_tokens} tokens")
+    return [
+        {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
+        for cluster, i in chosen
+    ]
+
+
+def show(rows, n=12):
+    """Print the first rows as a table."""
+    table = []
+    for row in rows[:n]:
+        texts = {"prompt": row["prompt"][-1]["content"][:40], "response": row["completion"][:40]}
+        table.append({"cluster": row["cluster"], **texts, "score": row["score"]})
+    metrics.print_table(table)
+
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """The first policy."""
+    scorer: str = "runs/reward"
+    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    dataset: str = "tiny"
+    """Prompts."""
+    output: str = "rehearsal.jsonl"
+    """The file to write."""
+    clusters: int = 8
+    """c."""
+    per_cluster: int = 16
+    """k."""
+    encoder: str | None = None
+    """A sentence encoder's name; None: the policy's own hidden states."""
+    max_prompts: int = 2000
+    """The first so many prompts are answered."""
+    max_new_tokens: int = 32
+    """Longest response."""
+    max_length: int = 128
+    """Tokens of a prompt with its response."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    seed: int = 0
+    """Of the samples and KMeans."""
+
+
+def main(args: Args):
+    device = dist.setup()
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    room = args.max_length - args.max_new_tokens
+    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)[: args.max_prompts]
+    scorer = rollout.load_scorer(args.scorer, tokenizer, device)
+    policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
+    options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}
+    sizes = (args.clusters, args.per_cluster)
+    rows = rehearsal_rows(policy, tokenizer, scorer, prompts, *sizes, **options)
+    show(rows)
+    if dist.is_main():
+        metrics.write_jsonl(args.output, rows)
+        print(f"wrote {len(rows)} rows to {args.output}")
+
+
+if __name__ == "__main__":
+    launch(main, {"rows": ("rows for ppo.py --rehearsal-data", Args())})

@@ -1,0 +1,697 @@
+"""PPO: move the policy towards what a scorer likes, without going far from where it started.
+
+    rewards_t    = -beta (log pi_theta(y_t) - log pi_0(y_t)) + [t is the response's last token] r(x, y)
+    advantages_t = sum_k (gamma lambda)^k delta_{t+k},   delta_t = rewards_t + gamma V_{t+1} - V_t
+    L(theta)     = -(1/n) sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t),   rho = pi_theta / pi_old
+    L(phi)       =  (1/n) sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old -+ c) - R_t)^2)
+
+over the n response tokens of an optimiser step, A whitened over all of a rollout. (Llama 2, arXiv:2307.09288,
+section 3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models: policy, value, reference (the frozen first
+policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses keep what the policy knew:
+
+    + c_ptx (mean NLL of text)                         the pretrained gradient (Qwen)
+    + gamma_sr sum_t -log pi_theta(y_t | x, y_<t)      selective rehearsal, eq. 9 of "Stabilizing RLHF through
+                                                       Advantage Model and Selective Rehearsal", 2309.10202
+
+Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
+summary.json.
+
+    python ppo.py                                        the tiny world, about a minute on two CPU cores
+    python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
+    torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
+
+Differs from the papers: old log probabilities come from the training forward and not from the sampler, so the
+ratio is 1 on the first minibatch; a truncated response's value beyond its end is 0.
+"""
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from common import data, dist, losses, metrics, models, rollout
+from common import rehearsal as selective
+from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """The first policy: a run directory, a model folder, a hub name."""
+    reference: str | None = None
+    """pi_0, from which the KL penalty is counted. None: the first policy."""
+    scorer: str = "runs/reward"
+    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    safety_scorer: str | None = None
+    """Llama 2's second reward model: its score counts for prompts tagged is_safety, and for responses that it
+    finds unsafe."""
+    safety_threshold: float = 0.15
+    """A response is unsafe if the safety scorer's probability is below this (Llama 2)."""
+    retokenize: bool = False
+    """Allow a scorer with other tokens or another chat template: it scores the text, encoded anew."""
+    dataset: str = "tiny"
+    """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    eval_dataset: str | None = None
+    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    ptx_dataset: str | None = None
+    """Rows of plain `text` for the pretrained gradient; tiny:kind=text on the tiny world."""
+    rehearsal_data: str | None = None
+    """Rows in sft.py's formats whose negative log likelihood joins the loss (eq. 9)."""
+    rehearsal_clusters: int = 0
+    """Selective rehearsal in place of --rehearsal-data: before training the first policy's responses are
+    clustered into so many groups by their prompts; the best of each become rehearsal.jsonl. 0: none."""
+    rehearsal_per_cluster: int = 16
+    """k: responses of a group."""
+    rehearsal_prompts: int = 2000
+    """Prompts that are answered for it."""
+    rehearsal_encoder: str | None = None
+    """A sentence encoder's name, princeton-nlp/sup-simcse-roberta-base in the paper; None: the policy's own
+    hidden states."""
+    forget_dataset: str | None = None
+    """Prompts of what the first policy knew: win, tie and lose against it after training."""
+    tie_margin: float = 0.1
+    """Scores that differ by no more than this tie."""
+    output_dir: str = "runs/ppo"
+    """The run directory."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    iterations: int = 40
+    """Rollouts."""
+    prompts_per_iteration: int = 64
+    """Prompts of a rollout, fresh ones while there are any."""
+    n_samples: int = 2
+    """Responses to a prompt."""
+    temperature: float = 1.0
+    """Of the rollouts; log probabilities are of the logits divided by it."""
+    top_p: float = 1.0
+    """Mass of the nucleus that rollouts come from; 1 is off. Log probabilities are of all tokens."""
+    max_new_tokens: int = 32
+    """Longest response."""
+    slots: int = 256
+    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    missing_eos_penalty: float = 1.0
+    """Taken off the score of a response that did not end, after normalisation."""
+    reward_norm: Literal["none", "whiten", "mean", "mean_std"] = "mean_std"
+    """Of the scores: whitened within a rollout (Llama 2), less the running mean of all so far (Qwen), or that
+    divided by the running deviation."""
+    kl_coef: float = 0.05
+    """beta, of the KL penalty in the reward."""
+    gamma: float = 1.0
+    """Discount of later rewards."""
+    lam: float = 0.95
+    """lambda of GAE."""
+    whiten_advantages: bool = True
+    """Over all response tokens of a rollout."""
+    epochs: int = 2
+    """Passes over a rollout."""
+    minibatch_size: int = 64
+    """Responses of an optimiser step, over all ranks."""
+    micro_batch_size: int = 64
+    """Responses of a forward on one rank, at most."""
+    clip_ratio: float = 0.2
+    """epsilon."""
+    clip_value: float = 0.15
+    """c, in units of the normalised reward."""
+    lr: float = 3e-4
+    """Of the policy, constant."""
+    value_lr: float = 1e-3
+    """Of the value model, constant."""
+    adam_eps: float = 1e-8
+    """AdamW's epsilon, of both."""
+    weight_decay: float = 0.0
+    """AdamW's, of both."""
+    max_grad_norm: float = 1.0
+    """Gradients of each model are scaled down to this global norm; 0: never."""
+    value_warmup_steps: int = 10
+    """Optimiser steps of the value model before the policy moves, rounded up to whole rollouts."""
+    freeze_layers: int = 0
+    """The policy's first decoder layers that stay as they are."""
+    ptx_coef: float = 0.0
+    """Weight of the pretrained gradient: the mean negative log likelihood of text."""
+    ptx_batch_size: int = 64
+    """Texts of an optimiser step, over all ranks."""
+    rehearsal_coef: float = 0.01
+    """gamma of eq. 9."""
+    rehearsal_batch_size: int = 16
+    """Rehearsal rows of an optimiser step, over all ranks."""
+    rehearsal_norm: Literal["sum", "mean"] = "sum"
+    """A row's negative log likelihood is the sum over its tokens, as eq. 9 has it, or their mean."""
+    max_length: int = 128
+    """Tokens of a prompt with its response, and of a text."""
+    eval_every: int = 10
+    """Iterations between evaluations on held-out prompts; 0: only before and after training."""
+    eval_prompts: int = 1000
+    """Held-out prompts to answer once, at temperature 1."""
+    patience: int = 0
+    """Stop after so many evaluations without a better held-out reward; 0: never."""
+    max_kl: float = 100.0
+    """Stop with an error when a rollout's mean KL per response (nats) exceeds this."""
+    save_every: int = 10
+    """Iterations between checkpoints, of which the last is kept; 0: none."""
+    score_batch_size: int = 64
+    """Responses of a forward of a scorer on one rank."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in model/."""
+    seed: int = 0
+    """Of the prompts' order, the samples and the minibatches."""
+    resume: bool = False
+    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+
+
+def check(args):
+    """What can be known to be wrong before anything is loaded."""
+    size = args.prompts_per_iteration * args.n_samples
+    check_flags(
+        args,
+        ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("minibatch_size", 1 <= args.minibatch_size <= size, f"at most the rollout's {size} responses"),
+        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+        ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
+        ("rehearsal_clusters", not (args.rehearsal_clusters and args.rehearsal_data), "0 with rows given"),
+    )
+    if size % args.minibatch_size:
+        raise InputError(
+            f"--minibatch-size {args.minibatch_size} does not divide the {size} responses of a rollout "
+            f"(--prompts-per-iteration times --n-samples): try {math.gcd(size, args.minibatch_size)}"
+        )
+
+
+# -- batches: every rank has all rows of a rollout, and computes its share ---------------------------
+def micro_batches(documents, indices, pad_id, args, device):
+    """This rank's share of some rows: [(their numbers, Batch)], like lengths together. Every rank gets the
+    same number of batches, for a forward is a collective; one that runs out gets empty ones."""
+    by_length = sorted(indices, key=lambda i: (-len(documents[i].ids), i))
+    mine = by_length[dist.rank() :: dist.world_size()]
+    for start in range(0, math.ceil(len(by_length) / dist.world_size()), args.micro_batch_size):
+        some = mine[start : start + args.micro_batch_size]
+        yield some, data.collate([[documents[i]] for i in some], pad_id, device)
+
+
+def spread(rows, action_mask):
+    """1-D tensors, a number for each response token of each row -> (B, T-1), 0 elsewhere."""
+    zeros = torch.zeros(action_mask.shape, device=action_mask.device)
+    return zeros.masked_scatter(action_mask, torch.cat([*rows, torch.zeros(0)]).to(zeros))
+
+
+@torch.no_grad()
+def per_token(forward, plan, documents, pad_id, args, device):
+    """What `forward(batch)` gives, several (B, T-1), for every response token, in the micro-batches of
+    `plan`: as many lists of 1-D tensors, one a row, on every rank."""
+    found, out = [], [None] * len(documents)
+    for indices in plan:
+        for some, batch in micro_batches(documents, indices, pad_id, args, device):
+            for i, mask, *numbers in zip(some, batch.action_mask, *forward(batch)):
+                found.append((i, [x[mask].tolist() for x in numbers]))
+    for i, numbers in dist.gather(found):
+        out[i] = [torch.tensor(x) for x in numbers]
+    return zip(*out)
+
+
+def log_probabilities(model, batch, temperature=1.0):
+    """log pi of the response tokens, and the entropy where they were drawn: (B, T-1) each."""
+    ids = (batch.input_ids, batch.action_mask, batch.position_ids)
+    return model.token_logprobs(*ids, temperature=temperature, entropy=True)
+
+
+# -- the steps of an iteration -----------------------------------------------------------------------
+def sample_responses(policy, tokenizer, prompts, n, temperature, top_p, seed, args):
+    """[(prompt, response)], the n of a prompt in a row, on every rank. The weights are gathered once and
+    freed afterwards; inside, ranks need not decode in step."""
+    options = (n, args.max_new_tokens, temperature, seed, top_p, args.slots)
+    with dist.consolidated(policy):
+        found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+    return [(prompt, response) for prompt, some in zip(prompts, found) for response in some]
+
+
+def score(pairs, scorer, safety_scorer, args, device):
+    """(R_c of each response as the scorers give it, before normalisation; share that the gate sent to the
+    safety scorer)."""
+    scores = torch.tensor(rollout.score(scorer, pairs, args.score_batch_size, device))
+    if safety_scorer is None:
+        return scores, 0.0
+    safety = torch.tensor(rollout.score(safety_scorer, pairs, args.score_batch_size, device))
+    gate = getattr(safety_scorer.model.config, "safety_gate", None) if safety_scorer.model else None
+    if gate:  # reward.py's P(safe) = sigmoid(scale r + bias)
+        safety = gate["scale"] * safety + gate["bias"]
+    tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
+    gated = tagged | (safety.sigmoid() < args.safety_threshold)
+    both = losses.safety_gated_score(safety, scores, tagged, args.safety_threshold)
+    return both, gated.float().mean().item()
+
+
+def normalise(scores, running, kind):
+    """Scores -> rewards by --reward-norm. running: [count, mean, sum of squares around it] of all scores so
+    far, this rollout's included from now on; updated in place."""
+    n, mean = len(scores), scores.double().mean().item()
+    squares = ((scores.double() - mean) ** 2).sum().item()
+    total, shift = running[0] + n, mean - running[1]  # Chan et al.'s update of mean and squares
+    running[2] += squares + shift**2 * running[0] * n / total
+    running[0], running[1] = total, running[1] + shift * n / total
+    if kind == "whiten":
+        return losses.whiten(scores, torch.ones_like(scores, dtype=torch.bool))
+    if kind == "none":
+        return scores
+    deviation = max((running[2] / total) ** 0.5, 1e-4) if kind == "mean_std" else 1.0
+    return (scores - running[1]) / deviation
+
+
+def estimate_advantages(pairs, rewards_at_end, old_logprobs, ref_logprobs, values, args):
+    """(advantages, returns, k1) for each response token: lists of 1-D tensors. rewards_at_end: (B,)."""
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(x, dtype=torch.bool) for x in values], True)
+    old, ref, v = (spread(rows, mask) for rows in (old_logprobs, ref_logprobs, values))  # (B, R)
+    k1 = losses.kl_estimate(old, ref)
+    rewards = -args.kl_coef * k1
+    last = mask.sum(1) - 1  # the end token, or the last one before the cut
+    rewards[torch.arange(len(pairs)), last] += rewards_at_end
+    advantages, returns = losses.gae(rewards, v, mask, args.gamma, args.lam)
+    if args.whiten_advantages:
+        advantages = losses.whiten(advantages, mask)  # over the rollouts of all ranks: all are here
+    return [[row[m] for row, m in zip(x, mask)] for x in (advantages, returns, k1)]
+
+
+def update(models_, optimizers, documents, indices, known, extra, moves, pad_id, args, device):
+    """One optimiser step of the value model and, if `moves`, of the policy, on the rows `indices`, over all
+    ranks. known: old_logprobs, old_values, advantages, returns by row. extra: {"ptx" or "rehearsal": rows}.
+    Returns sums over tokens, and the gradient norms; where one is not finite, neither model moves."""
+    policy, value = models_
+    n = sum(len(known["advantages"][i]) for i in indices)  # response tokens of all ranks
+    sums, ratio_max = torch.zeros(8, dtype=torch.float64), 0.0
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    for some, batch in micro_batches(documents, indices, pad_id, args, device):
+        mask = batch.action_mask
+        old, old_values, advantages, returns = (spread([known[k][i] for i in some], mask) for k in KNOWN)
+        new_values = models.values(value, batch.input_ids, mask)
+        loss, v = losses.ppo_value_loss(new_values, old_values, returns, mask, args.clip_value, n_tokens=n)
+        (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
+        p = {"loss_sum": 0.0, "n_clipped": 0, "ratio_sum": mask.sum(), "approx_kl_sum": 0.0, "ratio_max": 1.0}
+        if moves:
+            ids = (batch.input_ids, mask, batch.position_ids)
+            logprobs = policy.token_logprobs(*ids, temperature=args.temperature)
+            loss, p = losses.ppo_policy_loss(logprobs, old, advantages, mask, args.clip_ratio, n_tokens=n)
+            (loss * dist.world_size()).backward()
+        parts = (v["loss_sum"], v["n_clipped"], p["loss_sum"], p["n_clipped"])
+        parts += (p["ratio_sum"], p["approx_kl_sum"])
+        sums[:6] += torch.tensor([float(x) for x in parts], dtype=torch.float64)
+        ratio_max = max(ratio_max, float(p["ratio_max"]))
+    for place, (name, rows) in enumerate(extra.items() if moves else (), 6):
+        sums[place] += nll_backward(policy, name, rows, pad_id, args, device)
+    sums, norms = dist.all_sum(*sums), []
+    for model, optimizer in zip(models_, optimizers):
+        moved = model is value or moves
+        norms.append(dist.clip_grad_norm(model, args.max_grad_norm) if moved else 0.0)
+    if all(map(math.isfinite, [*sums, *norms])):
+        for model, optimizer in zip(models_, optimizers):
+            if model is value or moves:
+                optimizer.step()
+    return {"n": n, "sums": sums, "ratio_max": max(dist.gather([ratio_max])), "norms": norms}
+
+
+KNOWN = ("old_logprobs", "old_values", "advantages", "returns")
+
+
+def nll_backward(policy, name, rows, pad_id, args, device):
+    """Add the gradient of the pretrained (mean over tokens) or rehearsal (eq. 9: sum over a row's tokens,
+    mean over rows) loss; returns this rank's share of the loss."""
+    total = 0.0
+    n_tokens = sum(int(row.response_mask[1:].sum()) for row in rows)
+    for some, batch in micro_batches(rows, range(len(rows)), pad_id, args, device):
+        logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
+        if name == "ptx":
+            loss, weight = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)[0], args.ptx_coef
+        else:
+            per_row = torch.ones_like(logprobs)
+            if args.rehearsal_norm == "mean":
+                per_row = per_row / batch.action_mask.sum(1, keepdim=True).clamp(min=1)
+            loss = -losses.masked_sum(logprobs * per_row, batch.action_mask) / len(rows)
+            weight = args.rehearsal_coef
+        (weight * loss * dist.world_size()).backward()
+        total += loss.item()
+    return total
+
+
+# -- the models --------------------------------------------------------------------------------------
+def load_policy(name, tokenizer, args, device, frozen=False):
+    model = models.load_policy(name, tokenizer, args.gradient_checkpointing and not frozen, args.seed)
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    for layer in layers[: args.freeze_layers]:
+        layer.requires_grad_(False)
+    return dist.shard(model.requires_grad_(False) if frozen else model, device)
+
+
+def load_value(scorer, tokenizer, prompts, args, device):
+    """The value model: the reward model, body and head; of an advantage model the row r of its head, with
+    the bias -mean e(x); for a function, or a scorer with other tokens, the first policy's body and a head
+    of 0."""
+    name, checkpointing = args.scorer, args.gradient_checkpointing
+    if scorer.function is not None or not scorer.same_tokens:
+        model = models.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
+        with torch.no_grad():
+            model.score.weight.zero_()
+    elif scorer.model.config.num_labels == 1:
+        model = models.load_scorer(name, tokenizer, 1, checkpointing)
+    else:
+        model = models.load_scorer(name, tokenizer, 2, checkpointing)
+        head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
+        with torch.no_grad():
+            head.weight.copy_(model.score.weight[:1])
+            head.bias.fill_(-mean_expected_reward(scorer, prompts, args, device))
+        model.score, model.config.num_labels = head, 1
+    return dist.shard(model, device)
+
+
+@torch.no_grad()
+def mean_expected_reward(scorer, prompts, args, device):
+    """Mean of an advantage model's e(x), read at the prompts' last tokens, over all ranks."""
+    mine, total = prompts[dist.rank() :: dist.world_size()], 0.0
+    for start in range(0, math.ceil(len(prompts) / dist.world_size()), args.score_batch_size):
+        some = [torch.tensor(p.ids) for p in mine[start : start + args.score_batch_size]]
+        ids = torch.nn.utils.rnn.pad_sequence(some or [torch.zeros(1, dtype=torch.long)], True).to(device)
+        where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
+        total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
+    return dist.all_sum(total)[0] / len(prompts)
+
+
+# -- data of the other losses ------------------------------------------------------------------------
+def text_documents(args, tokenizer):
+    """Rows of `text` -> documents in which every token but the first is learnt, the end token included."""
+    documents, dropped, rows = [], {}, data.load_rows(args.ptx_dataset, "text")
+    for row in rows:
+        text = row.data.get("text")
+        if not isinstance(text, str) or not text.strip():
+            dropped.setdefault("no text", []).append(row.where)
+            continue
+        ids = tokenizer(text)["input_ids"][: args.max_length - 1] + [tokenizer.eos_token_id]
+        documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), [], row))
+    data.report(args.ptx_dataset, len(rows), dropped)
+    if not documents:
+        raise InputError(f"{args.ptx_dataset}: none of its {len(rows)} rows has a `text`")
+    return documents
+
+
+def rehearsal_documents(spec, held_out, tokenizer, args):
+    documents = data.sft_documents(data.load_rows(spec, "sft"), tokenizer, args.max_length, spec)
+    return data.without_prompts_of(documents, held_out, spec)
+
+
+def stream(documents, size, step, *key):
+    """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
+    out, orders = [], {}
+    for place in range(step * size, (step + 1) * size):
+        again, i = divmod(place, len(documents))
+        if again not in orders:
+            generator = torch.Generator().manual_seed(rollout.seed_of(*key, again))
+            orders[again] = torch.randperm(len(documents), generator=generator).tolist()
+        out.append(documents[orders[again][i]])
+    return out
+
+
+# -- evaluation --------------------------------------------------------------------------------------
+def answers(policy, tokenizer, prompts, scorers, args, device):
+    """([(prompt, response)], rows of samples.jsonl): one response at temperature 1 to each prompt, scored."""
+    if not prompts:
+        return [], []
+    seed = rollout.seed_of(args.seed, "eval")
+    pairs = sample_responses(policy, tokenizer, prompts, 1, 1.0, 1.0, seed, args)
+    scores, _ = score(pairs, *scorers, args, device)
+    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
+    return pairs, [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores.tolist())]
+
+
+def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device):
+    """(figures, samples): one response at temperature 1 to each held-out prompt, scored; KL to the reference
+    and entropy; with --ptx-dataset, the alignment tax."""
+    figures, pad_id = {}, tokenizer.pad_token_id
+    pairs, samples = answers(policy, tokenizer, held_out[: args.eval_prompts], scorers, args, device)
+    if samples:
+        documents = [rollout.document(*pair) for pair in pairs]
+        rest = ([range(len(documents))], documents, pad_id, args, device)
+        ours, entropies = per_token(lambda batch: log_probabilities(policy, batch), *rest)
+        theirs, _ = per_token(lambda batch: log_probabilities(reference, batch), *rest)
+        kl = [losses.kl_estimate(a, b).sum().item() for a, b in zip(ours, theirs)]
+        for row, value in zip(samples, kl):
+            row["kl"] = value
+        means = {"eval/score": "score", "gold/score": "gold", "gold/perfect": "perfect", "eval/kl": "kl"}
+        means |= {"sample/length": "tokens", "sample/finished": "finished"}
+        for key, column in means.items():
+            if column in samples[0]:
+                figures[key] = sum(float(row[column]) for row in samples) / len(samples)
+        figures["eval/entropy"] = torch.cat(entropies).mean().item()
+    if text:
+        total, n = 0.0, sum(int(row.response_mask[1:].sum()) for row in text)
+        with torch.no_grad():
+            for _, batch in micro_batches(text, range(len(text)), pad_id, args, device):
+                logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
+                total -= losses.masked_sum(logprobs, batch.action_mask).item()
+        figures["eval/ptx_nll"] = dist.all_sum(total)[0] / n
+    return figures, samples
+
+
+def figures_of(results, known, entropies, n_first, text, rehearsal):
+    """Figures of an iteration's optimiser steps, weighted by tokens; of the first minibatch alone, where the
+    policy has not moved yet, the largest ratio and the approximate KL."""
+    n = sum(r["n"] for r in results)
+    value_loss, value_clipped, policy_loss, clipped, ratio, approx_kl, *nll = (
+        sum(r["sums"][i] for r in results) for i in range(8)
+    )
+    returns, old_values = torch.cat(known["returns"]), torch.cat(known["old_values"])
+    explained = 1 - (returns - old_values).var() / returns.var().clamp(min=1e-8)
+    row = {"loss/policy": policy_loss / n, "loss/value": value_loss / n, "policy/ratio_mean": ratio / n}
+    row |= {"policy/ratio_max": max(r["ratio_max"] for r in results), "policy/clipped": clipped / n}
+    row |= {"policy/approx_kl": approx_kl / n, "policy/entropy": torch.cat(entropies).mean().item()}
+    row |= {"policy/first_ratio_max": results[0]["ratio_max"]}
+    row |= {"policy/first_approx_kl": results[0]["sums"][5] / results[0]["n"]}
+    row |= {"value/clipped": value_clipped / n, "value/explained_variance": explained.item()}
+    row |= {"optim/policy_grad_norm": sum(r["norms"][0] for r in results) / len(results)}
+    row |= {"optim/value_grad_norm": sum(r["norms"][1] for r in results) / len(results)}
+    names = ["ptx"] * bool(text) + ["rehearsal"] * bool(rehearsal)
+    return row | {f"loss/{name}": x / len(results) for name, x in zip(names, nll)}
+
+
+def main(args: Args):
+    # 1. setup
+    device = dist.setup()
+    check(args)
+    state = find_run(args)
+    if state == "finished":
+        return
+
+    # 2. data
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    pad_id = tokenizer.pad_token_id
+    for name in (args.model, args.reference or args.model):  # the model's own vocabulary is its own
+        models.check_causal_lm(name, tokenizer if name != args.model else None)
+    room = args.max_length - args.max_new_tokens
+    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
+    if args.eval_dataset or data.is_tiny(args.dataset):
+        held_out = rollout.load_prompts(args.eval_dataset or args.dataset, "test", tokenizer, room)
+        prompts = data.without_prompts_of(prompts, held_out, args.dataset)
+    else:
+        prompts, held_out = data.hold_out(prompts)
+    if len(set(dist.gather([rollout.seed_of(*(p.key for p in [*prompts, *held_out]))]))) > 1:
+        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    text, text_held_out, rehearsal, forget = [], [], [], []
+    if args.ptx_dataset:
+        text = text_documents(args, tokenizer)
+        text, text_held_out = text[:-200] or text, text[-200:]
+    if args.rehearsal_data:
+        rehearsal = rehearsal_documents(args.rehearsal_data, held_out, tokenizer, args)
+    if args.forget_dataset:
+        forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)[: args.eval_prompts]
+
+    # 3. models: policy, reference, one or two scorers, value
+    scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]
+    if args.safety_scorer:
+        scorers[1] = rollout.load_scorer(args.safety_scorer, tokenizer, device)
+    for scorer in filter(None, scorers):
+        if not scorer.same_tokens and not args.retokenize:
+            raise InputError(
+                f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
+                "lets it score the text, encoded anew"
+            )
+    start_run(args, "ppo", state)  # only now is an old run in output_dir replaced
+    policy = load_policy(args.model, tokenizer, args, device)
+    reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
+    value = load_value(scorers[0], tokenizer, prompts[:256], args, device)
+
+    if args.rehearsal_clusters:
+        file = Path(args.output_dir, "rehearsal.jsonl")
+        if state != "resume" or not all(dist.gather([file.exists()])):
+            options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots, "seed": args.seed}
+            options |= {"encoder": args.rehearsal_encoder, "score_batch_size": args.score_batch_size}
+            asked = prompts[: args.rehearsal_prompts]
+            asked = (asked, args.rehearsal_clusters, args.rehearsal_per_cluster)
+            rows = selective.rehearsal_rows(policy, tokenizer, scorers[0], *asked, **options)
+            selective.show(rows)
+            if dist.is_main():
+                metrics.write_jsonl(file, rows)
+            dist.barrier()
+        rehearsal = rehearsal_documents(str(file), held_out, tokenizer, args)
+
+    # 4. optimisers: one each, for their gradients differ in size
+    options = {"betas": (0.9, 0.95), "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizers = [
+        torch.optim.AdamW(trained, lr=args.lr, **options),
+        torch.optim.AdamW(value.parameters(), lr=args.value_lr, **options),
+    ]
+    both = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
+    checkpoint, saved = f"{args.output_dir}/checkpoint", None
+    good = f"The last good checkpoint, if --save-every made one, is in {checkpoint}"
+    if state == "resume":
+        saved = dist.load_checkpoint(checkpoint, both)
+    # best: the highest held-out reward, and how many evaluations ago
+    now = {"iteration": 0, "value_steps": 0, "policy_steps": 0, "running": [0, 0.0, 0.0], "best": [-1e30, 0]}
+    now |= saved or {}
+    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else 0)
+
+    # 5. loop
+    judged = (policy, reference, scorers, tokenizer, held_out, text_held_out, args, device)
+    samples = Path(args.output_dir, "samples.jsonl")
+    if saved:
+        rows_before = [row for row in metrics.read_jsonl(samples) if row["when"] == "before"]
+    else:
+        now["before"], rows_before = evaluate(*judged)
+        rows_before = [{"when": "before", "set": "held-out", **row} for row in rows_before]
+        log.log(0, 0, **now["before"])
+        _, rows = answers(policy, tokenizer, forget, scorers, args, device)
+        rows_before += [{"when": "before", "set": "forget", **row} for row in rows]
+        if dist.is_main():
+            metrics.write_jsonl(samples, rows_before)
+    bar = metrics.progress(args.iterations, now["iteration"], "ppo")
+    while now["iteration"] < args.iterations and not (args.patience and now["best"][1] >= args.patience):
+        iteration = now["iteration"] = now["iteration"] + 1
+
+        # rollout
+        clock, seed = [time.time()], rollout.seed_of(args.seed, "rollout", iteration)
+        asked = rollout.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
+        options = (args.n_samples, args.temperature, args.top_p, seed, args)
+        pairs = sample_responses(policy, tokenizer, asked, *options)
+        finished = torch.tensor([response.finished for _, response in pairs])
+        if not finished.any():
+            raise InputError(
+                f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
+                "--max-new-tokens, or teach the model to end first (sft.py)"
+            )
+        documents = [rollout.document(*pair) for pair in pairs]
+        clock.append(time.time())
+
+        # score
+        scores, gated = score(pairs, *scorers, args, device)
+        ends = normalise(scores, now["running"], args.reward_norm)
+        ends = ends - args.missing_eos_penalty * (~finished).float()
+        clock.append(time.time())
+
+        # estimate_advantages
+        generator = torch.Generator().manual_seed(rollout.seed_of(args.seed, "minibatches", iteration))
+        orders = [torch.randperm(len(pairs), generator=generator) for _ in range(args.epochs)]
+        epochs = [[some.tolist() for some in order.split(args.minibatch_size)] for order in orders]
+
+        # In the micro-batches of the first epoch, so that the ratio is exactly 1 there
+        rest = (epochs[0], documents, pad_id, args, device)
+        old_logprobs, entropies = per_token(lambda b: log_probabilities(policy, b, args.temperature), *rest)
+        ref_logprobs, _ = per_token(lambda b: log_probabilities(reference, b, args.temperature), *rest)
+        (old_values,) = per_token(lambda b: (models.values(value, b.input_ids, b.action_mask),), *rest)
+        found = (old_logprobs, ref_logprobs, old_values)
+        advantages, returns, k1 = estimate_advantages(pairs, ends, *found, args)
+        kl = sum(x.sum().item() for x in k1) / len(k1)
+        if not kl <= args.max_kl:
+            raise InputError(
+                f"iteration {iteration}: the KL to the reference is {kl:.1f} nats per response (--max-kl "
+                f"{args.max_kl:g}): raise --kl-coef or lower --lr. {good}"
+            )
+        known = dict(zip(KNOWN, (old_logprobs, old_values, advantages, returns)))
+        clock.append(time.time())
+
+        # update
+        moves, results = now["value_steps"] >= args.value_warmup_steps, []
+        for epoch in epochs:
+            for indices in epoch:
+                extra = {}
+                if text and args.ptx_coef:
+                    extra["ptx"] = stream(text, args.ptx_batch_size, now["policy_steps"], args.seed, "ptx")
+                if rehearsal:
+                    key = (now["policy_steps"], args.seed, "rehearsal")
+                    extra["rehearsal"] = stream(rehearsal, args.rehearsal_batch_size, *key)
+                step = (documents, indices, known, extra, moves, pad_id, args, device)
+                results.append(update((policy, value), optimizers, *step))
+                if not all(map(math.isfinite, [*results[-1]["sums"], *results[-1]["norms"]])):
+                    bar.close()
+                    raise InputError(
+                        f"iteration {iteration}: a loss or gradient is not finite. The step was not taken; "
+                        f"lower --lr or --value-lr. {good}"
+                    )
+                now["value_steps"] += 1
+                now["policy_steps"] += moves
+        clock.append(time.time())
+
+        # log
+        row = figures_of(results, known, entropies, len(epochs[0]), text, rehearsal)
+        row |= {"reward/score": scores.mean().item(), "reward/normalised": ends.mean().item()}
+        row |= {"reward/deviation": scores.std().item(), "reward/gated": gated, "kl/per_response": kl}
+        row |= {"sample/finished": finished.float().mean().item()}
+        row["sample/length"] = sum(len(response.ids) for _, response in pairs) / len(pairs)
+        if data.is_tiny(args.dataset):
+            rows = [rollout.describe(*pair, 0.0, True) for pair in pairs]
+            row["reward/gold"] = sum(x["gold"] for x in rows) / len(rows)
+        names = ("rollout", "score", "estimate", "update")
+        row |= {f"time/{name}_s": b - a for name, a, b in zip(names, clock, clock[1:])}
+        row["perf/tokens_per_s"] = sum(map(len, advantages)) / (clock[-1] - clock[0])
+        if args.eval_every and iteration % args.eval_every == 0 and iteration < args.iterations:
+            found, _ = evaluate(*judged)
+            row |= found
+            reward = found.get("eval/score", 0.0)
+            now["best"] = [reward, 0] if reward > now["best"][0] else [now["best"][0], now["best"][1] + 1]
+        log.log(now["value_steps"], iteration, **row)
+        entropy = row["policy/entropy"]
+        bar.set_postfix(score=f"{row['reward/score']:.2f}", kl=f"{kl:.2f}", entropy=f"{entropy:.2f}")
+        bar.update()
+        if args.save_every and iteration % args.save_every == 0:
+            dist.save_checkpoint(checkpoint, iteration, both, {**now, "logged_rows": log.n_rows})
+    bar.close()
+
+    # 6. save
+    after, rows = evaluate(*judged)
+    rows = [{"when": "after", "set": "held-out", **row} for row in rows]
+    _, known = answers(policy, tokenizer, forget, scorers, args, device)
+    rows += [{"when": "after", "set": "forget", **row} for row in known]
+    for name in ("held-out", "forget"):
+        both_rows = [[row for row in some if row["set"] == name] for some in (rows_before, rows)]
+        after |= metrics.against(*both_rows, args.tie_margin, f"{name}/") if both_rows[0] else {}
+    log.log(now["value_steps"], now["iteration"], **after)
+    dist.save_model(policy, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    if dist.is_main():
+        metrics.write_jsonl(samples, rows_before + rows)
+        for key, x in after.items():
+            print(f"{key}: {now['before'].get(key, math.nan):.4g} -> {x:.4g}")
+        both_rows = [[row for row in some if row["set"] == "held-out"] for some in (rows_before, rows)]
+        table = metrics.regressions(*both_rows)
+        metrics.print_table(table)
+        panels = {"reward": ["reward/score", "eval/score", "reward/gold", "gold/score"]}
+        panels |= {"KL per response": ["kl/per_response", "eval/kl"], "entropy": ["policy/entropy"]}
+        panels |= {"value": ["value/explained_variance", "loss/value"]}
+        metrics.plot_metrics(args.output_dir, panels)
+        curves = {"scorer": "eval/score", "true reward": "gold/score"}
+        metrics.plot_frontier(args.output_dir, "eval/kl", curves)
+        figures = {"before": now["before"], "after": after, "categories": table}
+        write_json(f"{args.output_dir}/summary.json", {"iterations": now["iteration"], **figures})  # last
+        print(f"wrote {args.output_dir}/model")
+
+
+RECIPES = {
+    "tiny": (
+        "the tiny world: the default, about a minute on two CPU cores",
+        Args(),
+    ),
+}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)

@@ -1,0 +1,75 @@
+"""Rejection sampling on the tiny world: what the pool of all iterations, the sampling temperatures and the
+scorer do to the true reward. Every arm and seed is a run of its own; finished ones are not run again.
+
+    python tests/benchmarks/rejection_sampling.py --model runs/sft --scorer runs/reward --seeds 3
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import metrics  # noqa: E402
+
+ARMS = {
+    "pool of all iterations": [],
+    "last iteration's responses alone": ["--candidates", "last"],
+    "temperatures up to 1.3": ["--temperatures", "0.7", "1.0", "1.3"],
+    "the true reward as scorer": ["--scorer", "common.tiny:gold_scorer"],
+    "Advantage Model as scorer": [],
+    "ReST": ["rest"],
+}
+
+
+@dataclass
+class Args:
+    model: str = "runs/sft"
+    """A finished run of sft.py on the tiny world."""
+    scorer: str = "runs/reward"
+    """And of reward.py."""
+    advantage_model: str = "runs/advantage_model"
+    """And of advantage_model.py."""
+    folder: str = "runs/rejection_sampling_arms"
+    """Where the runs go."""
+    seeds: int = 3
+    """Seeds 0, 1, ... of prompts, samples and order."""
+    arms: int = len(ARMS)
+    """The first so many."""
+
+
+def main(args: Args):
+    for name, extra in list(ARMS.items())[: args.arms]:
+        for seed in range(args.seeds):
+            folder = Path(args.folder, f"{list(ARMS).index(name)}_{seed}")
+            command = [sys.executable, str(ROOT / "rejection_sampling.py"), *extra, "--model", args.model]
+            if "--scorer" not in extra:
+                command += ["--scorer", args.advantage_model if "Advantage" in name else args.scorer]
+            command += ["--seed", str(seed), "--output-dir", str(folder), "--resume"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            versions = json.loads((folder / "summary.json").read_text())["versions"]
+            seconds = metrics.read_jsonl(folder / "metrics.jsonl")[-1]["time_s"]
+            print(f"\n{name}, seed {seed}, {seconds:.0f} s")
+            table = []
+            for version, row in versions.items():
+                line = {"version": version, "gold": f"{row['gold/score']:.3f}"}
+                line |= {"perfect": f"{row['gold/perfect']:.3f}", "score": f"{row['eval/score']:.3f}"}
+                for other in ("first", "before"):
+                    key = f"gold/score_over_{other}"
+                    known = key in row
+                    line[f"gold over the {other}"] = (
+                        f"{row[key]:+.3f} [{row[key + '_low']:+.3f}, {row[key + '_high']:+.3f}]" if known else ""
+                    )
+                room = versions[min(versions)]["gold/perfect"] - versions[min(versions)]["gold/score"]
+                line["gap closed"] = f"{row.get('gold/score_over_first', 0) / room:.0%}"
+                line["temperature"] = row["sweep/temperature"]
+                table.append(line)
+            metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

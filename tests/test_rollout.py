@@ -1,0 +1,580 @@
+"""common/rollout.py: prompts from rows, a policy's responses, and their scores by models and functions."""
+
+import importlib
+import os
+import sys
+
+import pytest
+import torch
+from scorers import CPU, TOKENIZER, Plain, write_rows
+from transformers import AutoModelForSequenceClassification
+
+from common import dist, models, rollout, tiny
+from common.run import InputError
+
+EOS = TOKENIZER.eos_token_id
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows, max_tokens) -> prompts, from a file p.jsonl that holds the rows."""
+    return lambda rows, max_tokens=64: rollout.load_prompts(
+        str(write_rows(tmp_path / "p.jsonl", rows)), "train", TOKENIZER, max_tokens
+    )
+
+
+# -- prompts: (row, its turns) -------------------------------------------------------------------
+TALK, SYSTEM = [user("ant"), bot("bear"), user("cat")], {"role": "system", "content": "so"}
+HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
+FORMATS = {
+    "prompt": ({"prompt": "cat"}, [user("cat")]),
+    "prompt and completion": ({"prompt": "cat", "completion": "dog"}, [user("cat")]),
+    "prompt messages": ({"prompt": TALK}, TALK),
+    "prompt messages with an answer": ({"prompt": [*TALK, bot("dog")]}, TALK),
+    "prompt as HH dialogue": ({"prompt": HH}, TALK),
+    "prompt as HH dialogue with an answer": ({"prompt": HH + " dog"}, TALK),
+    "prompt beside a preference": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
+    "instruction": ({"instruction": "cat", "output": "dog"}, [user("cat")]),
+    "instruction and input": ({"instruction": "copy", "input": "cat"}, [user("copy\n\ncat")]),
+    "instruction and empty input": ({"instruction": "cat", "input": ""}, [user("cat")]),
+    "prompt that is null": ({"prompt": None, "instruction": "cat"}, [user("cat")]),
+    "messages": ({"messages": TALK}, TALK),
+    "messages with an answer": ({"messages": [*TALK, bot("dog")], "prompt": "ant"}, TALK),
+    "messages with a system turn": ({"messages": [SYSTEM, user("cat")]}, [SYSTEM, user("cat")]),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "cat"}, {"from": "gpt", "value": "dog"}]},
+        [user("cat")],
+    ),
+    "chosen as HH dialogue": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
+    "chosen as messages": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompts_of_every_row_format(name, load):
+    row, turns = FORMATS[name]
+    (prompt,) = load([row])
+    assert (prompt.turns, prompt.row.where, prompt.row.data) == (turns, "p.jsonl:1", row)
+    assert prompt.messages == [*turns, bot("")]
+
+
+def test_ids_are_the_rendered_turns_and_the_opening_of_an_answer(load):
+    (prompt,) = load([{"messages": [*TALK, bot("dog")]}])
+    words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
+    assert TOKENIZER.convert_ids_to_tokens(prompt.ids) == words.split()
+
+
+def test_a_prompt_is_taken_once_whatever_its_format_and_answer(load, capsys):
+    rows = [{"prompt": "cat"}, {"instruction": "cat"}, {"messages": [user(" cat\n"), bot("dog")]}]
+    prompts = load([*rows, {"prompt": "dog"}, {"messages": [SYSTEM, user("cat")]}])
+    assert [p.row.where for p in prompts] == ["p.jsonl:1", "p.jsonl:4", "p.jsonl:5"]
+    assert len({p.key for p in prompts}) == 3
+    assert "dropped 2 of 5 rows" in (out := capsys.readouterr().out)
+    assert "2: the prompt is there already (p.jsonl:2, p.jsonl:3)" in out
+
+
+UNUSABLE = {
+    "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
+    "the text holds a special token": {"prompt": "copy <|end|> ant"},
+    "no prompt": {"prompt": " "},
+    "are no prompt row, wanted prompt, instruction, messages, or chosen": {"text": "ant"},
+    "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
+    "a message is not {role, content}": {"prompt": 5},
+    "a lone surrogate": {"prompt": "\ud800"},
+}
+
+
+@pytest.mark.parametrize("reason", UNUSABLE)
+def test_a_row_that_cannot_be_used_is_counted_and_named(reason, load, capsys):
+    (prompt,) = load([{"prompt": "copy ant cat dog"}, UNUSABLE[reason]], max_tokens=8)  # it has 8 tokens
+    out = capsys.readouterr().out
+    assert prompt.row.where == "p.jsonl:1" and "dropped 1 of 2 rows" in out
+    assert reason in out and "(p.jsonl:2)" in out
+
+
+def test_nothing_left_is_an_error_with_each_reason_and_place(load):
+    with pytest.raises(InputError) as error:
+        load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
+    says = str(error.value)
+    assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
+    assert (
+        "wanted prompt" in says
+        and "(p.jsonl:2)" in says
+        and "special token" in says
+        and "(p.jsonl:3)" in says
+    )
+
+
+MALFORMED = [{"messages": 5}, {"messages": user("cat")}, {"messages": "cat"}, {"conversations": 5}]
+MALFORMED += [{"prompt": [5]}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}, {"instruction": ["cat"]}]
+CRASHES = pytest.mark.xfail(strict=True, reason="prompt_turns takes turns[-1] of what is no list")
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=CRASHES if i in (0, 1, 3) else ()) for i, row in enumerate(MALFORMED)]
+)
+def test_malformed_values_are_a_reason_and_no_crash(row, load):
+    (prompt,) = load([{"prompt": "owl"}, row])
+    assert prompt.turns == [user("owl")]
+
+
+@pytest.mark.xfail(strict=True, reason="prompt_turns drops an input that is no text; sft.py says what it is")
+def test_an_input_that_is_no_text_is_a_reason_and_not_left_out(load):
+    (prompt,) = load([{"prompt": "owl"}, {"instruction": "copy", "input": 5}])
+    assert prompt.turns == [user("owl")]
+
+
+@pytest.mark.xfail(
+    strict=True, reason="prompt_turns leaves out one assistant turn at the end, not all of them"
+)
+@pytest.mark.parametrize("messages", [[*TALK, bot("dog"), bot("eel")], [SYSTEM], [user("ant"), SYSTEM]])
+def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
+    """Such a row may be dropped or cut; a scorer gets the last turn as the prompt."""
+    assert all(p.turns[-1]["role"] == "user" for p in load([{"prompt": "owl"}, {"messages": messages}]))
+
+
+def test_category_is_text_or_none(load):
+    prompts = load([{"prompt": "ant", "category": 3}, {"prompt": "cat"}, {"prompt": "dog", "category": "a"}])
+    assert [p.category for p in prompts] == ["3", None, "a"]
+
+
+def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
+    train, test = (rollout.load_prompts("tiny", split, TOKENIZER, 64) for split in ("train", "test"))
+    assert (len(train), len(test)) == (6000, 1000)
+    assert not {p.key for p in train} & {p.key for p in test}
+    assert {p.category for p in train} == set(tiny.COMMANDS)
+
+
+# -- responses -----------------------------------------------------------------------------------
+QUESTIONS = ["copy ant cat dog", "reverse owl pig fox toad bear", "first ant"]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny.model().eval()
+
+
+@pytest.fixture
+def prompts(load):
+    return [p.ids for p in load([{"prompt": q} for q in QUESTIONS])]
+
+
+def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(policy, prompts):
+    found = rollout.rollout(policy, TOKENIZER, prompts, 8, 24)
+    assert [len(responses) for responses in found] == [8, 8, 8]
+    everything = [r for responses in found for r in responses]
+    assert {r.finished for r in everything} == {True, False}
+    special = {*TOKENIZER.all_special_ids}
+    for r in everything:
+        assert r.finished == (r.ids[-1] == EOS) and EOS not in r.ids[:-1]
+        assert len(r.ids) <= 24 if r.finished else len(r.ids) == 24
+        words = TOKENIZER.convert_ids_to_tokens([i for i in r.ids if i not in special])
+        assert r.text == " ".join(words)
+    assert any(len(r.ids) < 24 for r in everything)  # cut where they ended, without the padding of the batch
+
+
+def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
+    """At a temperature near 0: those of plain greedy forwards."""
+    found = rollout.rollout(policy, TOKENIZER, prompts, 2, 6, temperature=1e-6)
+    for ids, responses in zip(prompts, found):
+        with torch.no_grad():
+            row = list(ids)
+            for _ in range(6):  # greedy, by plain forwards
+                row.append(policy(input_ids=torch.tensor([row])).logits[0, -1].argmax().item())
+                if row[-1] == EOS:
+                    break
+        assert [r.ids for r in responses] == [row[len(ids) :]] * 2
+    assert len({tuple(responses[0].ids) for responses in found}) == 3  # in another order they would differ
+
+
+def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
+    one, again, other = (rollout.rollout(policy, TOKENIZER, prompts, 4, 12, seed=s) for s in (3, 3, 4))
+    assert one == again and one != other
+    assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
+
+
+def prefilled(model, prompts, n, slots):
+    """How many rows of prompts, not of single tokens, the model ran through for n responses to each."""
+    rows = []
+
+    def look(module, args, kwargs):
+        rows.extend([1] * len(kwargs["input_ids"]) if kwargs["input_ids"].shape[1] > 1 else [])
+
+    rollout.rollout(model, TOKENIZER, prompts[:1], 1, 1)  # the sampler tries a new model on rows of its own
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        rollout.rollout(model, TOKENIZER, prompts, n, 6, slots=slots)
+    finally:
+        handle.remove()
+    return len(rows)
+
+
+@pytest.mark.parametrize("slots", [64, 5, 1])
+def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
+    assert prefilled(policy, prompts, 8, slots) == 3
+    assert (
+        prefilled(policy, [ids for ids in prompts for _ in range(8)], 1, slots) == 24
+    )  # what it must not be
+
+
+def test_no_prompts_no_responses(policy):
+    assert rollout.rollout(policy, TOKENIZER, [], 8, 4) == []
+
+
+def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
+    with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
+        rollout.rollout(policy, TOKENIZER, prompts, 1, 124)
+
+
+# -- scores of models ----------------------------------------------------------------------------
+def save(folder, n_outputs, tokenizer=TOKENIZER, seed=0):
+    model = dist.shard(models.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
+    if n_outputs == 2:
+        model.config.advantage_model = {"n_policies": 4, "n_others": 1}
+    dist.save_model(model, tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The names of a tiny reward model (1) and a tiny advantage model (2)."""
+    return {n: save(tmp_path_factory.mktemp("scorers") / f"of{n}", n) for n in (1, 2)}
+
+
+@pytest.fixture
+def reward_model(folders):
+    return rollout.load_scorer(folders[1], TOKENIZER, CPU)
+
+
+def response(text, finished=True):
+    return rollout.Response(TOKENIZER(text)["input_ids"] + [EOS] * finished, text, finished)
+
+
+@pytest.fixture
+def pairs(load):
+    """Of different lengths, and neither longest nor shortest first."""
+    rows = [{"prompt": "copy ant cat"}, {"prompt": TALK}, {"prompt": "first owl pig dog bear", "more": 7}]
+    a, b, c = load(rows)
+    finished = [(a, "ant cat"), (b, "dog eel fox goat um well"), (a, "owl"), (c, "owl"), (b, "pig so")]
+    return [(prompt, response(text)) for prompt, text in finished]
+
+
+def expected(folder, n_outputs, prompt, text):
+    """By plain transformers, one row without padding: r, or (1 - K / N) (r - e) with K = 1, N = 4."""
+    plain = Plain(folder)
+    r = plain.outputs(prompt.turns, text)[0].item()
+    return r if n_outputs == 1 else 0.75 * (r - plain.outputs(prompt.turns)[1].item())
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_scores_are_those_of_plain_transformers_whatever_the_batch(n_outputs, batch_size, folders, pairs):
+    scorer = rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU)
+    got = rollout.score(scorer, pairs, batch_size, CPU)
+    want = [expected(folders[n_outputs], n_outputs, prompt, r.text) for prompt, r in pairs]
+    assert got == pytest.approx(want, abs=1e-5)
+    assert min(abs(a - b) for i, a in enumerate(want) for b in want[:i]) > 1e-3  # no other order would do
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_scores_are_those_of_models_score(n_outputs, folders, pairs):
+    scorer = rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU)
+    want = []
+    for prompt, r in pairs:
+        mask = torch.arange(len(prompt.ids) + len(r.ids)) >= len(prompt.ids)
+        want.append(models.score(scorer.model, torch.tensor([prompt.ids + r.ids]), mask[None]).item())
+    assert rollout.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
+
+
+def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a_second(
+    reward_model, folders, pairs
+):
+    prompt = pairs[0][0]
+    both = [(prompt, response("ant cat", finished)) for finished in (True, False)]
+    ended, cut = rollout.score(reward_model, both, 8, CPU)
+    assert [ended, cut] == pytest.approx([expected(folders[1], 1, prompt, "ant cat")] * 2, abs=1e-5)
+
+    def alone(ids):  # by plain transformers, of any ids
+        return Plain(folders[1]).model(input_ids=torch.tensor([prompt.ids + ids])).logits.item()
+
+    ids = TOKENIZER("ant cat")["input_ids"]
+    assert ended == pytest.approx(alone([*ids, EOS]), abs=1e-5)
+    assert min(abs(ended - alone(wrong)) for wrong in (ids, [*ids, EOS, EOS])) > 1e-3
+    empty = rollout.score(reward_model, [(prompt, rollout.Response([], "", False))], 8, CPU)
+    assert empty == pytest.approx([alone([EOS])], abs=1e-5)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_a_padding_token_that_is_in_the_text_changes_no_score(batch_size, folders, reward_model, pairs):
+    want = rollout.score(reward_model, pairs, batch_size, CPU)
+    words = TOKENIZER.convert_tokens_to_ids(["ant", "<|assistant|>", "<|end|>"])
+    for pad in words:
+        reward_model.model.config.pad_token_id = pad
+        assert rollout.score(reward_model, pairs, batch_size, CPU) == pytest.approx(want, abs=1e-5)
+    plain, (prompt, r) = AutoModelForSequenceClassification.from_pretrained(folders[1]), pairs[0]
+    plain.config.pad_token_id = EOS  # transformers then reads the token before the end token
+    assert abs(plain(input_ids=torch.tensor([prompt.ids + r.ids])).logits.item() - want[0]) > 1e-3
+
+
+def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, pairs):
+    """In the batch's middle, and at the end of a response that was cut."""
+    pad, prompt = TOKENIZER.pad_token_id, pairs[0][0]
+    ant = TOKENIZER.convert_tokens_to_ids("ant")
+    sampled = [[ant, pad, ant, EOS], [ant, ant, pad], [pad], [ant, ant, EOS]]
+    more = [(prompt, rollout.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
+    got = rollout.score(reward_model, [*pairs, *more], 64, CPU)[len(pairs) :]
+    with torch.no_grad():
+        for ids, score in zip(sampled, got):
+            ids = prompt.ids + (ids if ids[-1] == EOS else [*ids, EOS])
+            hidden = reward_model.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state
+            assert score == pytest.approx(reward_model.model.score(hidden[0, -1]).item(), abs=1e-5)
+    assert len(set(got)) == 4
+
+
+def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(reward_model, load):
+    (prompt,) = load([{"prompt": "copy ant cat"}])
+    room = 128 - len(prompt.ids) - 1
+    fits, long = (response(" ".join(["ant"] * n), finished=False) for n in (room, room + 1))
+    assert len(rollout.score(reward_model, [(prompt, fits)], 1, CPU)) == 1
+    with pytest.raises(InputError, match="p.jsonl:1: prompt and response have 129 tokens.*has 128 positions"):
+        rollout.score(reward_model, [(prompt, long)], 1, CPU)
+
+
+def test_a_score_that_is_not_finite_names_the_response(reward_model, pairs):
+    reward_model.model.score.weight.data.fill_(float("nan"))
+    with pytest.raises(InputError, match="gives nan for 'ant cat', to 'copy ant cat'"):
+        rollout.score(reward_model, pairs, 2, CPU)
+
+
+def test_no_pairs_no_scores(reward_model):
+    assert rollout.score(reward_model, [], 8, CPU) == []
+
+
+def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, pairs):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    os.symlink(folders[1], tmp_path / "run" / "model")
+    of_run = rollout.load_scorer(str(tmp_path / "run"), TOKENIZER, CPU)
+    want = rollout.score(reward_model, pairs, 8, CPU)
+    assert rollout.score(of_run, pairs, 8, CPU) == want
+    assert not any(p.requires_grad for p in of_run.model.parameters())
+
+
+def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path, policy):
+    dist.save_model(policy, TOKENIZER, tmp_path / "lm")
+    for name in ("tiny", str(tmp_path / "lm")):
+        with pytest.raises(
+            InputError, match=r"is a .*wanted a run of reward.py or advantage_model.py"
+        ) as error:
+            rollout.load_scorer(name, TOKENIZER, CPU)
+        assert str(error.value).startswith(name)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="models.n_outputs gives 3: load_scorer takes it, score ends in a traceback"
+)
+def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
+    name = save(tmp_path / "three", 3)
+    with pytest.raises(InputError, match="reward.py or advantage_model.py"):
+        rollout.load_scorer(name, TOKENIZER, CPU)
+
+
+def test_the_version_changes_with_the_models_files(tmp_path):
+    name = save(tmp_path / "rm", 1)
+    versions = [rollout.load_scorer(name, TOKENIZER, CPU).version for _ in range(2)]
+    save(tmp_path / "rm", 1, seed=1)  # another head, files of the same sizes
+    versions.append(rollout.load_scorer(name, TOKENIZER, CPU).version)
+    assert versions[0] == versions[1] != versions[2]
+    assert all(version.startswith(f"{name}@") for version in versions)
+
+
+# -- a scorer with other tokens ------------------------------------------------------------------
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """(name, tokenizer) of a reward model that has the animals' ids in another order."""
+    monkeypatch.setattr(tiny, "ANIMALS", tiny.ANIMALS[::-1])
+    tokenizer = tiny.tokenizer()
+    assert tokenizer("ant")["input_ids"] != TOKENIZER("ant")["input_ids"]
+    return save(tmp_path / "other", 1, tokenizer, seed=5), tokenizer
+
+
+def test_a_scorer_with_other_tokens_scores_the_text(other, pairs, capsys):
+    name, tokenizer = other
+    scorer = rollout.load_scorer(name, TOKENIZER, CPU)
+    assert not scorer.same_tokens and "scores the text" in capsys.readouterr().out
+    want = [expected(name, 1, prompt, r.text) for prompt, r in pairs]
+    assert rollout.score(scorer, pairs, 2, CPU) == pytest.approx(want, abs=1e-5)
+    wrong = rollout.score(scorer._replace(same_tokens=True), pairs, 2, CPU)  # the policy's ids as they are
+    assert min(abs(a - b) for a, b in zip(want, wrong)) > 1e-3
+
+
+def test_its_encoding_by_hand(other, pairs):
+    name, tokenizer = other
+    scorer, (prompt, r) = rollout.load_scorer(name, TOKENIZER, CPU), pairs[0]
+    words = "<|bos|> <|user|> copy ant cat <|end|> <|assistant|> ant cat <|end|>".split()
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
+    plain = AutoModelForSequenceClassification.from_pretrained(name)
+    for given in (r, response(r.text, finished=False)):  # cut or not, with one end token
+        got = rollout.score(scorer, [(prompt, given)], 2, CPU)
+        assert got == pytest.approx([plain(input_ids=ids).logits.item()], abs=1e-5)
+
+
+def test_special_tokens_of_the_scorer_in_the_text_are_left_out(tmp_path, load):
+    """The policy knows no <|x|>, so it may well say it, or be asked about it."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
+    scorer = rollout.load_scorer(save(tmp_path / "x", 1, tokenizer), TOKENIZER, CPU)
+    asked, plain = load([{"prompt": "copy ant <|x|> cat"}, {"prompt": "copy ant cat"}])
+    pairs = [(asked, response("ant <|x|> cat")), (plain, response("ant cat"))]
+    got = rollout.score(scorer, pairs, 1, CPU)
+    assert not scorer.same_tokens and got[0] == got[1]
+
+
+@pytest.mark.xfail(strict=True, reason="_encode lets the ValueError of data.encode_responses through")
+def test_a_prompt_that_the_scorers_template_refuses_is_an_input_error_that_says_where(tmp_path, load):
+    tokenizer = tiny.tokenizer()
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer.chat_template = refuse + tokenizer.chat_template
+    scorer = rollout.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
+    (prompt,) = load([{"messages": [SYSTEM, user("cat")]}])
+    with pytest.raises(InputError, match="p.jsonl:1.*no system"):
+        rollout.score(scorer, [(prompt, response("cat"))], 1, CPU)
+
+
+def test_for_tokens_compares_vocabulary_template_and_end_token(reward_model):
+    template, end, words = tiny.tokenizer(), tiny.tokenizer(), tiny.tokenizer()
+    template.chat_template += " "
+    end.eos_token = "<|bos|>"
+    words.add_tokens(["zebra"])
+    for tokenizer, same in ((tiny.tokenizer(), True), (template, False), (end, False), (words, False)):
+        assert rollout.for_tokens(reward_model, tokenizer).same_tokens is same
+    assert rollout.for_tokens(rollout.for_tokens(reward_model, words), TOKENIZER).same_tokens
+
+
+# -- functions -----------------------------------------------------------------------------------
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(code, folder) -> a scorer my_scores:f, from a file in the folder, which is the current one."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(code, folder="here"):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "my_scores.py").write_text(f"def f(prompts, responses, rows):\n    {code}\n")
+        sys.modules.pop("my_scores", None)
+        sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
+        importlib.invalidate_caches()
+        monkeypatch.chdir(tmp_path / folder)
+        return rollout.load_scorer("my_scores:f", TOKENIZER, CPU)
+
+    yield write
+    sys.modules.pop("my_scores", None)
+
+
+def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs):
+    with pytest.raises(InputError, match="my_scores"):
+        rollout.load_scorer("my_scores:f", TOKENIZER, CPU)  # elsewhere there is none
+    scorer = write("calls.append((prompts, responses, rows)); return range(len(rows))\n\ncalls = []")
+    assert rollout.score(scorer, pairs, 2, CPU) == [0, 1, 0, 1, 0]
+    calls = sys.modules["my_scores"].calls
+    assert [len(call[0]) for call in calls] == [2, 2, 1]
+    asked, said, rows = (sum(part, []) for part in zip(*calls))
+    assert asked == ["copy ant cat", "cat", "copy ant cat", "first owl pig dog bear", "cat"]
+    assert said == ["ant cat", "dog eel fox goat um well", "owl", "owl", "pig so"]
+    assert rows[1] == {"prompt": TALK, "messages": TALK}
+    assert rows[3] == {"prompt": asked[3], "more": 7, "messages": [user(asked[3])]}
+
+
+def test_the_tiny_worlds_true_reward_is_a_function(pairs):
+    scorer = rollout.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU)
+    asked = [pair for pair in pairs if len(pair[0].turns) == 1]
+    # copy ant cat: 2 right words, or 1 wrong one; first owl ...: 1 right word
+    assert rollout.score(scorer, asked, 8, CPU) == [2.0, -0.3, 1.0]
+    assert rollout.for_tokens(scorer, None) is scorer
+
+
+@pytest.mark.parametrize(
+    "code, says",
+    [
+        ("return [1.0] * (len(rows) - 1)", r"my_scores:f gave 1 scores for 2 responses"),
+        ("return [1.0] * 3", r"my_scores:f gave 3 scores for 2 responses"),
+        ("return [float('nan')] * len(rows)", r"my_scores:f gives nan for 'ant cat', to 'copy ant cat'"),
+        ("return [float('inf')] * len(rows)", r"my_scores:f gives inf"),
+        ("return None", r"my_scores:f raised TypeError"),
+        ("return ['high'] * len(rows)", r"my_scores:f raised ValueError.*'high'"),
+    ],
+)
+def test_what_a_function_gives_is_checked(code, says, write, pairs):
+    with pytest.raises(InputError, match=says):
+        rollout.score(write(code), pairs, 2, CPU)
+
+
+def test_a_function_that_raises_is_named_with_the_exception_and_exactly_the_row(write, pairs):
+    scorer = write("return [1 / ('so' not in r) for r in responses]")
+    with pytest.raises(InputError) as error:
+        rollout.score(scorer, [pairs[3], pairs[0], pairs[4], pairs[1]], 4, CPU)  # the third of four
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    says = str(error.value)
+    assert all(x in says for x in ("my_scores:f", "ZeroDivisionError: ", "'pig so'", "'cat'", "(p.jsonl:2)"))
+    assert "p.jsonl:3" not in says and "owl" not in says  # the first of the batch
+
+
+def test_a_function_that_raises_for_several_rows_at_once_names_the_first_of_them(write, pairs):
+    scorer = write("assert len(rows) == 1, 'one at a time'; return [0.0]")
+    assert rollout.score(scorer, pairs, 1, CPU) == [0.0] * 5
+    with pytest.raises(InputError, match=r"AssertionError: one at a time; at .*'ant cat' \(p.jsonl:1\)"):
+        rollout.score(scorer, pairs, 5, CPU)
+
+
+@pytest.mark.parametrize(
+    "spec", ["no_such_module:f", "common.tiny:no_such", "common.tiny.no:f", "math.py:sqrt", "common:no"]
+)
+def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(InputError, match=f"--scorer {spec}: .*no.*; wanted module:function"):
+        rollout.load_scorer(spec, TOKENIZER, CPU)
+
+
+@pytest.mark.xfail(strict=True, reason="load_scorer takes what cannot be called, and sampling comes first")
+def test_a_name_that_is_no_function_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(InputError, match="wanted module:function"):
+        rollout.load_scorer("common.tiny:RIGHT", TOKENIZER, CPU)
+
+
+def test_the_version_changes_with_the_functions_source(write):
+    versions = [write("return [0.0]", "a").version, write("return [0.0]", "b").version]
+    versions.append(write("return [1.0]", "c").version)
+    assert versions[0] == versions[1] != versions[2]
+    assert all(version.startswith("my_scores:f@") for version in versions)
+
+
+# -- samples.jsonl -------------------------------------------------------------------------------
+def test_describe_tells_the_true_reward_of_the_tiny_world_alone(load):
+    (prompt,) = load([{"prompt": "reverse ant fox owl", "category": "reverse"}])
+    row = rollout.describe(prompt, response("owl um fox"), 0.5, is_tiny=False)
+    assert row == {
+        "prompt": [user("reverse ant fox owl")],
+        "response": "owl um fox",
+        "tokens": 4,
+        "finished": True,
+        "category": "reverse",
+        "score": 0.5,
+    }
+    known = rollout.describe(prompt, response("owl um fox"), 0.5, is_tiny=True)
+    assert known == {**row, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
