@@ -691,6 +691,94 @@ RECIPES = {
         "the tiny world: the default, about a minute on two CPU cores",
         Args(),
     ),
+    "llama2": (
+        "Llama 2's PPO; give --safety-scorer for its gate",
+        Args(
+            model="meta-llama/Llama-2-7b-chat-hf",  # theirs starts from rejection sampling
+            dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
+            iterations=200,  # section 3.2.3, as all below: 200 to 400
+            prompts_per_iteration=512,  # batch of 512
+            n_samples=1,
+            reward_norm="whiten",
+            kl_coef=0.01,  # 0.005 for 34B and 70B
+            epochs=1,  # one gradient step per minibatch
+            minibatch_size=64,
+            clip_ratio=0.2,
+            lr=1e-6,
+            value_lr=1e-6,
+            adam_eps=1e-5,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            clip_value=0.2,  # not said
+            missing_eos_penalty=0.0,  # not said
+            value_warmup_steps=0,  # not said
+            max_new_tokens=1024,  # not said, as all below
+            max_length=4096,
+            slots=64,
+            micro_batch_size=1,
+            score_batch_size=8,
+            eval_prompts=256,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+    "qwen": (
+        "Qwen's PPO; --ptx-dataset FILE --ptx-coef for its pretrained gradient, whose weight is not said",
+        Args(
+            model="Qwen/Qwen2.5-7B-Instruct",  # an SFT model of theirs
+            dataset="Anthropic/hh-rlhf",  # its prompts; theirs are not public
+            n_samples=2,  # section 3.2.2, as all below
+            top_p=0.9,
+            reward_norm="mean",
+            kl_coef=0.04,
+            lr=1e-6,
+            value_lr=5e-6,
+            clip_value=0.15,
+            value_warmup_steps=50,
+            iterations=200,  # not said, as all below
+            prompts_per_iteration=256,
+            epochs=1,
+            minibatch_size=64,
+            missing_eos_penalty=0.0,
+            max_new_tokens=1024,
+            max_length=2048,
+            slots=64,
+            micro_batch_size=1,
+            score_batch_size=8,
+            eval_prompts=256,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
+    "advantage_model": (
+        "AM-PPO-SR of Advantage Model + Selective Rehearsal",
+        Args(
+            model="Qwen/Qwen2.5-7B-Instruct",  # the paper's own SFT model is not public
+            scorer="runs/advantage_model",
+            dataset="Anthropic/hh-rlhf",  # section 4.1, as all below
+            lr=5e-7,
+            iterations=100,  # 100 optimiser steps of 256
+            prompts_per_iteration=256,
+            n_samples=1,
+            minibatch_size=256,
+            epochs=1,
+            rehearsal_coef=0.01,
+            rehearsal_norm="sum",
+            rehearsal_encoder="princeton-nlp/sup-simcse-roberta-base",  # section 3.2
+            rehearsal_clusters=50,  # c and k are not said; nor is what follows
+            reward_norm="none",  # an advantage needs none
+            value_lr=5e-6,
+            missing_eos_penalty=0.0,
+            max_new_tokens=1024,
+            max_length=2048,
+            slots=64,
+            micro_batch_size=1,
+            score_batch_size=8,
+            eval_prompts=256,
+            gradient_checkpointing=True,
+            save_dtype="bfloat16",
+        ),
+    ),
 }
 
 if __name__ == "__main__":

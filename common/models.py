@@ -160,7 +160,8 @@ def n_outputs(name) -> int:
         kind = "a causal language model" if config is None else f"a {_kind(config)}"
         raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
     if config.num_labels > 2:
-        raise InputError(f"{name} is a classifier of {config.num_labels} labels, wanted a reward model")
+        wanted = "wanted a run of reward.py or advantage_model.py"
+        raise InputError(f"{name} is a classifier of {config.num_labels} labels, {wanted}")
     return config.num_labels
 
 

@@ -113,7 +113,9 @@ def rs_main(folder, output_dir, **options):
 
 def rs_with_a_model(folder, output_dir, **options):
     """One iteration, scored by a model."""
-    rs_main(folder, output_dir, scorer=str(folder / "rs scorer"), iterations=1, epochs=2, **options)
+    rs_main(
+        folder, output_dir, scorer=str(folder / "rs scorer"), iterations=1, epochs=2, packing=False, **options
+    )
 
 
 EVEN = [8] * 5  # blocks of each step

@@ -398,7 +398,6 @@ def test_regressions_without_gold_have_no_such_column_and_of_nothing_no_line():
     assert metrics.regressions([], []) == []
 
 
-@pytest.mark.xfail(strict=True, reason="regressions takes every prompt for a category that is named all")
 def test_a_category_named_all_has_its_own_prompts_only():
     table = metrics.regressions(*zip(*samples("all", [1.0] * 3), *samples("copy", [1.0] * 2)))
     assert [line["prompts"] for line in table] == [5, 3, 2]

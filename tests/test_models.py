@@ -452,7 +452,6 @@ def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wan
         assert str(error.value) == f"{name} is {kind}, wanted a run of reward.py or advantage_model.py"
 
 
-@pytest.mark.xfail(strict=True, reason="n_outputs gives 5, and load_scorer with 5 accepts it")
 def test_n_outputs_of_a_classifier_of_more_labels_is_an_error(tmp_path):
     with pytest.raises(InputError, match="wanted a run of reward.py or advantage_model.py"):
         models.n_outputs(classifier(tmp_path, 5))

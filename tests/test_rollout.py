@@ -123,26 +123,19 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
 
 MALFORMED = [{"messages": 5}, {"messages": user("cat")}, {"messages": "cat"}, {"conversations": 5}]
 MALFORMED += [{"prompt": [5]}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}, {"instruction": ["cat"]}]
-CRASHES = pytest.mark.xfail(strict=True, reason="prompt_turns takes turns[-1] of what is no list")
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, marks=CRASHES if i in (0, 1, 3) else ()) for i, row in enumerate(MALFORMED)]
-)
+@pytest.mark.parametrize("row", MALFORMED)
 def test_malformed_values_are_a_reason_and_no_crash(row, load):
     (prompt,) = load([{"prompt": "owl"}, row])
     assert prompt.turns == [user("owl")]
 
 
-@pytest.mark.xfail(strict=True, reason="prompt_turns drops an input that is no text; sft.py says what it is")
 def test_an_input_that_is_no_text_is_a_reason_and_not_left_out(load):
     (prompt,) = load([{"prompt": "owl"}, {"instruction": "copy", "input": 5}])
     assert prompt.turns == [user("owl")]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="prompt_turns leaves out one assistant turn at the end, not all of them"
-)
 @pytest.mark.parametrize("messages", [[*TALK, bot("dog"), bot("eel")], [SYSTEM], [user("ant"), SYSTEM]])
 def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
     """Such a row may be dropped or cut; a scorer gets the last turn as the prompt."""
@@ -386,12 +379,9 @@ def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path, poli
         assert str(error.value).startswith(name)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="models.n_outputs gives 3: load_scorer takes it, score ends in a traceback"
-)
 def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
     name = save(tmp_path / "three", 3)
-    with pytest.raises(InputError, match="reward.py or advantage_model.py"):
+    with pytest.raises(InputError, match="is a classifier of"):
         rollout.load_scorer(name, TOKENIZER, CPU)
 
 
@@ -446,7 +436,6 @@ def test_special_tokens_of_the_scorer_in_the_text_are_left_out(tmp_path, load):
     assert not scorer.same_tokens and got[0] == got[1]
 
 
-@pytest.mark.xfail(strict=True, reason="_encode lets the ValueError of data.encode_responses through")
 def test_a_prompt_that_the_scorers_template_refuses_is_an_input_error_that_says_where(tmp_path, load):
     tokenizer = tiny.tokenizer()
     refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -550,7 +539,6 @@ def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, mon
         rollout.load_scorer(spec, TOKENIZER, CPU)
 
 
-@pytest.mark.xfail(strict=True, reason="load_scorer takes what cannot be called, and sampling comes first")
 def test_a_name_that_is_no_function_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(InputError, match="wanted module:function"):

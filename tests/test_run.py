@@ -117,7 +117,6 @@ def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wr
     assert str(error.value) == f"--{name.replace('_', '-')} {wrong}: wanted {wanted}"
 
 
-@pytest.mark.xfail(strict=True, reason="LIMITS lacks them; range() of step 0 then raises after sampling")
 @pytest.mark.parametrize("name", ["score_batch_size", "chunk_prompts"])
 def test_sizes_of_parts_are_1_or_more(name):
     with pytest.raises(InputError, match=f"--{name.replace('_', '-')} 0: wanted 1 or more"):
