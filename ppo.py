@@ -174,6 +174,7 @@ def check(args):
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("minibatch_size", 1 <= args.minibatch_size <= size, f"at most the rollout's {size} responses"),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+        ("patience", not args.patience or args.eval_every, "0 with --eval-every 0"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
         ("rehearsal_clusters", not (args.rehearsal_clusters and args.rehearsal_data), "0 with rows given"),
     )
@@ -215,10 +216,11 @@ def per_token(forward, plan, documents, pad_id, args, device):
     return zip(*out)
 
 
-def log_probabilities(model, batch, temperature=1.0):
-    """log pi of the response tokens, and the entropy where they were drawn: (B, T-1) each."""
+def log_probabilities(model, batch, temperature=1.0, entropy=False):
+    """(log pi of the response tokens,), and with `entropy` that of where they were drawn: (B, T-1) each."""
     ids = (batch.input_ids, batch.action_mask, batch.position_ids)
-    return model.token_logprobs(*ids, temperature=temperature, entropy=True)
+    found = model.token_logprobs(*ids, temperature=temperature, entropy=entropy)
+    return found if entropy else (found,)
 
 
 # -- the steps of an iteration -----------------------------------------------------------------------
@@ -302,8 +304,8 @@ def update(models_, optimizers, documents, indices, known, extra, moves, pad_id,
         parts += (p["ratio_sum"], p["approx_kl_sum"])
         sums[:6] += torch.tensor([float(x) for x in parts], dtype=torch.float64)
         ratio_max = max(ratio_max, float(p["ratio_max"]))
-    for place, (name, rows) in enumerate(extra.items() if moves else (), 6):
-        sums[place] += nll_backward(policy, name, rows, pad_id, args, device)
+    for name, rows in extra.items() if moves else ():
+        sums[6 + (name == "rehearsal")] += nll_backward(policy, name, rows, pad_id, args, device)
     sums, norms = dist.all_sum(*sums), []
     for model, optimizer in zip(models_, optimizers):
         moved = model is value or moves
@@ -389,7 +391,7 @@ def text_documents(args, tokenizer):
         if not isinstance(text, str) or not text.strip():
             dropped.setdefault("no text", []).append(row.where)
             continue
-        ids = tokenizer(text)["input_ids"][: args.max_length - 1] + [tokenizer.eos_token_id]
+        ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
         documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), [], row))
     data.report(args.ptx_dataset, len(rows), dropped)
     if not documents:
@@ -415,14 +417,14 @@ def stream(documents, size, step, *key):
 
 
 # -- evaluation --------------------------------------------------------------------------------------
-def answers(policy, tokenizer, prompts, scorers, args, device):
+def answers(policy, tokenizer, prompts, source, scorers, args, device):
     """([(prompt, response)], rows of samples.jsonl): one response at temperature 1 to each prompt, scored."""
     if not prompts:
         return [], []
     seed = rollout.seed_of(args.seed, "eval")
     pairs = sample_responses(policy, tokenizer, prompts, 1, 1.0, 1.0, seed, args)
     scores, _ = score(pairs, *scorers, args, device)
-    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
+    is_tiny = data.is_tiny(source)
     return pairs, [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores.tolist())]
 
 
@@ -430,12 +432,13 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
     """(figures, samples): one response at temperature 1 to each held-out prompt, scored; KL to the reference
     and entropy; with --ptx-dataset, the alignment tax."""
     figures, pad_id = {}, tokenizer.pad_token_id
-    pairs, samples = answers(policy, tokenizer, held_out[: args.eval_prompts], scorers, args, device)
+    asked, source = held_out[: args.eval_prompts], args.eval_dataset or args.dataset
+    pairs, samples = answers(policy, tokenizer, asked, source, scorers, args, device)
     if samples:
         documents = [rollout.document(*pair) for pair in pairs]
         rest = ([range(len(documents))], documents, pad_id, args, device)
-        ours, entropies = per_token(lambda batch: log_probabilities(policy, batch), *rest)
-        theirs, _ = per_token(lambda batch: log_probabilities(reference, batch), *rest)
+        ours, entropies = per_token(lambda batch: log_probabilities(policy, batch, entropy=True), *rest)
+        (theirs,) = per_token(lambda batch: log_probabilities(reference, batch), *rest)
         kl = [losses.kl_estimate(a, b).sum().item() for a, b in zip(ours, theirs)]
         for row, value in zip(samples, kl):
             row["kl"] = value
@@ -472,8 +475,8 @@ def figures_of(results, known, entropies, n_first, text, rehearsal):
     row |= {"value/clipped": value_clipped / n, "value/explained_variance": explained.item()}
     row |= {"optim/policy_grad_norm": sum(r["norms"][0] for r in results) / len(results)}
     row |= {"optim/value_grad_norm": sum(r["norms"][1] for r in results) / len(results)}
-    names = ["ptx"] * bool(text) + ["rehearsal"] * bool(rehearsal)
-    return row | {f"loss/{name}": x / len(results) for name, x in zip(names, nll)}
+    row |= {"loss/ptx": nll[0] / len(results)} if text else {}
+    return row | ({"loss/rehearsal": nll[1] / len(results)} if rehearsal else {})
 
 
 def main(args: Args):
@@ -501,9 +504,13 @@ def main(args: Args):
     text, text_held_out, rehearsal, forget = [], [], [], []
     if args.ptx_dataset:
         text = text_documents(args, tokenizer)
-        text, text_held_out = text[:-200] or text, text[-200:]
+        n = min(200, len(text) // 10)
+        text, text_held_out = text[: len(text) - n], text[len(text) - n :]
     if args.rehearsal_data:
         rehearsal = rehearsal_documents(args.rehearsal_data, held_out, tokenizer, args)
+    if args.rehearsal_clusters > min(len(prompts), args.rehearsal_prompts):
+        n = min(len(prompts), args.rehearsal_prompts)
+        raise InputError(f"--rehearsal-clusters {args.rehearsal_clusters}: there are only {n} prompts")
     if args.forget_dataset:
         forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)[: args.eval_prompts]
 
@@ -560,9 +567,10 @@ def main(args: Args):
         rows_before = [row for row in metrics.read_jsonl(samples) if row["when"] == "before"]
     else:
         now["before"], rows_before = evaluate(*judged)
+        now["best"][0] = now["before"].get("eval/score", 0.0)
         rows_before = [{"when": "before", "set": "held-out", **row} for row in rows_before]
         log.log(0, 0, **now["before"])
-        _, rows = answers(policy, tokenizer, forget, scorers, args, device)
+        _, rows = answers(policy, tokenizer, forget, args.forget_dataset, scorers, args, device)
         rows_before += [{"when": "before", "set": "forget", **row} for row in rows]
         if dist.is_main():
             metrics.write_jsonl(samples, rows_before)
@@ -577,6 +585,7 @@ def main(args: Args):
         pairs = sample_responses(policy, tokenizer, asked, *options)
         finished = torch.tensor([response.finished for _, response in pairs])
         if not finished.any():
+            bar.close()
             raise InputError(
                 f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
                 "--max-new-tokens, or teach the model to end first (sft.py)"
@@ -597,13 +606,15 @@ def main(args: Args):
 
         # In the micro-batches of the first epoch, so that the ratio is exactly 1 there
         rest = (epochs[0], documents, pad_id, args, device)
-        old_logprobs, entropies = per_token(lambda b: log_probabilities(policy, b, args.temperature), *rest)
-        ref_logprobs, _ = per_token(lambda b: log_probabilities(reference, b, args.temperature), *rest)
+        T = args.temperature
+        old_logprobs, entropies = per_token(lambda b: log_probabilities(policy, b, T, entropy=True), *rest)
+        (ref_logprobs,) = per_token(lambda b: log_probabilities(reference, b, T), *rest)
         (old_values,) = per_token(lambda b: (models.values(value, b.input_ids, b.action_mask),), *rest)
         found = (old_logprobs, ref_logprobs, old_values)
         advantages, returns, k1 = estimate_advantages(pairs, ends, *found, args)
         kl = sum(x.sum().item() for x in k1) / len(k1)
         if not kl <= args.max_kl:
+            bar.close()
             raise InputError(
                 f"iteration {iteration}: the KL to the reference is {kl:.1f} nats per response (--max-kl "
                 f"{args.max_kl:g}): raise --kl-coef or lower --lr. {good}"
@@ -616,7 +627,7 @@ def main(args: Args):
         for epoch in epochs:
             for indices in epoch:
                 extra = {}
-                if text and args.ptx_coef:
+                if text and args.ptx_coef > 0:
                     extra["ptx"] = stream(text, args.ptx_batch_size, now["policy_steps"], args.seed, "ptx")
                 if rehearsal:
                     key = (now["policy_steps"], args.seed, "rehearsal")
@@ -661,7 +672,7 @@ def main(args: Args):
     # 6. save
     after, rows = evaluate(*judged)
     rows = [{"when": "after", "set": "held-out", **row} for row in rows]
-    _, known = answers(policy, tokenizer, forget, scorers, args, device)
+    _, known = answers(policy, tokenizer, forget, args.forget_dataset, scorers, args, device)
     rows += [{"when": "after", "set": "forget", **row} for row in known]
     for name in ("held-out", "forget"):
         both_rows = [[row for row in some if row["set"] == name] for some in (rows_before, rows)]

@@ -135,7 +135,7 @@ def check(args):
             f"--micro-batch-size {args.micro_batch_size}"
         )
     rising = list(args.threshold) == sorted(args.threshold)
-    warm = bool(args.temperatures) and min(args.temperatures) > 0
+    warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     check_flags(
         args,
         ("threshold", rising and all(map(math.isfinite, args.threshold)), "finite numbers that rise"),
@@ -147,29 +147,11 @@ def check(args):
         raise InputError("--student is the policy itself: leave it out")
 
 
-def seed_of(*parts):
-    """An integer for this seed, iteration and purpose, unlike all others'."""
-    return zlib.crc32(json.dumps(parts).encode())
-
-
 def load(name, tokenizer, args, device, gradient_checkpointing=False):
     return dist.shard(models.load_policy(name, tokenizer, gradient_checkpointing, args.seed), device)
 
 
 # -- sample ----------------------------------------------------------------------------------------
-def prompts_of(prompts, iteration, args):
-    """The prompts of an iteration: all, or the next ones of an order that is drawn anew for each pass."""
-    n = min(args.prompts_per_iteration or len(prompts), len(prompts))
-    order, chosen = {}, {}
-    for place in range((iteration - 1) * n, iteration * n):
-        again, i = divmod(place, len(prompts))
-        if again not in order:
-            generator = torch.Generator().manual_seed(seed_of(args.seed, "prompts", again))
-            order[again] = torch.randperm(len(prompts), generator=generator).tolist()
-        chosen[order[again][i]] = True
-    return [prompts[i] for i in chosen]
-
-
 def chunks_to_sample(pool, prompts, iteration, args):
     """[(number, prompts)] of the iteration's chunks that the pool does not hold whole. What it holds of
     these, because a crash came in the middle of a write, is left out: a chunk is sampled whole."""
@@ -191,12 +173,13 @@ def sample_into_pool(pool, policy, tokenizer, chunks, about, args):
     K, temperature = args.n_samples, about["temperature"]
     with dist.consolidated(policy):  # the weights are gathered once; inside, ranks need not decode in step
         for number, prompts in chunks:
-            seed = seed_of(args.seed, "sample", about["iteration"], number)
+            seed = rollout.seed_of(args.seed, "sample", about["iteration"], number)
             options = (K, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
             found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
             rows = [
-                {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids, "finished": r.finished}
-                | {**about, "chunk": number, "score": None, "scorer": None}
+                {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids}
+                | {"finished": r.finished and r.clean, **about, "chunk": number}
+                | {"score": None, "scorer": None}
                 for prompt, responses in zip(prompts, found)
                 for r in responses
             ]
@@ -214,7 +197,7 @@ def read_pool(path):
     rows, lines = [], []
     if dist.is_main():
         lines = Path(path).read_text("utf-8", errors="replace").split("\n") if Path(path).is_file() else []
-    needed = ("prompt", "response", "response_ids", "finished", "iteration", "chunk")
+    needed = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line) if line else None
@@ -241,7 +224,10 @@ def take_pool(path, prompts, tokenizer):
         print(f"{path}: {strange:,} of {len(pool):,} rows answer prompts that are not in --dataset: not used")
     for row in pool:
         if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
-            ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
+            try:
+                ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
+            except ValueError as error:
+                raise InputError(f"--pool {path}: {row['response'][:60]!r}: {error}; drop the row") from None
             row["response_ids"], changed = ids if row["finished"] else ids[:-1], changed + 1
     if changed and dist.is_main():
         print(f"{path}: {changed:,} responses were written in other tokens, encoded anew")
@@ -279,7 +265,8 @@ def key_of(row):
 
 def select(pool, prompts, iteration, threshold, args):
     """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold.
-    Responses that did not end, or have no words, are none; of equal ones to a prompt the first counts."""
+    Responses that did not end, hold a special token (the pool's `finished` says both) or have no words are
+    none; of equal ones to a prompt the first counts."""
     usable = {prompt.key: {} for prompt in prompts}
     for row in pool:
         now = args.candidates == "all" or row["iteration"] == iteration
@@ -391,7 +378,8 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
         begin = time.time()
         stage, place, n_steps = plan[done]
         epoch, index = divmod(place, math.ceil(len(stages[stage]) / args.batch_size))
-        generator = torch.Generator().manual_seed(seed_of(args.seed, "order", iteration, stage, epoch))
+        seed = rollout.seed_of(args.seed, "order", iteration, stage, epoch)
+        generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(stages[stage]), generator=generator).tolist()
         batch = [stages[stage][i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         for group in optimizer.param_groups:
@@ -422,15 +410,15 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
 # -- evaluate --------------------------------------------------------------------------------------
 def study(model, tokenizer, held_out, scorer, version, args, device):
     """What a model can do on held-out prompts: {"samples": one response to each, "curves": the expected
-    largest and median score among N responses at each temperature, "temperature": the one with the highest
-    expected best of K}."""
+    largest and median score among N responses at each temperature, and the best of K that can be selected,
+    "temperature": the one where that is highest}."""
     asked, swept = held_out[: args.eval_prompts], held_out[: args.sweep_prompts]
     rounds = [(asked, 1, 1.0)] * bool(asked)
     rounds += [(swept, args.n_samples, temperature) for temperature in args.temperatures] * bool(swept)
     found = []
     with dist.consolidated(model):
         for number, (prompts, n, temperature) in enumerate(rounds):
-            seed = seed_of(args.seed, "study", version, number)
+            seed = rollout.seed_of(args.seed, "study", version, number)
             options = (n, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
             found.append(rollout.rollout(model, tokenizer, [prompt.ids for prompt in prompts], *options))
     samples, curves = [], []
@@ -442,9 +430,15 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
             samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
             continue
         largest, median = metrics.best_of_n(torch.tensor(scores).view(-1, n))
-        ended = sum(r.finished for _, r in pairs) / len(pairs)
-        curves.append({"temperature": temperature, "finished": ended, "max": largest, "median": median})
-    best = max(curves, key=lambda curve: curve["max"][-1], default={"temperature": args.temperatures[0]})
+        ended = [r.finished for _, r in pairs]
+        curve = {"temperature": temperature, "finished": sum(ended) / len(pairs), "max": largest}
+        curves.append({**curve, "median": median, "scores": scores, "ended": ended})
+    # A response that did not end is never selected: for the choice it counts as the worst of all
+    lowest = min((x for curve in curves for x in curve["scores"]), default=0.0)
+    for curve in curves:
+        scores = [x if ended else lowest for x, ended in zip(curve.pop("scores"), curve.pop("ended"))]
+        curve["best"] = metrics.best_of_n(torch.tensor(scores).view(-1, args.n_samples))[0][-1]
+    best = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
     return {"samples": samples, "curves": curves, "temperature": best["temperature"]}
 
 
@@ -479,8 +473,9 @@ def report(studies, version):
     for key, value in figures(studies, version).items():
         print(f"  {key}: {value:.4g}")
     for curve in studies[version]["curves"]:
-        numbers = f"best of {len(curve['max'])} {curve['max'][-1]:.3f}, median {curve['median'][-1]:.3f}"
-        print(f"  temperature {curve['temperature']:g}: {numbers}, {curve['finished']:.0%} ended")
+        numbers = f"largest of {len(curve['max'])} {curve['max'][-1]:.3f}, median {curve['median'][-1]:.3f}"
+        numbers += f", best that ended {curve['best']:.3f}, {curve['finished']:.0%} ended"
+        print(f"  temperature {curve['temperature']:g}: {numbers}")
     if version - 1 in studies:
         metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
 
@@ -592,7 +587,9 @@ def main(args: Args):
 
         # sample K responses to each prompt from the latest model (with --student, from the policy always)
         began = time.time()
-        chunks = chunks_to_sample(pool, prompts_of(prompts, iteration, args), iteration, args)
+        n = args.prompts_per_iteration or len(prompts)
+        now = rollout.fresh_prompts(prompts, n, iteration, args.seed)
+        chunks = chunks_to_sample(pool, now, iteration, args)
         if chunks:
             sampler, told = policy if args.student else latest, studies[version]
             if args.student or model is None:
@@ -614,7 +611,7 @@ def main(args: Args):
         # fine-tune a new version
         start = latest if args.start_from == "last" else args.student or args.model
         stages = [make_documents(rows, prompts, learner, args) for rows in chosen]
-        generator = torch.Generator().manual_seed(seed_of(args.seed, "also", iteration))
+        generator = torch.Generator().manual_seed(rollout.seed_of(args.seed, "also", iteration))
         for documents in stages:  # of the other rows as many, so that neither kind drowns the other
             order = torch.randperm(len(also), generator=generator).tolist()
             documents += [also[i] for i in order[: len(documents)]]

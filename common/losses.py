@@ -262,8 +262,11 @@ def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_
     Raises ValueError on unequal shapes, or an empty mask when n_tokens is None."""
     tensors = {"values": values, "old_values": old_values, "returns": returns}
     _same_shape(**tensors, action_mask=action_mask)
-    near = old_values.detach() + (values - old_values.detach()).clamp(-clip_value, clip_value)
-    error, clipped = (values - returns.detach()) ** 2, (near - returns.detach()) ** 2
+    zeros = torch.zeros_like(values)  # 0 * NaN in a gradient would be NaN
+    values = torch.where(action_mask, values, zeros)
+    old_values, returns = (torch.where(action_mask, x, zeros).detach() for x in (old_values, returns))
+    near = old_values + (values - old_values).clamp(-clip_value, clip_value)
+    error, clipped = (values - returns) ** 2, (near - returns) ** 2
     loss_sum, n = masked_sum(torch.maximum(error, clipped), action_mask) / 2, action_mask.sum()
     if n_tokens is None and n == 0:
         raise ValueError("ppo_value_loss: action_mask keeps no token, there is no value to learn")

@@ -312,9 +312,9 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
         hidden, targets = body.last_hidden_state[:, :-1][action_mask], input_ids[:, 1:][action_mask]
         head, parts = model.get_output_embeddings(), []
         size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
+        again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
         for chunk in zip(hidden.split(size), targets.split(size)):
             inputs = (head, *chunk, temperature, entropy)
-            again = torch.is_grad_enabled()
             parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
     logprobs, entropies = (zeros.masked_scatter(action_mask, torch.cat(part)) for part in zip(*parts))
@@ -337,13 +337,14 @@ def _computing(model, input_ids):
 
 
 def _chunk(head, hidden, targets, temperature, entropy):
-    logits = head(hidden).float() / temperature  # (n, V); a log-softmax in bf16 is off by 1e-2
-    log_z = logits.logsumexp(-1)
-    logprobs = logits.gather(1, targets[:, None])[:, 0] - log_z
+    logits = head(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
+    logits = logits if temperature == 1 else logits / temperature
+    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # one fused pass
     if not entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():  # H = log Z - sum_v p_v logit_v
-        return logprobs, log_z - ((logits - log_z[:, None]).exp() * logits).sum(-1)
+    with torch.no_grad():
+        all_logprobs = logits.log_softmax(-1)
+        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 
 # -- scores ----------------------------------------------------------------------------------------

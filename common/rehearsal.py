@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from common import dist, metrics, models, rollout
-from common.run import InputError, launch
+from common.run import InputError, check_flags, launch
 
 
 @torch.no_grad()
@@ -81,7 +81,7 @@ def rehearsal_rows(
         embeddings = embed_texts(encoder, [prompt.turns[-1]["content"] for prompt in prompts])
     responses = [response for (response,) in found]
     scores = rollout.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
-    usable = [response.finished and bool(response.text.strip()) for response in responses]
+    usable = [r.finished and r.clean and bool(r.text.strip()) for r in responses]
     chosen = select(embeddings, scores, usable, n_clusters, per_cluster, seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
     if not chosen:
@@ -131,6 +131,7 @@ class Args:
 
 def main(args: Args):
     device = dist.setup()
+    check_flags(args)
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     room = args.max_length - args.max_new_tokens
     prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)[: args.max_prompts]

@@ -117,6 +117,7 @@ class Response(NamedTuple):
     ids: list[int]  # as sampled, with the end token if it ended
     text: str
     finished: bool  # False: cut at max_new_tokens
+    clean: bool = True  # False: a special token stands before its end, which the text does not show
 
 
 def rollout(
@@ -137,10 +138,11 @@ def rollout(
         except ValueError as error:  # a sliding window, for one
             raise InputError(f"{error}: this model cannot be sampled") from None
         lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
+        special = set(tokenizer.all_special_ids)
         for b, tokens in enumerate(out.response_tokens.tolist()):
             ids = tokens[: lengths[b]]
             text = tokenizer.decode(ids, skip_special_tokens=True)
-            found.append((mine[b // n], Response(ids, text, finished[b])))
+            found.append((mine[b // n], Response(ids, text, finished[b], special.isdisjoint(ids[:-1]))))
     responses = [[] for _ in prompts]
     for i, response in dist.gather(found):
         responses[i].append(response)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
+import ppo
 import rejection_sampling
 import reward
 import sft
@@ -77,6 +78,25 @@ def rs_options(folder, **options):
         "eval_dataset": str(folder / "asked.jsonl"),
         **options,
     }
+
+
+# Of ppo.py: minibatches of 3 responses, of which rank 1 gets 1, and an empty second micro-batch
+PPO_RUN = {"iterations": 2, "prompts_per_iteration": 6, "n_samples": 2, "minibatch_size": 3, "max_length": 64}
+PPO_RUN |= {"max_new_tokens": 16, "micro_batch_size": 1, "value_warmup_steps": 2, "eval_every": 1}
+PPO_RUN |= {"save_every": 1, "freeze_layers": 1, "ptx_coef": 0.1, "ptx_batch_size": 3, "slots": 8}
+PPO_RUN |= {"rehearsal_clusters": 2, "rehearsal_per_cluster": 2, "rehearsal_prompts": 9, "lr": 1e-4}
+
+
+def ppo_main(folder, output_dir, **options):
+    files = {
+        "model": "tied",
+        "scorer": "rs scorer",
+        "dataset": "prompts.jsonl",
+        "eval_dataset": "asked.jsonl",
+    }
+    files |= {"ptx_dataset": "text.jsonl", "output_dir": output_dir}
+    given = PPO_RUN | {name: str(folder / file) for name, file in files.items()}
+    ppo.main(ppo.Args(**given | options))
 
 
 class Stopped(Exception):
@@ -261,6 +281,37 @@ def answers(folder):
         "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2, CPU),
         "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2, CPU),
     }
+
+
+# Responses of each step, and rows of the two other losses: 5 are 3 and 2, of 1 rank 1 has none
+PPO_STEPS = [range(5), [2], [6, 0, 3], range(7)]
+
+
+def ppo_steps(folder):
+    """(what is known of the rows, [[sums, norms, largest ratio] of each step], the models after them)."""
+    args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
+    prompts = rollout.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
+    answers, end = (
+        [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] for i in range(7)],
+        [TOKENIZER.eos_token_id],
+    )
+    pairs = [(p, rollout.Response(ids + end, "", True)) for p, ids in zip(prompts, answers)]
+    documents, pad_id = [rollout.document(*pair) for pair in pairs], TOKENIZER.pad_token_id
+    both = policy()[0], scorer(1)[0]
+    rest = (PPO_STEPS[-1:], documents, pad_id, args, CPU)
+    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch), *rest)
+    (ref,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch, 1.3), *rest)
+    (values,) = ppo.per_token(lambda b: (models.values(both[1], b.input_ids, b.action_mask),), *rest)
+    advantages, returns, _ = ppo.estimate_advantages(pairs, torch.arange(7.0) - 3, old, ref, values, args)
+    known = dict(zip(ppo.KNOWN, (old, values, advantages, returns)))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in both]
+    steps = []
+    for number, indices in enumerate(PPO_STEPS):
+        extra = {"ptx": documents[:3], "rehearsal": documents[number : number + 1]}
+        rows = (documents, list(indices), known, extra, True, pad_id, args, CPU)
+        result = ppo.update(both, optimizers, *rows)
+        steps.append([result["n"], *result["sums"], *result["norms"], result["ratio_max"]])
+    return {key: [x.tolist() for x in rows] for key, rows in known.items()}, steps, both
 
 
 def echo(model, prompts, n=1, **options):
@@ -585,6 +636,24 @@ def rs_stopped(folder):
 def rs_of_one_pool(folder):
     """Goes on with what one rank sampled, not scored yet."""
     rs_with_a_model(folder, "rs sampled by one, learnt by two", resume=True)
+    return {}
+
+
+@case
+def ppo_updates(folder):
+    known, steps, both = ppo_steps(folder)
+    states = [state(model) for model in both]
+    if dist.is_main():
+        torch.save(states, folder / "ppo steps.pt")
+    return dist.gather([{"known": known, "steps": steps}])
+
+
+@case
+def ppo_run(folder):
+    ppo_main(folder, "ppo")
+    with stopped(dist, "save_checkpoint", 1, after=True):
+        ppo_main(folder, "ppo stopped")
+    ppo_main(folder, "ppo stopped", resume=True)
     return {}
 
 

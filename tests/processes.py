@@ -4,13 +4,17 @@
 computed nothing, so that a command costs tenths of a second, not the seconds of importing torch. It has its
 own exit code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a moment of choice:
 
-    row N        the metrics row of step N is written
+    row N        the metrics row of step N is written (of ppo.py: of the iteration that ends at step N)
     tensors N    the tensors of checkpoint N are written, the rest of it not
     pointer N    checkpoint N is complete, but `latest` still names the one before
     older N      `latest` names checkpoint N, the one before is not removed yet
     results      training and the last evaluation are done, nothing is exported
     export       in the middle of writing model.tmp; export N: versions/N.tmp
     summary      model/ is complete, summary.json is not written
+
+of ppo.py
+
+    rehearsal    rehearsal.jsonl is written, nothing is trained
 
 and of rejection_sampling.py
 
@@ -37,7 +41,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPTS = ("sft", "reward", "advantage_model", "rejection_sampling")
+SCRIPTS = ("sft", "reward", "advantage_model", "rejection_sampling", "ppo")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ENV = {
@@ -47,7 +51,7 @@ ENV = {
 }
 # One thread a process, as torchrun sets it: bitwise claims hold for equal numbers of threads. No network.
 ENV |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-SECONDS = 100  # no command of the tests takes nearly as long
+SECONDS = 200  # no command of the tests takes nearly as long
 
 
 class Ended(NamedTuple):
@@ -134,7 +138,8 @@ def _child(name, argv, moment, plots, cwd, folder):
     if not plots:
         from common import metrics
 
-        metrics.plot_metrics = metrics.plot_scores = metrics.plot_best_of_n = lambda *_: None
+        for plot in ("plot_metrics", "plot_scores", "plot_best_of_n", "plot_frontier"):
+            setattr(metrics, plot, lambda *_: None)
     try:
         _run(name, argv, moment)
     except SystemExit as stop:
@@ -164,6 +169,7 @@ def _arrange(moment, script):
     from common import dist, losses, metrics
 
     what, n, rank = [*moment.split(), "", ""][:3]
+    training = {"optim/lr", "kl/per_response"}  # keys of a row of training, the latter of ppo.py
 
     def die():
         os.write(2, f"killed at {moment}\n".encode())
@@ -194,7 +200,7 @@ def _arrange(moment, script):
         return path.read_text() if path.exists() else ""
 
     if what == "row":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and "optim/lr" in v)
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and training & set(v))
     elif what == "tensors":
         after(
             torch.distributed.checkpoint,
@@ -214,7 +220,7 @@ def _arrange(moment, script):
             ),
         )
     elif what == "results":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and "optim/lr" not in v)
+        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and not training & set(v))
     elif what == "export":
         before(
             transformers.PreTrainedTokenizerBase,
@@ -223,6 +229,8 @@ def _arrange(moment, script):
         )
     elif what == "summary":
         before(script, "write_json", lambda path, value: str(path).endswith("summary.json"))
+    elif what == "rehearsal":
+        after(metrics, "write_jsonl", lambda path, rows: str(path).endswith("rehearsal.jsonl"))
     elif what == "pool":
         appends = itertools.count(1)
         name = lambda file: os.readlink(f"/proc/self/fd/{file}")
@@ -253,7 +261,8 @@ def _arrange(moment, script):
 
             return poisoned
 
-        for name in ("sft_loss", "bradley_terry_loss", "advantage_model_loss"):  # a script has one of them
+        # a script has one of them
+        for name in ("sft_loss", "bradley_terry_loss", "advantage_model_loss", "ppo_value_loss"):
             setattr(losses, name, poison(getattr(losses, name)))
     else:
         raise ValueError(moment)

@@ -63,6 +63,7 @@ def prepare(folder):
         ("rankings", "rankings", "train", 5),
         ("prompts", "prompts", "train", 27),
         ("asked", "prompts", "test", 5),
+        ("text", "text", "train", 30),
     ):
         rows = tiny.rows(kind, split)[:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -454,6 +455,41 @@ def test_the_state_of_a_checkpoint_is_read_alone(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
     (root / "latest").unlink()
     assert dist.checkpoint_state(root) == {}
+
+
+# -- PPO ---------------------------------------------------------------------------------
+def test_a_step_of_ppo_has_the_losses_and_gradient_norms_of_one_rank(two):
+    ranks, (known, steps, both) = two("ppo_updates"), dist_cases.ppo_steps(two.folder)
+    assert ranks[0] == ranks[1] and len(steps) == len(ranks[0]["steps"]) == 4
+    for key, rows in known.items():  # in the order of the rows, whitened over all of them
+        assert all(close(a, b) for a, b in zip(rows, ranks[0]["known"][key], strict=True)), key
+    for one, two_ranks in zip(steps, ranks[0]["steps"]):
+        assert close(one, two_ranks), (one, two_ranks)
+        assert all(norm > 0 for norm in one[-3:-1])
+    assert steps[1][-1] > 1.001  # the policy has moved
+    for model, saved in zip(both, torch.load(two.folder / "ppo steps.pt")):
+        for name, x in dist_cases.state(model).items():
+            torch.testing.assert_close(x, saved[name], atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_of_ppo_begins_every_iteration_at_ratio_1_and_resumes_to_the_same_bits(two):
+    two("ppo_run")
+    folders = [two.folder / name for name in ("ppo", "ppo stopped")]
+    rows, again = ([row for row in read_jsonl(f / "metrics.jsonl")] for f in folders)
+    trained = [row for row in rows if "kl/per_response" in row]
+    assert [row["policy/first_ratio_max"] for row in trained] == [1.0, 1.0]
+    assert [row["policy/first_approx_kl"] for row in trained] == [0.0, 0.0] and rows[0]["eval/kl"] == 0
+    assert trained[0]["loss/ptx"] == 0 < trained[1]["loss/ptx"] and trained[1]["loss/rehearsal"] > 0
+    clock = lambda key: key.startswith(("time", "perf/"))
+    assert [{k: v for k, v in row.items() if not clock(k)} for row in rows] == [
+        {k: v for k, v in row.items() if not clock(k)} for row in again
+    ]
+    a, b = (load_file(f / WEIGHTS) for f in folders)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    start = load_file(two.folder / "tied" / "model.safetensors")
+    assert {name for name in a if torch.equal(a[name], start[name])} == {
+        name for name in a if name.startswith("model.layers.0.")
+    }
 
 
 # -- the ends of a job -------------------------------------------------------------------

@@ -545,6 +545,349 @@ def test_without_other_policies_a_constant_in_reward_and_expectation_cancels():
     assert abs(whole - moved) > 0.1
 
 
+# -- whiten ------------------------------------------------------------------------------
+# Of X under MASK 1, 3 and 8 are kept: mean 4, squares around it 9 + 1 + 16
+DEVIATION = math.sqrt(26 / 3)
+
+
+@pytest.mark.parametrize("shift_mean, mean", [(True, 0.0), (False, 4.0)])
+def test_whiten_divides_by_the_population_deviation_and_shift_mean_takes_the_mean_away(shift_mean, mean):
+    got = losses.whiten(X, MASK, shift_mean=shift_mean)
+    want = torch.tensor([[-3 / DEVIATION + mean, -1 / DEVIATION + mean, 0], [4 / DEVIATION + mean, 0, 0]])
+    torch.testing.assert_close(got, want)
+    assert losses.masked_mean(got, MASK).item() == pytest.approx(mean, abs=1e-6)
+    kept = got[MASK]
+    assert kept.var(correction=0).item() == pytest.approx(1) and abs(kept.var().item() - 1) > 0.4  # Bessel's
+
+
+def test_whiten_takes_the_mean_and_variance_that_it_is_given():
+    got = losses.whiten(X, MASK, mean=torch.tensor(1.0), var=torch.tensor(4.0))
+    torch.testing.assert_close(got, torch.tensor([[0.0, 1.0, 0.0], [3.5, 0.0, 0.0]]))  # (x - 1) / 2
+    got = losses.whiten(X, MASK, mean=torch.tensor(1.0), var=torch.tensor(4.0), shift_mean=False)
+    torch.testing.assert_close(got, torch.tensor([[1.0, 2.0, 0.0], [4.5, 0.0, 0.0]]))
+
+
+def test_whiten_keeps_equal_values_finite_and_refuses_an_empty_mask_or_unequal_shapes():
+    assert losses.whiten(torch.full((3,), 7.0), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="keeps nothing"):
+        losses.whiten(X, torch.zeros_like(MASK))
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.whiten(X, MASK[:1])
+
+
+# -- kl_estimate -------------------------------------------------------------------------
+OURS, THEIRS = torch.tensor([1 / 2, 1 / 8]).log(), torch.tensor([1 / 4, 1 / 2]).log()
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("k1", [LOG2, -2 * LOG2]),  # negative where the reference finds the token likelier: not clamped
+        ("k2", [LOG2**2 / 2, 2 * LOG2**2]),
+        ("k3", [1 / 2 - 1 + LOG2, 4 - 1 - 2 * LOG2]),  # exp(-d) is 1/2 and 4
+    ],
+)
+def test_kl_estimates_by_hand(kind, expected):
+    assert losses.kl_estimate(OURS, THEIRS, kind).tolist() == pytest.approx(expected)
+    assert losses.kl_estimate(OURS, OURS, kind).tolist() == [0, 0]
+
+
+def test_the_default_kl_estimate_is_k1():
+    assert torch.equal(losses.kl_estimate(OURS, THEIRS), losses.kl_estimate(OURS, THEIRS, "k1"))
+
+
+def test_k1_and_k3_have_the_true_kl_as_their_mean_and_k2_has_not():
+    """p = (1/2, 1/4, 1/4), q = (1/8, 1/8, 3/4): KL = 1/2 log 4 + 1/4 log 2 + 1/4 log 1/3."""
+    p, q = torch.tensor([1 / 2, 1 / 4, 1 / 4]), torch.tensor([1 / 8, 1 / 8, 3 / 4])
+    mean = lambda kind: (p * losses.kl_estimate(p.log(), q.log(), kind)).sum().item()
+    true = LOG2 + LOG2 / 4 - math.log(3) / 4
+    assert mean("k1") == pytest.approx(true) == mean("k3") and abs(mean("k2") - true) > 0.05
+    backwards = (p * losses.kl_estimate(q.log(), p.log(), "k1")).sum().item()
+    assert backwards == pytest.approx(-true)  # the sign matters
+
+
+def test_k3_and_k2_are_never_negative_and_k1_stays_as_large_as_it_is():
+    d = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    zero = torch.zeros_like(d)
+    assert (losses.kl_estimate(d, zero, "k3") >= 0).all() and (losses.kl_estimate(d, zero, "k2") >= 0).all()
+    assert torch.equal(losses.kl_estimate(d, zero, "k1"), d)
+    small = losses.kl_estimate(torch.tensor([1e-4]), torch.tensor([0.0]), "k3").item()
+    assert small == pytest.approx(5e-9, rel=0.1)  # d^2 / 2; exp(-d) - 1 + d in fp32 has lost it
+
+
+def test_kl_estimate_refuses_another_kind_and_unequal_shapes():
+    with pytest.raises(ValueError, match="'k4' is not k1, k2 or k3"):
+        losses.kl_estimate(OURS, THEIRS, "k4")
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.kl_estimate(OURS, THEIRS[:1])
+
+
+# -- safety_gated_score ------------------------------------------------------------------
+def gated(safety, tagged, **options):
+    safety = torch.tensor(safety)
+    helpful = torch.arange(10.0, 10 + len(safety))
+    return losses.safety_gated_score(safety, helpful, torch.tensor(tagged), **options).tolist()
+
+
+def test_the_safety_score_counts_for_tagged_prompts_and_for_what_is_probably_unsafe():
+    """log(0.15 / 0.85) = -1.7346: sigmoid(-1.74) = 0.1493 is below 0.15, sigmoid(-1.73) = 0.1506 is not."""
+    assert gated([-1.74, -1.73, 3.0, 0.1], [False] * 4) == [pytest.approx(-1.74), 11, 12, 13]
+    assert gated([-1.74, -1.73, 3.0, 0.1], [True] * 4) == pytest.approx([-1.74, -1.73, 3.0, 0.1])
+    # the variant that compares the logit itself with 0.15 would take 0.1 as unsafe: it does not
+
+
+def test_a_response_right_at_the_threshold_is_safe_enough():
+    assert gated([0.0, -1e-3], [False] * 2, threshold=0.5) == [10, pytest.approx(-1e-3)]
+
+
+def test_safety_gated_score_refuses_unequal_shapes():
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.safety_gated_score(torch.ones(2), torch.ones(1), torch.tensor([True, False]))
+
+
+# -- gae ---------------------------------------------------------------------------------
+# A response of three tokens: rewards 1, 0, 2 and values 1/2, 1, -1. With gamma = 0.9
+#     delta_3 = 2 - (-1) = 3,  delta_2 = 0 + 0.9 (-1) - 1 = -1.9,  delta_1 = 1 + 0.9 (1) - 0.5 = 1.4
+# and with lam = 0.5 A_3 = 3, A_2 = -1.9 + 0.45 (3) = -0.55, A_1 = 1.4 + 0.45 (-0.55) = 1.1525
+REWARDS, VALUES = [1.0, 0.0, 2.0], [0.5, 1.0, -1.0]
+
+
+def of_gae(gamma, lam, outside=0.0):
+    """A prompt before and padding after; the second row's response is the last token of the first's, earlier."""
+    o = outside
+    rewards = torch.tensor([[o, o, *REWARDS, o], [o, REWARDS[-1], o, o, o, o]])
+    values = torch.tensor([[o, o, *VALUES, o], [o, VALUES[-1], o, o, o, o]])
+    mask = torch.tensor([[False, False, True, True, True, False], [False, True, *[False] * 4]])
+    advantages, returns = losses.gae(rewards, values, mask, gamma, lam)
+    assert not advantages[~mask].any() and not returns[~mask].any()
+    return [[x[row][mask[row]].tolist() for row in (0, 1)] for x in (advantages, returns)]
+
+
+@pytest.mark.parametrize("outside", [0.0, NAN, 1e30, -1e30, math.inf])
+def test_gae_by_hand_whatever_stands_outside_the_response(outside):
+    advantages, returns = of_gae(0.9, 0.5, outside)
+    assert advantages[0] == pytest.approx([1.1525, -0.55, 3.0]) and advantages[1] == [3.0]
+    assert returns[0] == pytest.approx([1.6525, 0.45, 2.0]) and returns[1] == [2.0]  # advantages + values
+
+
+def test_lam_1_gives_monte_carlo_returns_and_lam_0_one_step_errors():
+    """Rewards to come, at gamma = 0.9: 1 + 0.81 (2) = 2.62, 0.9 (2) = 1.8, 2."""
+    advantages, returns = of_gae(0.9, 1.0)
+    assert returns[0] == pytest.approx([2.62, 1.8, 2.0])
+    assert advantages[0] == pytest.approx([2.62 - 0.5, 1.8 - 1.0, 2.0 + 1.0])
+    assert of_gae(0.9, 0.0)[0][0] == pytest.approx([1.4, -1.9, 3.0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [1.4 + 0.5 * -0.4, -0.4, 3.0],  # lam alone: A_2 = -1.9 + 0.5 (3) = -0.4
+        [1.4 + 0.9 * 0.8, 0.8, 3.0],  # gamma alone: A_2 = -1.9 + 0.9 (3) = 0.8
+        [1.1525, -0.55, 2.0],  # no value at the last token
+        [2.62, 1.8, 2.0],  # no baseline
+        [1.4, -1.9, 3.0],  # no sum
+    ],
+    ids=["lam alone", "gamma alone", "last value", "no baseline", "deltas"],
+)
+def test_gae_differs_from_its_wrong_variants(wrong):
+    assert max(abs(a - b) for a, b in zip(of_gae(0.9, 0.5)[0][0], wrong)) > 0.1
+
+
+@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.97, 0.8), (1.0, 1.0), (0.5, 0.0)])
+def test_gae_is_the_sum_of_its_definition(gamma, lam):
+    """A_t = sum_k (gamma lam)^k delta_{t+k}, in plain python, for responses that begin and end anywhere."""
+    generator = torch.Generator().manual_seed(3)
+    rewards, values = torch.randn(2, 6, 12, generator=generator, dtype=torch.float64)
+    spans = [(0, 12), (0, 1), (11, 12), (3, 9), (5, 6), (2, 12)]
+    mask = torch.tensor([[start <= t < end for t in range(12)] for start, end in spans])
+    advantages, returns = losses.gae(rewards, values, mask, gamma, lam)
+    for row, (start, end) in enumerate(spans):
+        r, v = rewards[row, start:end].tolist(), [*values[row, start:end].tolist(), 0.0]
+        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        want = [sum((gamma * lam) ** k * x for k, x in enumerate(delta[t:])) for t in range(len(r))]
+        assert advantages[row, start:end].tolist() == pytest.approx(want)
+        assert returns[row, start:end].tolist() == pytest.approx([a + b for a, b in zip(want, v)])
+
+
+def test_gae_passes_no_gradient_leaves_its_inputs_alone_and_refuses_unequal_shapes():
+    rewards, values, mask = (
+        torch.ones(2, 3),
+        torch.ones(2, 3, requires_grad=True),
+        torch.tensor([[True] * 3] * 2),
+    )
+    mask[0, 2] = False
+    assert not any(x.requires_grad for x in losses.gae(rewards, values, mask))
+    assert (rewards == 1).all() and (values == 1).all()
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.gae(rewards, values, mask[:, :2])
+
+
+# -- ppo_policy_loss ---------------------------------------------------------------------
+# Six tokens at a clip of 0.2: ratio, advantage -> the smaller of ratio A and clip(ratio, 0.8, 1.2) A
+RATIOS = [1.1, 1.5, 0.5, 0.9, 0.5, 1.5]
+ADVANTAGES = [1.0, 2.0, 3.0, -1.0, -2.0, -3.0]
+#   1.1 (1) = 1.1   1.2 (2) = 2.4 clipped   0.5 (3) = 1.5   0.9 (-1) = -0.9   0.8 (-2) = -1.6 clipped
+#   1.5 (-3) = -4.5: the sum is -2, the loss 2 / 6
+
+
+def of_ppo(old=-1.0, outside=None, **options):
+    """(loss, metrics, gradient) of the six tokens, as two rows, and beside each `outside`."""
+    pad = [] if outside is None else [outside] * 2
+    shape = lambda x: torch.tensor([[*x[:3], *pad], [*x[3:], *pad]])
+    logprobs = shape([math.log(x) + old for x in RATIOS]).requires_grad_()
+    mask = torch.tensor([[True] * 3 + [False] * len(pad)] * 2)
+    rest = (shape([old] * 6), shape(ADVANTAGES), mask)
+    loss, parts = losses.ppo_policy_loss(logprobs, *rest, **{"clip_ratio": 0.2, **options})
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), parts, gradient
+
+
+@pytest.mark.parametrize("outside", [None, NAN, math.inf, 1e30])
+def test_ppo_policy_loss_and_its_figures_by_hand_whatever_stands_outside_the_mask(outside):
+    loss, parts, gradient = of_ppo(outside=outside)
+    assert loss == pytest.approx(1 / 3)
+    figures = {key: value.item() for key, value in parts.items()}
+    assert figures == {
+        "loss_sum": pytest.approx(2.0),
+        "n_tokens": 6,
+        "n_clipped": 2,  # of four ratios outside, the two whose clipped term is the smaller one
+        "ratio_sum": pytest.approx(6.0),
+        "ratio_max": pytest.approx(1.5),
+        # ratio - 1 - log ratio: 6 - 6 - log(1.1 1.5 0.5 0.9 0.5 1.5)
+        "approx_kl_sum": pytest.approx(-math.log(1.1 * 1.5 * 0.5 * 0.9 * 0.5 * 1.5), rel=1e-5),
+    }
+    assert not any(value.requires_grad for value in parts.values())
+    # -ratio A / 6 where it is not clipped, 0 where it is
+    want = [-1.1 / 6, 0.0, -1.5 / 6, 0.9 / 6, 0.0, 4.5 / 6]
+    assert gradient[:, :3].flatten().tolist() == pytest.approx(want)
+    assert (gradient[:, 3:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (-0.9 - 1.0 - 3.6 + 1.1 + 3.0 + 2.4) / -6,  # the larger one
+        (1.1 + 3.0 + 1.5 - 0.9 - 1.0 - 4.5) / -6,  # no clip
+        (1.1 + 2.4 + 2.4 - 0.9 - 1.6 - 3.6) / -6,  # the clipped one always
+        -1 / 3,  # the sign
+        2.0,  # the sum
+    ],
+)
+def test_ppo_policy_loss_differs_from_its_wrong_variants(wrong):
+    assert abs(of_ppo()[0] - wrong) > 0.05
+
+
+def test_the_first_step_has_ratio_1_no_kl_and_the_policy_gradient():
+    x = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    loss, parts = losses.ppo_policy_loss(x, x.detach(), torch.tensor([[1.0, -2.0, 4.0]]), mask)
+    loss.backward()
+    assert x.grad[0].tolist() == pytest.approx([-1 / 3, 2 / 3, -4 / 3])
+    assert parts["ratio_max"] == 1 and parts["approx_kl_sum"] == 0 and parts["n_clipped"] == 0
+
+
+def test_another_clip_ratio_clips_elsewhere():
+    loss, parts, _ = of_ppo(clip_ratio=0.05)  # 1.05, 2.1 and -1.9 in place of 1.1, 2.4 and -1.6; -0.95 too
+    assert loss == pytest.approx(-(1.05 + 2.1 + 1.5 - 0.95 - 1.9 - 4.5) / 6) and parts["n_clipped"] == 4
+
+
+PPO_LOSSES = [losses.ppo_policy_loss, losses.ppo_value_loss]
+
+
+@pytest.mark.parametrize("loss", PPO_LOSSES)
+def test_ppo_micro_batches_with_the_steps_token_count_add_up_to_the_big_batch(loss):
+    generator = torch.Generator().manual_seed(1)
+    x, old, third = torch.randn(3, 4, 5, generator=generator).mul(0.5)
+    mask = torch.rand(4, 5, generator=generator) < 0.6
+    mask[1] = torch.tensor([True, False, False, False, False])  # rows of different lengths
+    n, whole, split, means = mask.sum().item(), *(x.clone().requires_grad_() for _ in range(3))
+    want, parts = loss(whole, old, third, mask)
+    want.backward()
+    rows = [slice(0, 1), slice(1, 2), slice(2, 4)]
+    found = [loss(split[i], old[i], third[i], mask[i], n_tokens=n) for i in rows]
+    sum(part for part, _ in found).backward()
+    (sum(loss(means[i], old[i], third[i], mask[i])[0] for i in rows) / 3).backward()
+    assert sum(part.item() for part, _ in found) == pytest.approx(want.item(), abs=1e-6)
+    for key in set(parts) - {"ratio_max"}:
+        assert sum(p[key].item() for _, p in found) == pytest.approx(parts[key].item(), abs=1e-6)
+    torch.testing.assert_close(split.grad, whole.grad)
+    assert not torch.allclose(means.grad, whole.grad)  # the mean of means
+
+
+@pytest.mark.parametrize("loss", PPO_LOSSES)
+def test_ppo_losses_of_an_empty_mask_are_an_error_unless_other_micro_batches_have_tokens(loss):
+    x = torch.ones(2, 3, requires_grad=True)
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="keeps no token"):
+        loss(x, x, x, nothing)
+    value, parts = loss(x, x, x, nothing, n_tokens=4)
+    value.backward()
+    assert value.item() == 0 and parts["n_tokens"] == 0 and not x.grad.any()
+
+
+@pytest.mark.parametrize("loss", PPO_LOSSES)
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_ppo_losses_refuse_unequal_shapes_and_pass_gradients_to_the_first_alone(loss, place):
+    x, mask = torch.full((2, 3), 0.5), torch.ones(2, 3, dtype=torch.bool)
+    inputs = [x, x + 0.1, x - 0.1, mask]
+    with pytest.raises(ValueError, match="shapes differ"):
+        loss(*(value[:1] if i == place else value for i, value in enumerate(inputs)))
+    given = [value.clone().requires_grad_() for value in inputs[:3]]
+    loss(*given, mask)[0].backward()
+    assert given[0].grad is not None and given[1].grad is given[2].grad is None
+
+
+# -- ppo_value_loss ----------------------------------------------------------------------
+# Three tokens with an old value of 1, at a clip of 0.5:
+#   value 1.2, return 2: 0.64, within the clip; value 2, return 2: 0, but (1.5 - 2)^2 = 0.25 is larger;
+#   value 2, return 0: 4, larger than 1.5^2. Half the sum is 2.445, the loss 0.815
+
+
+def of_value(outside=None, old=1.0, **options):
+    pad = [] if outside is None else [outside]
+    values = torch.tensor([[1.2, 2.0, 2.0, *pad]], requires_grad=True)
+    mask = torch.tensor([[True, True, True, *[False] * len(pad)]])
+    rest = (torch.tensor([[old] * 3 + pad]), torch.tensor([[2.0, 2.0, 0.0, *pad]]), mask)
+    loss, parts = losses.ppo_value_loss(values, *rest, **{"clip_value": 0.5, **options})
+    (gradient,) = torch.autograd.grad(loss, values)
+    return loss.item(), parts, gradient
+
+
+@pytest.mark.parametrize("outside", [None, NAN, 1e30])
+def test_ppo_value_loss_and_its_figures_by_hand_whatever_stands_outside_the_mask(outside):
+    loss, parts, gradient = of_value(outside)
+    assert loss == pytest.approx(0.815)
+    figures = {key: value.item() for key, value in parts.items()}
+    assert figures == {"loss_sum": pytest.approx(2.445), "n_tokens": 3, "n_clipped": 1}
+    assert not any(value.requires_grad for value in parts.values())
+    # (V - R) / 3, and 0 where the clipped error is the larger one
+    assert gradient[0, :3].tolist() == pytest.approx([-0.8 / 3, 0.0, 2 / 3])
+
+
+@pytest.mark.parametrize("outside", [1e30, NAN])
+def test_ppo_value_loss_has_no_gradient_outside_the_mask(outside):
+    assert (of_value(outside)[2][0, 3:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (0.64 + 0.0 + 2.25) / 6,  # the smaller of the two
+        (0.64 + 0.25 + 4) / 3,  # no half
+        (0.64 + 0.0 + 4) / 6,  # no clip, or one around the returns
+        (0.64 + 0.25 + 2.25) / 6,  # the clipped one always
+    ],
+    ids=["min", "no half", "no clip", "clipped"],
+)
+def test_ppo_value_loss_differs_from_its_wrong_variants(wrong):
+    assert abs(of_value()[0] - wrong) > 0.02
+
+
+def test_values_are_clipped_around_the_old_ones():
+    """Around 3: values of 1.2, 2, 2 become 2.5: errors 0.64, 0.25 and 6.25."""
+    assert of_value(old=3.0)[0] == pytest.approx((0.64 + 0.25 + 6.25) / 6)
+
+
 # -- the files that may be copied --------------------------------------------------------
 @pytest.mark.parametrize(
     "name, use",
@@ -552,6 +895,7 @@ def test_without_other_policies_a_constant_in_reward_and_expectation_cancels():
         (
             "losses",
             "import torch; x = torch.tensor([[-1., -3.]]); assert losses.sft_loss(x, x < 0)[0] == 2;"
+            "assert losses.ppo_policy_loss(x, x, *losses.gae(x, x, x < 0)[:1], x < 0)[1]['ratio_max'] == 1;"
             "assert 'transformers' not in sys.modules",
         ),
         ("sampler", "assert callable(sampler.sample)"),

@@ -11,6 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from common import dist, models, rollout, tiny
 from common.run import InputError
+from common.sampler import Rollout
 
 EOS = TOKENIZER.eos_token_id
 
@@ -566,3 +567,14 @@ def test_describe_tells_the_true_reward_of_the_tiny_world_alone(load):
     }
     known = rollout.describe(prompt, response("owl um fox"), 0.5, is_tiny=True)
     assert known == {**row, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
+
+
+def test_a_response_with_a_special_token_inside_is_not_clean(monkeypatch):
+    """Its text lacks that token: a scorer would judge one thing, and the policy learn another."""
+    ant, user, end = (TOKENIZER.convert_tokens_to_ids(t) for t in ("ant", "<|user|>", "<|end|>"))
+    tokens = torch.tensor([[ant, user, end], [ant, ant, end]])
+    everything = torch.ones(2, 3, dtype=torch.bool)
+    fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
+    monkeypatch.setattr(rollout, "sample", lambda *args, **options: fake)
+    ((strange, clean),) = rollout.rollout(None, TOKENIZER, [[1]], 2, 3)
+    assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)

@@ -1,0 +1,163 @@
+"""ppo.py against the last PPOTrainer of TRL (1.9.2, trl.experimental.ppo): episodes per second, and peak memory
+of the process.
+
+    pip install trl==1.9.2          in an environment of its own, whose interpreter is --trl-python
+    python tests/benchmarks/ppo.py --dataset hh.jsonl.gz --trl-python trl/bin/python
+
+Both: 8 episodes a rollout, minibatches of 2, 4 passes, prompts of at most 128 tokens, at most 64 new ones; four
+Llamas of random weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end with
+a chance of about 1/64 a token. They take turns, ratios are taken turn by turn, the first 2 rollouts of each do
+not count."""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+sys.path.insert(0, ROOT)
+SKIP, EPISODES = 2, 8
+
+
+def make_models(tokenizer, folder):
+    """`folder`/policy and `folder`/reward. The end token's row of the unembedding points along the mean hidden
+    state, so that its logit is about the same everywhere: log(V / 64)."""
+    import math
+
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_labels=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
+        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.05)
+        mean = model.model(torch.randint(len(words), (8, 64))).last_hidden_state.flatten(0, 1).mean(0)
+        model.lm_head.weight[words.eos_token_id] += mean / mean.square().sum() * math.log(len(words) / 64)
+    model.save_pretrained(f"{folder}/policy")
+    LlamaForSequenceClassification(config).save_pretrained(f"{folder}/reward")
+    for name in ("policy", "reward"):
+        words.save_pretrained(f"{folder}/{name}")
+
+
+def trl(args):
+    import torch
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    clock = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            clock.append(time.perf_counter())
+
+    tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/policy", padding_side="left")
+    with open(args.dataset) as file:
+        rows = [json.loads(line)["prompt"] for line in file]
+    turns = [[{"role": "user", "content": text}] for text in rows]
+    texts = [tokenizer.apply_chat_template(t, tokenize=False, add_generation_prompt=True) for t in turns]
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    config = PPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=2, gradient_accumulation_steps=EPISODES // 2,
+        num_mini_batches=EPISODES // 2, num_ppo_epochs=4, total_episodes=EPISODES * args.rollouts,
+        response_length=64, stop_token="eos", local_rollout_forward_batch_size=EPISODES, learning_rate=1e-6,
+        num_sample_generations=0, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
+    )  # fmt: skip
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype=torch.float32) for _ in range(2)
+    )
+    reward, value = (
+        AutoModelForSequenceClassification.from_pretrained(f"{args.models}/reward", dtype=torch.float32)
+        for _ in range(2)
+    )
+    PPOTrainer(
+        args=config, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
+        value_model=value, train_dataset=Dataset.from_dict({"input_ids": ids}), callbacks=[Clock()],
+    ).train()  # fmt: skip
+    return EPISODES * (len(clock) - SKIP) / (clock[-1] - clock[SKIP - 1])
+
+
+def ours(args):
+    import ppo
+
+    folder = tempfile.mkdtemp()
+    ppo.main(
+        ppo.Args(
+            model=f"{args.models}/policy", scorer=f"{args.models}/reward", dataset=args.dataset,
+            eval_dataset=args.dataset.replace("prompts", "one"), output_dir=folder, iterations=args.rollouts,
+            prompts_per_iteration=EPISODES, n_samples=1, minibatch_size=2, micro_batch_size=2, epochs=4,
+            max_new_tokens=64, max_length=192, lr=1e-6, value_lr=1e-6, value_warmup_steps=0, eval_every=0,
+            eval_prompts=0, save_every=0, slots=EPISODES, score_batch_size=EPISODES,
+        )
+    )  # fmt: skip
+    with open(f"{folder}/metrics.jsonl") as file:
+        times = [row["time_s"] for row in map(json.loads, file) if "loss/policy" in row]
+    return EPISODES * (len(times) - SKIP) / (times[-1] - times[SKIP - 1])
+
+
+def make_prompts(source, folder, tokenizer, n):
+    """The first n single-turn prompts of at most 128 tokens in prompts.jsonl, one more in one.jsonl."""
+    from common import models, rollout
+
+    words = models.load_tokenizer(tokenizer, quiet=True)
+    prompts = [p for p in rollout.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
+    for name, some in (("prompts", prompts[:n]), ("one", prompts[-1:])):
+        with open(f"{folder}/{name}.jsonl", "w") as file:
+            file.writelines(json.dumps({"prompt": p.turns[0]["content"]}) + "\n" for p in some)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--dataset", required=True, help="prompts, as ppo.py takes them")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--rollouts", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=["trl", "ours"], help="run this one here and print JSON")
+    parser.add_argument("--models", help="with --only: the folder of the models")
+    args = parser.parse_args()
+    if args.only:
+        speed = {"trl": trl, "ours": ours}[args.only](args)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        return print(json.dumps({"episodes_per_s": speed, "peak_gb": peak}))
+    args.models = tempfile.mkdtemp()
+    make_models(args.tokenizer, args.models)
+    make_prompts(args.dataset, args.models, args.tokenizer, EPISODES * args.rollouts)
+    args.dataset, figures = f"{args.models}/prompts.jsonl", {"trl": [], "ours": []}
+    for _ in range(args.repeats):
+        for name in figures:
+            command = [args.trl_python if name == "trl" else sys.executable, __file__, "--only", name]
+            for flag in ("models", "dataset", "rollouts"):
+                command += [f"--{flag}", str(getattr(args, flag))]
+            out = subprocess.run(command, capture_output=True, text=True)
+            if out.returncode:
+                sys.exit(out.stderr[-2000:])
+            figures[name].append(json.loads(out.stdout.strip().splitlines()[-1]))
+            speed, peak = figures[name][-1].values()
+            print(f"{name:5} {speed:6.2f} episodes/s, peak {peak:.2f} GB", flush=True)
+    pairs = list(zip(figures["ours"], figures["trl"]))
+    for key, what in (("episodes_per_s", "times the episodes per second"), ("peak_gb", "of the peak memory")):
+        ratios = sorted(a[key] / b[key] for a, b in pairs)
+        print(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) {what}")
+
+
+if __name__ == "__main__":
+    main()

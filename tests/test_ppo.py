@@ -1,0 +1,1150 @@
+"""ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import flags
+from safetensors.torch import load_file
+from scorers import CPU, TOKENIZER, assert_error, contents, read_json, succeeds, write_rows
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import ppo
+from common import data, dist, metrics, models, rollout, tiny
+from common.metrics import read_jsonl
+from common.run import InputError, parse
+
+GOLD = "common.tiny:gold_scorer"
+PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_args(**options):
+    return ppo.Args(**{"model": "tiny", "scorer": GOLD, "max_new_tokens": 8, "max_length": 64, **options})
+
+
+def prompt(text, number=1, **columns):
+    turns = [{"role": "user", "content": text}]
+    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", columns))
+
+
+def response(text, finished=True):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [END] * finished
+    return rollout.Response(ids, text, finished)
+
+
+PAIRS = [  # prompts and responses of different lengths; the third one was cut
+    (prompt("copy ant bear cat"), response("ant bear cat")),
+    (prompt("first dog eel fox ant bear"), response("dog")),
+    (prompt("rest bear cat ant"), response("cat cat cat cat ant bear", finished=False)),
+    (prompt("last ant bear cat dog"), response("dog dog")),
+    (prompt("copy eel fox ant"), response("eel fox ant ant ant")),
+]
+DOCUMENTS = [rollout.document(*pair) for pair in PAIRS]
+LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
+
+
+def tensors(*rows):
+    return [torch.tensor(row) for row in rows]
+
+
+def lists(rows):
+    return [row.tolist() for row in rows]
+
+
+def policy(seed=0):
+    return dist.shard(models.load_policy("tiny", TOKENIZER, seed=seed), CPU)
+
+
+def scorer(n_outputs=1, seed=3):
+    return dist.shard(models.load_scorer("tiny", TOKENIZER, n_outputs, seed=seed), CPU)
+
+
+def of_function(function):
+    return rollout.Scorer("a function", "1", function=function)
+
+
+def test_the_pairs_are_of_these_lengths():
+    assert [len(response.ids) for _, response in PAIRS] == LENGTHS
+    assert all(
+        END not in response.ids[:-1] and TOKENIZER.unk_token_id not in response.ids for _, response in PAIRS
+    )
+
+
+# -- normalise ---------------------------------------------------------------------------
+# Two rollouts. 1, 3: count 2, mean 2, squares 2. Then 5, 7, 6: of all five the mean is 22 / 5 = 4.4 and the
+# squares are 3.4^2 + 1.4^2 + 0.6^2 + 2.6^2 + 1.6^2 = 23.2, the population variance 4.64
+FIRST, SECOND = torch.tensor([1.0, 3.0]), torch.tensor([5.0, 7.0, 6.0])
+
+
+@pytest.mark.parametrize(
+    "kind, first, second",
+    [
+        ("none", [1.0, 3.0], [5.0, 7.0, 6.0]),
+        ("mean", [-1.0, 1.0], [0.6, 2.6, 1.6]),
+        ("mean_std", [-1.0, 1.0], [x / math.sqrt(4.64) for x in (0.6, 2.6, 1.6)]),
+        ("whiten", [-1.0, 1.0], [x / math.sqrt(2 / 3) for x in (-1.0, 1.0, 0.0)]),  # of one rollout alone
+    ],
+)
+def test_scores_are_normalised_by_what_came_so_far_this_rollout_included(kind, first, second):
+    running = [0, 0.0, 0.0]
+    assert ppo.normalise(FIRST, running, kind).tolist() == pytest.approx(first)
+    assert running == pytest.approx([2, 2.0, 2.0])
+    assert ppo.normalise(SECOND, running, kind).tolist() == pytest.approx(second)
+    assert running == pytest.approx([5, 4.4, 23.2])  # once for each rollout, whatever the kind
+
+
+def test_equal_scores_stay_finite_and_a_large_offset_does_not_blur_the_deviation():
+    for kind in ("none", "mean", "mean_std", "whiten"):
+        rewards = ppo.normalise(torch.full((3,), 2.0), [0, 0.0, 0.0], kind).tolist()
+        assert rewards == [0.0 if kind != "none" else 2.0] * 3
+    running = [0, 0.0, 0.0]
+    for scores in (FIRST, SECOND):
+        rewards = ppo.normalise(scores.double() + 1e7, running, "mean_std")
+    assert rewards.tolist() == pytest.approx([x / math.sqrt(4.64) for x in (0.6, 2.6, 1.6)], abs=1e-5)
+
+
+def test_running_statistics_survive_a_checkpoints_json():
+    running = [0, 0.0, 0.0]
+    ppo.normalise(FIRST / 3, running, "mean")
+    again = json.loads(json.dumps(running))
+    assert torch.equal(ppo.normalise(SECOND, again, "mean_std"), ppo.normalise(SECOND, running, "mean_std"))
+
+
+# -- from rows to batches and back -------------------------------------------------------
+def test_spread_puts_each_rows_numbers_where_its_actions_are():
+    mask = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, True, True]])
+    got = ppo.spread(tensors([1.0, 2.0], [3.0], [4.0, 5.0]), mask)
+    assert got.tolist() == [[0, 1, 2, 0], [3, 0, 0, 0], [0, 0, 4, 5]]
+    nothing = torch.zeros(1, 1, dtype=torch.bool)
+    assert ppo.spread([], nothing).tolist() == [[0]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_micro_batches_hold_every_row_once(size):
+    args, indices = make_args(micro_batch_size=size), [4, 0, 2, 3]
+    found = list(ppo.micro_batches(DOCUMENTS, indices, PAD, args, CPU))
+    assert sorted(i for some, _ in found for i in some) == sorted(indices)
+    assert all(len(some) <= size for some, _ in found) and len(found) == math.ceil(4 / size)
+    for some, batch in found:
+        for i, row, mask in zip(some, batch.input_ids, batch.action_mask):
+            assert row[: len(DOCUMENTS[i].ids)].tolist() == DOCUMENTS[i].ids.tolist()
+            assert (
+                row[1:][mask].tolist() == PAIRS[i][1].ids
+            )  # the end token, where there is one, is an action
+
+
+@pytest.mark.parametrize("what", ["log probabilities", "values"])
+def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
+    model = policy() if what == "log probabilities" else scorer()
+
+    def forward(batch):
+        if what == "values":
+            return (models.values(model, batch.input_ids, batch.action_mask),)
+        return ppo.log_probabilities(model, batch, 0.7, entropy=True)
+
+    of = lambda plan, size: list(
+        ppo.per_token(forward, plan, DOCUMENTS, PAD, make_args(micro_batch_size=size), CPU)
+    )
+    want = of([range(5)], 5)
+    assert all([len(row) for row in rows] == LENGTHS for rows in want)
+    for plan, size in (([range(5)], 1), ([[4, 1], [0, 3, 2]], 2), ([[3], [2], [1], [4, 0]], 64)):
+        for rows, others in zip(want, of(plan, size), strict=True):
+            for a, b in zip(rows, others, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+    with torch.no_grad():  # of each row alone, by plain transformers
+        for i, document in enumerate(DOCUMENTS):
+            ids, first = document.ids.long(), len(PAIRS[i][0].ids)
+            if what == "values":  # read at the token before the action
+                hidden = model.base_model(input_ids=ids[None]).last_hidden_state[0]
+                plain = model.score(hidden)[first - 1 : -1, 0]
+                torch.testing.assert_close(want[0][i], plain, atol=1e-5, rtol=1e-5)
+                continue
+            p = (model(input_ids=ids[None]).logits[0, first - 1 : -1] / 0.7).softmax(-1)
+            logprobs = p.gather(1, ids[first:, None])[:, 0].log()
+            torch.testing.assert_close(want[0][i], logprobs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(want[1][i], -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
+
+
+def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
+    """A model whose value is the token's own id: V at index t is that of token t, not of the action t + 1."""
+    model = SimpleNamespace(head_outputs=lambda ids, where: ids[where[0], where[1]][:, None].float())
+    ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
+    mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
+    assert models.values(model, ids, mask).tolist() == [[0, 12, 13, 14], [21, 22, 0, 0]]
+    assert models.values(model, ids, torch.zeros_like(mask)).tolist() == [[0] * 4] * 2
+
+
+# -- estimate_advantages -----------------------------------------------------------------
+# Two responses, of three tokens with the end token and of two that were cut. With beta = 0.5, log ratios to
+# the reference of 0.2, -0.4, 0.6 and 1, 1 and scores of 10 and -1 the rewards are -0.1, 0.2, -0.3 + 10 and
+# -0.5, -0.5 - 1, and what is still to come 9.8, 9.9, 9.7 and -2, -1.5
+TWO = [
+    (PAIRS[0][0], rollout.Response([5, 6, END], "", True)),
+    (PAIRS[1][0], rollout.Response([5, 6], "", False)),
+]
+OLD = tensors([-1.0, -2.0, -3.0], [-1.0, -1.0])
+REF = tensors([-1.2, -1.6, -3.6], [-2.0, -2.0])
+TO_COME = [[9.8, 9.9, 9.7], [-2.0, -1.5]]
+
+
+def estimate(values=([0.0] * 3, [0.0] * 2), old=OLD, **options):
+    options = {"kl_coef": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False, **options}
+    ends = torch.tensor([10.0, -1.0])
+    return [
+        lists(x) for x in ppo.estimate_advantages(TWO, ends, old, REF, tensors(*values), make_args(**options))
+    ]
+
+
+def near(got, want):
+    return all(a == pytest.approx(b, abs=1e-5) for a, b in zip(got, want, strict=True))
+
+
+def test_the_score_is_the_last_tokens_and_kl_is_taken_off_at_every_token_with_its_sign():
+    advantages, returns, k1 = estimate()
+    assert near(advantages, TO_COME) and near(returns, TO_COME)
+    assert near(k1, [[0.2, -0.4, 0.6], [1.0, 1.0]])
+    no_sum = estimate(lam=0.0)[0]  # with values of 0 the rewards themselves
+    assert near(no_sum, [[-0.1, 0.2, 9.7], [-0.5, -1.5]])  # clamped at 0 it would be 0 in place of 0.2
+
+
+def test_returns_are_unwhitened_advantages_plus_values():
+    """Rewards to come less values of 1, 2, 3 and 4, 5."""
+    plain = [[8.8, 7.9, 6.7], [-6.0, -6.5]]
+    values = ([1.0, 2.0, 3.0], [4.0, 5.0])
+    advantages, returns, _ = estimate(values)
+    assert near(advantages, plain) and near(returns, TO_COME)
+    flat = [x for row in plain for x in row]
+    mean = sum(flat) / 5
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in flat) / 5)  # over the tokens of all rows
+    advantages, returns, _ = estimate(values, whiten_advantages=True)
+    assert near(advantages, [[(x - mean) / deviation for x in row] for row in plain])
+    assert near(returns, TO_COME)
+
+
+def test_gamma_and_lambda_are_those_of_the_arguments():
+    """gamma = 0.5: 9.7; 0.2 + 4.85; -0.1 + 2.525. lambda = 0.5: the same with values of 0."""
+    want = [[2.425, 5.05, 9.7], [-1.25, -1.5]]
+    assert near(estimate(gamma=0.5)[0], want) and near(estimate(lam=0.5)[0], want)
+
+
+def test_no_kl_is_counted_where_its_coefficient_is_0():
+    assert near(estimate(kl_coef=0.0)[0], [[10.0] * 3, [-1.0] * 2])
+
+
+# -- prompts, text -----------------------------------------------------------------------
+@pytest.mark.parametrize("count, n", [(10, 3), (10, 4), (7, 7), (7, 6), (5, 1), (64, 48), (3, 9)])
+def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(count, n):
+    prompts = list(range(count))
+    iterations = [rollout.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
+    assert all(len(set(some)) == len(some) == min(n, count) for some in iterations)
+    order = [x for some in iterations for x in some]
+    passes = [order[i : i + count] for i in range(0, len(order) - count + 1, count)]
+    assert passes and all(sorted(some) == prompts for some in passes)
+    assert count < 10 or len({tuple(some) for some in passes}) == len(passes)  # each in an order of its own
+    assert iterations[4] == rollout.fresh_prompts(prompts, n, 5, 0)
+    assert count < 10 or iterations[:3] != [rollout.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
+
+
+def test_seeds_of_different_parts_differ_and_stay_the_same():
+    seeds = [
+        rollout.seed_of(*parts)
+        for parts in ((0, "a", 1), (0, "a", 2), (1, "a", 0), (0, "b", 1), (0, "a"), ("ab",), ("a", "b"))
+    ]
+    assert len(set(seeds)) == 7 and all(isinstance(seed, int) for seed in seeds)
+    assert rollout.seed_of(0, "a", 1) == seeds[0] == 3841822438
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
+def test_a_stream_passes_over_all_documents_before_any_returns(size):
+    documents, steps = list("abcde"), 10
+    found = [x for step in range(steps) for x in ppo.stream(documents, size, step, 0, "ptx")]
+    assert len(found) == size * steps
+    passes = [found[i : i + 5] for i in range(0, len(found) - 4, 5)]
+    assert all(sorted(some) == documents for some in passes)
+    assert found == [x for step in range(steps) for x in ppo.stream(documents, size, step, 0, "ptx")]
+    # a step's place does not depend on how the steps before it were asked for
+    assert found == ppo.stream(documents, size * steps, 0, 0, "ptx")
+    if size > 2:
+        assert len(set(map(tuple, passes))) > 1 and found != ppo.stream(documents, size * steps, 0, 1, "ptx")
+
+
+def texts_of(folder, *rows, **options):
+    return ppo.text_documents(
+        make_args(ptx_dataset=str(write_rows(folder / "text.jsonl", rows)), **options), TOKENIZER
+    )
+
+
+def test_every_token_of_a_text_but_the_first_is_learnt_and_so_is_its_end(tmp_path):
+    (document,) = texts_of(tmp_path, {"text": "the ant saw a bear ."})
+    ids = TOKENIZER("the ant saw a bear .")["input_ids"] + [END]
+    assert document.ids.tolist() == ids and len(ids) == 7
+    batch = data.collate([[document]], PAD)
+    assert batch.input_ids[0, 1:][batch.action_mask[0]].tolist() == ids[1:]
+
+
+def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
+    rows = [{"text": "the ant"}, {"text": " "}, {"text": None}, {"other": 1}, {"text": "a bear"}, {"text": 3}]
+    assert [d.row.where for d in texts_of(tmp_path, *rows)] == ["text.jsonl:1", "text.jsonl:5"]
+    assert "text.jsonl:2" in capsys.readouterr().out
+    with pytest.raises(InputError, match="none of its 2 rows has a `text`"):
+        texts_of(tmp_path, *rows[1:3])
+
+
+def test_a_long_text_is_cut_at_max_length(tmp_path):
+    (document,) = texts_of(tmp_path, {"text": "ant bear " * 50}, max_length=16, max_new_tokens=4)
+    assert (
+        len(document.ids) <= 16
+        and document.ids[:15].tolist() == TOKENIZER("ant bear " * 50)["input_ids"][:15]
+    )
+
+
+def test_a_text_that_was_cut_is_not_taught_to_end_there(tmp_path):
+    (document,) = texts_of(tmp_path, {"text": "ant bear " * 50}, max_length=16, max_new_tokens=4)
+    assert END not in document.ids.tolist()
+
+
+# -- scores ------------------------------------------------------------------------------
+def test_scores_are_those_of_the_scorer_where_there_is_no_safety_scorer():
+    judge = of_function(lambda prompts, responses, rows: [len(text.split()) for text in responses])
+    scores, gated = ppo.score(PAIRS, judge, None, make_args(score_batch_size=2), CPU)
+    assert scores.tolist() == [3, 1, 6, 2, 5] and gated == 0
+
+
+def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
+    """Safety scores 1, -1.74, -1.73, -5, 2: sigmoid(-1.74) < 0.15 < sigmoid(-1.73); the first is tagged."""
+    pairs = [(p._replace(row=data.Row("x:1", {"is_safety": i == 0})), r) for i, (p, r) in enumerate(PAIRS)]
+    logits = {r.text: x for (_, r), x in zip(pairs, [1.0, -1.74, -1.73, -5.0, 2.0])}
+    helpful = of_function(lambda prompts, responses, rows: [10.0] * len(prompts))
+    safety = of_function(lambda prompts, responses, rows: [logits[text] for text in responses])
+    scores, gated = ppo.score(pairs, helpful, safety, make_args(), CPU)
+    assert scores.tolist() == pytest.approx([1.0, -1.74, 10.0, -5.0, 10.0]) and gated == pytest.approx(3 / 5)
+    scores, gated = ppo.score(pairs, helpful, safety, make_args(safety_threshold=0.0), CPU)
+    assert scores.tolist() == [1.0, 10, 10, 10, 10] and gated == pytest.approx(1 / 5)  # the tagged one alone
+
+
+def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
+    model = scorer()
+    plain = rollout.Scorer("safety", "1", None, model, TOKENIZER)
+    raw = torch.tensor(rollout.score(plain, PAIRS, 8, CPU))
+    helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
+    scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
+    torch.testing.assert_close(scores, raw)
+    model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
+    scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
+    torch.testing.assert_close(scores, 2 * raw - 0.5)
+
+
+# -- the value model ---------------------------------------------------------------------
+def of_models(folder, n_outputs):
+    """A scorer on disk as rollout.load_scorer reads it."""
+    model = scorer(n_outputs)
+    if n_outputs == 2:
+        model.config.advantage_model = {"n_policies": 1, "n_others": 0}
+    dist.save_model(model, TOKENIZER, folder)
+    return model, rollout.load_scorer(str(folder), TOKENIZER, CPU)
+
+
+def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
+    model, loaded = of_models(tmp_path / "reward", 1)
+    value = ppo.load_value(loaded, TOKENIZER, [], make_args(scorer=str(tmp_path / "reward")), CPU)
+    a, b = model.state_dict(), value.state_dict()
+    assert set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+    assert value is not loaded.model and all(p.requires_grad for p in value.parameters())
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+
+
+def test_the_value_of_an_advantage_models_response_begins_at_r_less_the_mean_expectation(tmp_path):
+    model, loaded = of_models(tmp_path / "advantage", 2)
+    prompts = [p for p, _ in PAIRS]
+    args = make_args(scorer=str(tmp_path / "advantage"), score_batch_size=2)
+    value = ppo.load_value(loaded, TOKENIZER, prompts, args, CPU)
+    outputs = lambda ids: model(input_ids=torch.tensor([ids])).logits[0].tolist()  # at the last token
+    with torch.no_grad():
+        mean = sum(outputs(p.ids)[1] for p in prompts) / len(prompts)
+        assert value.config.num_labels == 1 and abs(mean) > 0.01
+        for p, r in PAIRS:
+            ids = torch.tensor([p.ids + r.ids])
+            v = value.head_outputs(ids, torch.tensor([[0], [ids.shape[1] - 1]])).item()
+            assert v == pytest.approx(outputs(p.ids + r.ids)[0] - mean, abs=1e-4)
+
+
+def test_the_value_of_a_function_begins_at_0_on_the_policys_body():
+    value = ppo.load_value(of_function(len), TOKENIZER, [], make_args(), CPU)
+    body = tiny.model(0).model.state_dict()
+    assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
+    batch = data.collate([[d] for d in DOCUMENTS], PAD)
+    values = models.values(value, batch.input_ids, batch.action_mask)
+    assert values.shape == batch.action_mask.shape and not values.any() and values.requires_grad
+
+
+def test_the_value_of_a_scorer_with_other_tokens_begins_at_0_on_the_policys_body():
+    foreign = rollout.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
+    value = ppo.load_value(foreign, TOKENIZER, [], make_args(), CPU)
+    body = tiny.model(0).model.state_dict()
+    assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
+    assert not value.score.weight.any()
+
+
+# -- one optimiser step ------------------------------------------------------------------
+def known(**changes):
+    """What update is told of the rows: the policy's own log probabilities, so that the ratio is 1."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: [torch.randn(n, generator=generator) for n in LENGTHS]
+    names = ("old_logprobs", "old_values", "advantages", "returns")
+    rest = ([range(5)], DOCUMENTS, PAD, make_args(), CPU)
+    model = policy()
+    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(model, batch), *rest)
+    return dict(zip(names, (old, draw(), draw(), draw()))) | changes
+
+
+def one_step(extra=None, moves=True, told=None, lr=0.0, indices=range(5), **options):
+    """(result of ppo.update, policy, value)."""
+    both = policy(), scorer()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in both]
+    args = make_args(**{"micro_batch_size": 2, "max_grad_norm": 0.0, **options})
+    result = ppo.update(
+        both, optimizers, DOCUMENTS, indices, told or known(), extra or {}, moves, PAD, args, CPU
+    )
+    return result, *both
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def assert_close_gradients(got, want, tolerance=1e-5):
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], atol=tolerance, rtol=1e-3)
+
+
+def test_a_step_is_the_papers_losses_on_rows_of_their_own():
+    """At ratio 1 the policy's gradient is that of -(1/n) sum A log pi, the value's of the clipped errors."""
+    told, plain, value = known(), policy(), scorer()
+    result, ours, our_value = one_step(told=told)
+    policy_loss = value_loss = 0.0
+    for i, document in enumerate(DOCUMENTS):
+        ids, first = document.ids.long(), len(PAIRS[i][0].ids)
+        nll = F.cross_entropy(
+            plain(input_ids=ids[None]).logits[0, first - 1 : -1], ids[first:], reduction="none"
+        )
+        policy_loss = policy_loss + (told["advantages"][i] * nll).sum() / 21
+        hidden = value.base_model(input_ids=ids[None]).last_hidden_state[0, first - 1 : -1]
+        v, old, returns = value.score(hidden)[:, 0], told["old_values"][i], told["returns"][i]
+        near_old = torch.maximum(torch.minimum(v, old + 0.15), old - 0.15)
+        value_loss = value_loss + torch.maximum((v - returns) ** 2, (near_old - returns) ** 2).sum() / 42
+    (policy_loss + value_loss).backward()
+    assert_close_gradients(gradients(ours), gradients(plain))
+    assert_close_gradients(gradients(our_value), gradients(value))
+    norms = [math.sqrt(sum(g.square().sum().item() for g in gradients(m).values())) for m in (plain, value)]
+    assert result["norms"] == pytest.approx(norms, rel=1e-4) and result["n"] == 21
+    assert result["sums"][0] == pytest.approx(21 * value_loss.item(), rel=1e-4)
+    assert result["sums"][2] == pytest.approx(-sum(a.sum().item() for a in told["advantages"]), abs=1e-4)
+    assert result["sums"][4:6] == pytest.approx([21, 0], abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 64])
+def test_micro_batches_change_neither_gradients_nor_figures(size):
+    (a, *ours), (b, *others) = one_step(micro_batch_size=size, told=known()), one_step()
+    assert a["sums"] == pytest.approx(b["sums"], rel=1e-4, abs=1e-4)
+    assert a["norms"] == pytest.approx(b["norms"], rel=1e-5)
+    for x, y in zip(ours, others):
+        assert_close_gradients(gradients(x), gradients(y))
+
+
+def test_during_warm_up_the_value_model_alone_moves():
+    result, ours, value = one_step(moves=False, lr=0.1, extra={"ptx": DOCUMENTS})
+    before = policy().state_dict()
+    assert all(torch.equal(x, before[name]) for name, x in ours.state_dict().items())
+    assert all(p.grad is None for p in ours.parameters()) and result["norms"][0] == 0 < result["norms"][1]
+    before = scorer().state_dict()
+    assert not any(torch.equal(x, before[name]) for name, x in value.state_dict().items())
+    assert result["sums"][6] == 0 and result["ratio_max"] == 1
+
+
+@pytest.mark.parametrize("name", ["advantages", "returns"])
+def test_neither_model_moves_where_a_loss_is_not_finite(name):
+    told = known()
+    told[name] = [*told[name][:4], told[name][4] * math.nan]
+    result, *both = one_step(told=told, lr=0.1)
+    assert not all(map(math.isfinite, [*result["sums"], *result["norms"]]))
+    for model, before in zip(both, (policy(), scorer())):
+        before = before.state_dict()
+        assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+
+
+def test_each_models_gradient_is_clipped_to_the_norm_by_itself():
+    result, *both = one_step(max_grad_norm=0.01)
+    for model, norm in zip(both, result["norms"]):
+        clipped = math.sqrt(sum(g.square().sum().item() for g in gradients(model).values()))
+        assert norm > 0.02 and clipped == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_ratio_is_1_at_the_temperature_of_the_old_probabilities_alone(temperature):
+    model, args = policy(), make_args(micro_batch_size=2, temperature=temperature)
+    rest = ([range(5)], DOCUMENTS, PAD, args, CPU)
+    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(model, batch, temperature), *rest)
+    told = known(old_logprobs=old)
+    result = one_step(told=told, temperature=temperature)[0]
+    assert result["ratio_max"] == 1.0 and result["sums"][5] == 0
+    assert one_step(told=told, temperature=1.5 - temperature)[0]["ratio_max"] > 1.05
+
+
+def nll_of(model, documents, per_row):
+    """sum over rows of per_row(negative log likelihoods of its learnt tokens), by plain transformers."""
+    total = 0.0
+    for document in documents:
+        ids = document.ids.long()
+        nll = F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
+        total = total + per_row(nll[document.response_mask[1:].bool()])
+    return total
+
+
+# kind, options, the papers' formula for three documents with LENGTHS[:3] = 4 + 2 + 6 tokens
+EXTRA = {
+    "ptx": ("ptx", {"ptx_coef": 0.3}, 0.3, lambda nll: nll.sum() / 12),
+    "rehearsal": ("rehearsal", {"rehearsal_coef": 0.2}, 0.2, lambda nll: nll.sum() / 3),
+    "mean": ("rehearsal", {"rehearsal_coef": 0.2, "rehearsal_norm": "mean"}, 0.2, lambda nll: nll.mean() / 3),
+}
+
+
+@pytest.mark.parametrize("name", EXTRA)
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_other_losses_add_their_gradient_with_their_weight(name, size):
+    kind, options, weight, per_row = EXTRA[name]
+    told = known()
+    plain = policy()
+    loss = nll_of(plain, DOCUMENTS[:3], per_row)
+    (weight * loss).backward()
+    alone = gradients(one_step(told=told, micro_batch_size=size)[1])
+    result, ours, _ = one_step({kind: DOCUMENTS[:3]}, told=told, micro_batch_size=size, **options)
+    added = {key: g - alone[key] for key, g in gradients(ours).items()}
+    assert_close_gradients(added, gradients(plain))
+    told = dict(zip(("ptx", "rehearsal"), result["sums"][6:]))  # before its weight
+    assert told == pytest.approx({"ptx": 0, "rehearsal": 0, kind: loss.item()}, rel=1e-4)
+    assert max(g.abs().max() for g in added.values()) > 1e-3
+
+
+def test_both_other_losses_are_counted_apart():
+    extra = {"ptx": DOCUMENTS[:3], "rehearsal": DOCUMENTS[3:]}
+    result, ours, _ = one_step(extra, ptx_coef=0.3)
+    with torch.no_grad():
+        want = [
+            nll_of(ours, DOCUMENTS[:3], lambda x: x.sum() / 12),
+            nll_of(ours, DOCUMENTS[3:], lambda x: x.sum() / 2),
+        ]
+    assert result["sums"][6:] == pytest.approx([x.item() for x in want], rel=1e-4)
+
+
+def test_frozen_layers_are_the_first_ones(tmp_path):
+    model = ppo.load_policy("tiny", TOKENIZER, make_args(freeze_layers=2), CPU)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {
+        name
+        for name, _ in model.named_parameters()
+        if name.startswith(("model.layers.0.", "model.layers.1."))
+    }
+    reference = ppo.load_policy("tiny", TOKENIZER, make_args(), CPU, frozen=True)
+    assert not any(p.requires_grad for p in reference.parameters())
+
+
+def test_foreign_prompts_beside_the_tiny_world_have_no_true_reward():
+    """--forget-dataset FILE with the tiny world's prompts."""
+    asked, judge = (
+        [prompt("how are you today")],
+        of_function(lambda prompts, responses, rows: [1.0] * len(rows)),
+    )
+    _, rows = ppo.answers(policy(), TOKENIZER, asked, "some.jsonl", (judge, None), make_args(), CPU)
+    assert rows[0]["score"] == 1.0 and "gold" not in rows[0]
+
+
+# -- runs --------------------------------------------------------------------------------
+JUDGES = """
+def constant(prompts, responses, rows):
+    return [0.0] * len(prompts)
+
+def not_a_number(prompts, responses, rows):
+    return [float("nan") if "ant" in text.split() else 1.0 for text in responses]
+
+def safe(prompts, responses, rows):
+    return [-3.0 if len(text.split()) % 2 else 3.0 for text in responses]
+"""
+ITERATIONS, STEPS = 5, [4, 8, 12, 16, 20]  # of 16 responses, in minibatches of 8, twice
+CLOCK = ("time", "perf/")
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A folder with an SFT model, a reward model, prompts and text, and flags for a run of a second."""
+    folder = tmp_path_factory.mktemp("ppo")
+    rows = {"sft": tiny.rows("sft", "train")[:2000], "sft_eval": tiny.rows("sft", "test")[:20]}
+    rows |= {"prompts": tiny.rows("prompts", "train")[:40], "asked": tiny.rows("prompts", "test")[:6]}
+    rows |= {"forget": tiny.rows("prompts", "test")[6:11], "text": tiny.rows("text", "train")[:240]}
+    files = {name: str(write_rows(folder / f"{name}.jsonl", some)) for name, some in rows.items()}
+    (folder / "ppo_judges.py").write_text(JUDGES)
+    options = {"dataset": files["sft"], "eval_dataset": files["sft_eval"], "max_steps": 60, "lr": 5e-3}
+    options |= {"max_length": 64, "sample_prompts": 0, "eval_every": 0, "save_every": 0}
+    options |= {"micro_batch_size": 16, "output_dir": folder / "sft"}
+    succeeds(processes.script("sft", *flags(**options), cwd=folder, plots=False))
+    dist.save_model(scorer(), TOKENIZER, folder / "reward")
+    options = {"model": folder / "sft", "scorer": folder / "reward", "dataset": files["prompts"]}
+    options |= {"eval_dataset": files["asked"], "prompts_per_iteration": 8, "n_samples": 2, "epochs": 2}
+    options |= {
+        "minibatch_size": 8,
+        "micro_batch_size": 5,
+        "max_new_tokens": 10,
+        "max_length": 64,
+        "slots": 64,
+    }
+    options |= {"iterations": ITERATIONS, "value_warmup_steps": 3, "save_every": 2, "eval_every": 2}
+    options = {key: str(value) if key in ("model", "scorer") else value for key, value in options.items()}
+    return SimpleNamespace(folder=folder, files=files, options=options)
+
+
+def options_of(small, folder, **options):
+    given = {**small.options, "output_dir": str(folder), **options}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def run(small, folder, *more, moment=None, plots=False, **options):
+    given = flags(**options_of(small, folder, **options))
+    return processes.script("ppo", *given, *more, moment=moment, cwd=small.folder, plots=plots)
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def metrics_rows(folder, key="kl/per_response"):
+    return [row for row in read_jsonl(folder / "metrics.jsonl") if key in row]
+
+
+def column(folder, key):
+    return [row[key] for row in metrics_rows(folder, key)]
+
+
+def all_options(small):
+    """Of a run that uses everything."""
+    options = {"ptx_dataset": small.files["text"], "ptx_coef": 0.1, "ptx_batch_size": 3}
+    options |= {"rehearsal_clusters": 2, "rehearsal_per_cluster": 4, "rehearsal_prompts": 30}
+    return options | {"rehearsal_batch_size": 3, "forget_dataset": small.files["forget"]}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    ended = succeeds(run(small, folder, plots=True, **all_options(small)))
+    return SimpleNamespace(folder=folder, ended=ended)
+
+
+FILES = ["args.json", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
+FILES += ["rehearsal.jsonl", "samples.jsonl", "summary.json"]
+TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
+    policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
+    optim/value_grad_norm loss/ptx loss/rehearsal reward/score reward/normalised reward/deviation reward/gated
+    kl/per_response sample/finished sample/length time/rollout_s time/score_s time/estimate_s time/update_s
+    perf/tokens_per_s step iteration time_s"""
+HELD_OUT = "eval/score eval/kl eval/entropy eval/ptx_nll sample/length sample/finished"
+
+
+def test_a_run_leaves_the_whole_run_directory(small, undisturbed):
+    folder = undisturbed.folder
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    for name in ("metrics.png", "frontier.png"):
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["latest", "step_4"]
+    written = read_json(folder / "args.json")
+    args = parse(ppo.RECIPES, flags(**options_of(small, folder, **all_options(small))))
+    assert written["args"] == vars(args) and written["stage"] == "ppo"
+    assert "wrote " in undisturbed.ended.out and "eval/score: " in undisturbed.ended.out
+    others = [path for path in folder.rglob("*") if path.is_file() and path.name != "summary.json"]
+    assert all(p.stat().st_mtime_ns <= (folder / "summary.json").stat().st_mtime_ns for p in others)
+
+
+def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed):
+    rows = read_jsonl(undisturbed.folder / "metrics.jsonl")
+    assert [(row["step"], row["iteration"]) for row in rows] == [
+        (0, 0), *zip(STEPS, range(1, ITERATIONS + 1)), (20, ITERATIONS),
+    ]  # fmt: skip
+    assert all(set(row) >= set(TRAINING.split()) for row in rows[1:-1])
+    assert [row["iteration"] for row in rows if "eval/ptx_nll" in row] == [0, 2, 4, 5]
+    assert all(set(HELD_OUT.split()) <= set(row) for row in rows if "eval/score" in row)
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    summary = read_json(undisturbed.folder / "summary.json")
+    plain = lambda row: {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
+    assert summary["iterations"] == ITERATIONS
+    assert summary["before"] == plain(rows[0]) and summary["after"] == plain(rows[-1])
+    assert summary["categories"][0]["category"] == "all" and summary["categories"][0]["prompts"] == 6
+
+
+def test_the_ratio_is_1_and_the_kl_0_before_the_first_step_of_every_iteration(undisturbed):
+    assert column(undisturbed.folder, "policy/first_ratio_max") == [1.0] * ITERATIONS
+    assert column(undisturbed.folder, "policy/first_approx_kl") == [0.0] * ITERATIONS
+    assert max(column(undisturbed.folder, "policy/ratio_max")) > 1.01  # later steps have moved away
+
+
+def test_the_reference_is_the_first_policy_and_warm_up_lasts_whole_iterations(undisturbed):
+    rows = metrics_rows(undisturbed.folder)
+    assert column(undisturbed.folder, "eval/kl")[0] == 0 and column(undisturbed.folder, "eval/kl")[-1] != 0
+    # 3 steps of warm-up are the 4 of the first iteration; the second one's responses are the first policy's
+    assert [row["kl/per_response"] == 0 for row in rows] == [True, True, False, False, False]
+    assert [row["optim/policy_grad_norm"] == 0 for row in rows] == [True, False, False, False, False]
+    assert all(row["optim/value_grad_norm"] > 0 for row in rows)
+    assert (
+        [row["loss/ptx"] > 0 for row in rows]
+        == [row["loss/rehearsal"] > 0 for row in rows]
+        == [False] + [True] * 4
+    )
+    assert rows[0]["policy/ratio_mean"] == rows[0]["policy/ratio_max"] == 1 and rows[0]["policy/clipped"] == 0
+
+
+def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturbed):
+    rows, after = (
+        read_jsonl(undisturbed.folder / "samples.jsonl"),
+        read_json(undisturbed.folder / "summary.json")["after"],
+    )
+    for name, count in (("held-out", 6), ("forget", 5)):
+        of = lambda when: [row for row in rows if (row["set"], row["when"]) == (name, when)]
+        a, b = of("before"), of("after")
+        assert len(a) == len(b) == count and [r["prompt"] for r in a] == [r["prompt"] for r in b]
+        gains = [y["score"] - x["score"] for x, y in zip(a, b)]
+        assert after[f"{name}/score_gain"] == pytest.approx(sum(gains) / count)
+        assert after[f"{name}/score_win"] == pytest.approx(sum(g > 0.1 for g in gains) / count)
+        assert after[f"{name}/score_tie"] == pytest.approx(sum(abs(g) <= 0.1 for g in gains) / count)
+    held_out = [row for row in rows if row["set"] == "held-out" and row["when"] == "after"]
+    assert after["eval/score"] == pytest.approx(sum(row["score"] for row in held_out) / 6)
+    assert after["eval/kl"] == pytest.approx(sum(row["kl"] for row in held_out) / 6)
+
+
+def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
+    ours = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "model")
+    first = AutoModelForCausalLM.from_pretrained(small.folder / "sft" / "model")
+    for row in read_jsonl(undisturbed.folder / "samples.jsonl"):
+        if (row["set"], row["when"]) == ("held-out", "after"):
+            p, r = prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])
+            d = rollout.document(p, r)
+            n = [nll_of(model, [d], lambda x: x.sum()).item() for model in (ours, first)]
+            assert row["kl"] == pytest.approx(n[1] - n[0], abs=1e-3)
+
+
+def test_every_parameter_of_the_policy_changes(small, undisturbed):
+    start, saved = weights(small.folder / "sft"), weights(undisturbed.folder)
+    assert set(start) == set(saved) and not [name for name in start if torch.equal(start[name], saved[name])]
+
+
+# -- what moves and when, seen from inside -----------------------------------------------
+def copy_of(model):
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def watched(small, tmp_path_factory):
+    """A run in this process, with two warm-up iterations of four, a frozen layer and few texts."""
+    seen = SimpleNamespace(steps=[], references=[], held_out=[], texts=[], first=None)
+    update, evaluate = ppo.update, ppo.evaluate
+
+    def watched_update(both, optimizers, documents, indices, known, extra, moves, *rest):
+        before = [copy_of(model) for model in both]
+        seen.first = seen.first or before[0]
+        seen.texts += [tuple(d.ids.tolist()) for d in extra["ptx"]]
+        result = update(both, optimizers, documents, indices, known, extra, moves, *rest)
+        changed = [
+            {k for k, x in model.state_dict().items() if not torch.equal(x, b[k])}
+            for model, b in zip(both, before)
+        ]
+        seen.steps.append((moves, *changed, optimizers[0].state_dict()["state"] != {}))
+        return result
+
+    def watched_evaluate(policy, reference, scorers, tokenizer, held_out, text, *rest):
+        seen.references.append(copy_of(reference))
+        seen.held_out += [tuple(d.ids.tolist()) for d in text]
+        return evaluate(policy, reference, scorers, tokenizer, held_out, text, *rest)
+
+    text = write_rows(small.folder / "few.jsonl", tiny.rows("text", "train")[:30])
+    options = {"iterations": 4, "value_warmup_steps": 5, "freeze_layers": 1, "save_every": 0, "eval_every": 0}
+    options |= {"ptx_dataset": str(text), "ptx_coef": 0.1, "ptx_batch_size": 2, "lr": 1e-3}
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ppo, "update", watched_update)
+    patch.setattr(ppo, "evaluate", watched_evaluate)
+    patch.setattr(ppo.metrics, "plot_metrics", lambda *_: None)
+    patch.setattr(ppo.metrics, "plot_frontier", lambda *_: None)
+    folder = tmp_path_factory.mktemp("watched")
+    ppo.main(ppo.Args(**options_of(small, folder, **options)))
+    patch.undo()
+    seen.folder = folder
+    return seen
+
+
+def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value_model_moves(watched):
+    assert [moves for moves, *_ in watched.steps] == [False] * 8 + [True] * 8  # 5 steps are two iterations
+    for moves, policy, value, stepped in watched.steps:
+        assert value and bool(policy) == moves == stepped
+
+
+def test_frozen_layers_stay_as_they_are_and_all_others_change(watched):
+    saved = weights(watched.folder)
+    for name, x in saved.items():
+        assert torch.equal(x, watched.first[name]) == name.startswith("model.layers.0."), name
+
+
+def test_the_reference_never_changes(watched):
+    first, *others = watched.references
+    assert len(others) == 1 and all(
+        torch.equal(x, first[name]) for some in others for name, x in some.items()
+    )
+    assert all(torch.equal(x, first[name]) for name, x in watched.first.items())
+
+
+def test_texts_pass_in_the_streams_order_from_the_first_step_of_the_policy(watched):
+    assert len(watched.texts) == 16 * 2
+    assert len(set(watched.texts[:16])) == 2  # asked for again while the policy stands still
+    assert len(set(watched.texts[16:])) == 16 and watched.texts[16:18] == watched.texts[:2]
+
+
+def test_held_out_texts_are_never_trained_on(watched):
+    assert not set(watched.texts) & set(watched.held_out)
+
+
+# -- learning ----------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def learnt(small, tmp_path_factory):
+    """Ten iterations towards the true reward, on the tiny world's own prompts."""
+    folder = tmp_path_factory.mktemp("learnt")
+    options = {"scorer": GOLD, "dataset": "tiny", "eval_dataset": None, "eval_prompts": 60, "iterations": 10}
+    options |= {
+        "prompts_per_iteration": 64,
+        "minibatch_size": 32,
+        "micro_batch_size": 32,
+        "value_warmup_steps": 8,
+    }
+    succeeds(run(small, folder, save_every=0, eval_every=0, **options))
+    return folder
+
+
+def test_the_true_reward_of_held_out_prompts_rises(learnt):
+    before, after = column(learnt, "gold/score")
+    assert (
+        after > before + 0.2
+        and metrics_rows(learnt, "held-out/gold_gain_low")[0]["held-out/gold_gain_low"] > 0
+    )
+    assert after == pytest.approx(column(learnt, "eval/score")[-1])  # the scorer is the true reward
+
+
+def test_of_the_tiny_world_the_true_reward_of_rollouts_is_logged(learnt):
+    rows = metrics_rows(learnt)
+    assert [row["reward/gold"] for row in rows] == pytest.approx([row["reward/score"] for row in rows])
+    assert sum(row["reward/gold"] for row in rows[-3:]) > sum(row["reward/gold"] for row in rows[:3])
+
+
+# -- what is made of figures -------------------------------------------------------------
+def test_win_tie_and_lose_by_hand():
+    """Differences 1, 0.1, -0.1, -0.2 and 0: one beats a margin of 0.15, one falls below it. The mean is 0.16, the
+    sample variance (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 4 = 0.233."""
+    scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)]
+    before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
+    got = metrics.against(before, after, 0.15, "x/")
+    half = 1.96 * math.sqrt(0.233 / 5)
+    assert got == pytest.approx(
+        {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6, "x/score_gain": 0.16,
+         "x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
+    )  # fmt: skip
+    got = metrics.against([{"score": 0.0, "gold": 2.0}], [{"score": 0.25, "gold": 1.0}], 0.25)
+    assert (got["score_tie"], got["gold_lose"], got["gold_gain"]) == (1, 1, -1)  # at the margin it is a tie
+    assert got["gold_gain_high"] == math.inf  # of one prompt nothing is known
+
+
+def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
+    rows = [
+        {"step": 0, "kl": 0.0, "a": 1.0},
+        {"step": 1, "a": 2.0},
+        {"step": 2, "kl": 1.0, "a": 3.0, "b": 1.0},
+    ]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    metrics.plot_frontier(tmp_path, "kl", {"first": "a", "second": "b", "in no row": "c"}, "f.png")
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# -- resume ------------------------------------------------------------------------------
+def assert_same_result(folder, undisturbed):
+    got, want = weights(folder), weights(undisturbed)
+    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    got, want = (
+        [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_jsonl(f / "metrics.jsonl")]
+        for f in (folder, undisturbed)
+    )
+    assert got == want
+    for name in ("summary.json", "samples.jsonl"):
+        assert (folder / name).read_text() == (undisturbed / name).read_text()
+    assert not list(folder.rglob("*.tmp"))
+
+
+MOMENTS = {
+    "rehearsal": None,
+    "row 12": "step_2",
+    "tensors 4": "step_2",
+    "pointer 4": "step_2",
+    "older 4": "step_4",
+}
+MOMENTS |= {"export": "step_4", "summary": "step_4"}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_resumes_to_the_same_bits(small, undisturbed, tmp_path, moment):
+    options = all_options(small)
+    killed = run(small, tmp_path, moment=moment, **options)
+    assert killed.code == -9 and f"killed at {moment}" in killed.err
+    latest = tmp_path / "checkpoint" / "latest"
+    assert (latest.read_text() if latest.exists() else None) == MOMENTS[moment]
+    rows = tmp_path / "rehearsal.jsonl"
+    written = rows.stat().st_mtime_ns
+    succeeds(run(small, tmp_path, "--resume", **options))
+    assert_same_result(tmp_path, undisturbed.folder)
+    # the first policy's responses: made once
+    assert (rows.stat().st_mtime_ns == written) == (moment != "rehearsal")
+    assert rows.read_text() == (undisturbed.folder / "rehearsal.jsonl").read_text()
+
+
+def test_resuming_changes_nothing_where_layers_are_frozen_and_scores_have_running_statistics(small, tmp_path):
+    options = {"freeze_layers": 2, "reward_norm": "mean", "value_warmup_steps": 100, "iterations": 3}
+    succeeds(run(small, tmp_path / "a", **options))
+    assert run(small, tmp_path / "b", moment="results", **options).code == -9
+    succeeds(run(small, tmp_path / "b", "--resume", **options))
+    assert_same_result(tmp_path / "b", tmp_path / "a")
+    start = weights(small.folder / "sft")  # warm-up outlasts this run
+    assert all(torch.equal(x, start[name]) for name, x in weights(tmp_path / "a").items())
+
+
+def test_a_finished_run_is_neither_redone_nor_replaced_unasked(small, undisturbed):
+    before = contents(undisturbed.folder)
+    assert (
+        "finished already" in succeeds(run(small, undisturbed.folder, "--resume", **all_options(small))).out
+    )
+    assert_error(run(small, undisturbed.folder, **all_options(small)), "holds a finished run", "--overwrite")
+    assert contents(undisturbed.folder) == before
+
+
+def test_overwriting_never_removes_the_reference_before_it_is_read(small, tmp_path):
+    succeeds(run(small, tmp_path, **SHORT | {"iterations": 1}))
+    before = contents(tmp_path)
+    assert run(small, tmp_path, "--overwrite", reference=str(tmp_path), **SHORT | {"iterations": 1}).code == 2
+    assert contents(tmp_path) == before
+
+
+def test_overwriting_leaves_no_rehearsal_rows_of_the_old_run(small, tmp_path):
+    options = {**SHORT, "iterations": 1}
+    succeeds(run(small, tmp_path, rehearsal_clusters=2, rehearsal_prompts=12, **options))
+    succeeds(run(small, tmp_path, "--overwrite", **options))
+    assert not (tmp_path / "rehearsal.jsonl").exists()
+
+
+# -- variants ----------------------------------------------------------------------------
+SHORT = {"iterations": 2, "value_warmup_steps": 0, "eval_every": 0, "save_every": 0}
+
+
+def test_the_ratio_is_1_at_any_temperature_with_a_nucleus_and_checkpointed_activations(small, tmp_path):
+    options = {"temperature": 0.7, "top_p": 0.9, "gradient_checkpointing": True, "reward_norm": "whiten"}
+    options |= {"safety_scorer": "ppo_judges:safe", "iterations": 3, "value_warmup_steps": 0}
+    succeeds(run(small, tmp_path, **{**SHORT, **options}))
+    assert column(tmp_path, "policy/first_ratio_max") == [1.0] * 3
+    assert column(tmp_path, "policy/first_approx_kl") == [0.0] * 3
+    assert all(0 < share < 1 for share in column(tmp_path, "reward/gated"))
+    whitened = [row["reward/normalised"] + 1 - row["sample/finished"] for row in metrics_rows(tmp_path)]
+    assert whitened == pytest.approx([0.0] * 3, abs=1e-5)  # less the penalty, which comes after
+
+
+def test_a_response_without_an_end_pays_the_penalty_after_normalisation(small, tmp_path):
+    options = {"scorer": "ppo_judges:constant", "missing_eos_penalty": 2.5, "max_new_tokens": 4}
+    succeeds(run(small, tmp_path, **{**SHORT, **options}))
+    for row in metrics_rows(tmp_path):
+        assert 0 < row["sample/finished"] < 1 and row["reward/score"] == 0
+        assert row["reward/normalised"] == pytest.approx(-2.5 * (1 - row["sample/finished"]))
+
+
+def test_the_kl_is_counted_from_the_reference_that_is_given(small, tmp_path):
+    succeeds(run(small, tmp_path, **{**SHORT, "reference": "tiny", "iterations": 1, "max_kl": 1e4}))
+    assert column(tmp_path, "eval/kl")[0] > 1 and column(tmp_path, "kl/per_response")[0] > 1
+    assert column(tmp_path, "policy/first_ratio_max") == [1.0]  # the ratio is to the policy itself
+
+
+def test_fewer_prompts_than_asked_for_and_none_held_out(small, tmp_path):
+    few = write_rows(small.folder / "five.jsonl", tiny.rows("prompts", "train")[:5])
+    succeeds(run(small, tmp_path, **{**SHORT, "dataset": few, "eval_prompts": 0}))
+    assert column(tmp_path, "policy/first_ratio_max") == [1.0, 1.0]
+    assert column(tmp_path, "step") == [0, 4, 8, 8]  # of 10 responses two minibatches, twice
+
+
+def test_training_stops_when_the_held_out_reward_no_longer_rises(small, tmp_path):
+    """A constant reward: the evaluation before training is the best, two more are not better."""
+    options = {"scorer": "ppo_judges:constant", "iterations": 9, "eval_every": 1, "patience": 2}
+    succeeds(run(small, tmp_path, **{**SHORT, **options}))
+    assert read_json(tmp_path / "summary.json")["iterations"] == 2 == len(metrics_rows(tmp_path))
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_rehearsal_loss_is_logged_as_such_beside_text_that_is_evaluated_alone(small, tmp_path):
+    rows = write_rows(small.folder / "rehearse.jsonl", tiny.rows("sft", "train")[:9])
+    options = {"rehearsal_data": rows, "ptx_dataset": small.files["text"], "ptx_coef": 0.0, "iterations": 1}
+    succeeds(run(small, tmp_path, **{**SHORT, **options}))
+    (row,) = metrics_rows(tmp_path)
+    assert row["loss/rehearsal"] > 0 and row.get("loss/ptx", 0) == 0
+
+
+# -- bad input ---------------------------------------------------------------------------
+def assert_refused(words, **options):
+    with pytest.raises(InputError) as error:
+        ppo.check(make_args(**options))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_minibatch_size_must_divide_the_rollout_and_one_that_does_is_named():
+    assert_refused(
+        ["--minibatch-size 48", "128 responses", "try 16"],
+        minibatch_size=48,
+        prompts_per_iteration=64,
+        n_samples=2,
+    )
+    assert_refused(["--minibatch-size 129", "at most", "128"], minibatch_size=129)
+    assert_refused(["--minibatch-size 0"], minibatch_size=0)
+    ppo.check(make_args(minibatch_size=16, prompts_per_iteration=64, n_samples=2))
+
+
+@pytest.mark.parametrize(
+    "words, options",
+    [
+        (["--temperature 0", "greedy"], {"temperature": 0.0}),
+        (["--top-p 0"], {"top_p": 0.0}),
+        (["--top-p 1.5"], {"top_p": 1.5}),
+        (["--ptx-coef 0.1", "--ptx-dataset"], {"ptx_coef": 0.1}),
+        (["--rehearsal-clusters 3", "rows given"], {"rehearsal_clusters": 3, "rehearsal_data": "rows.jsonl"}),
+        (["--max-length 8", "--max-new-tokens"], {"max_length": 8, "max_new_tokens": 8}),
+        (["--n-samples 0", "1 or more"], {"n_samples": 0}),
+        (["--iterations 0", "1 or more"], {"iterations": 0}),
+    ],
+)
+def test_arguments_outside_their_limits_are_named(words, options):
+    assert_refused(words, **options)
+
+
+WRONG = [{"clip_ratio": -0.1}, {"gamma": 1.5}, {"lam": -0.5}, {"kl_coef": -1.0}]
+WRONG += [
+    {"patience": 2, "eval_every": 0},
+    {"value_lr": -1.0},
+    {"freeze_layers": -1},
+    {"value_warmup_steps": -1},
+]
+
+WRONG += [{"rehearsal_clusters": -1}, {"rehearsal_per_cluster": 0, "rehearsal_clusters": 2}]
+
+
+@pytest.mark.parametrize("options", WRONG, ids=lambda options: " ".join(options))
+def test_more_arguments_outside_their_limits_are_named(options):
+    assert_refused([f"--{next(iter(options)).replace('_', '-')}"], **options)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"scorer": "ppo_judges:not_a_number"}, ["ppo_judges:not_a_number", "nan", "ant"]),
+        ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+        ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
+        ({"minibatch_size": 5}, ["--minibatch-size 5", "16 responses", "try 1"]),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_input_ends_with_one_line(small, tmp_path, options, words):
+    ended = run(small, tmp_path / "run", **{**SHORT, **options})
+    assert_error(ended, *words)
+    assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "summary.json").exists()
+
+
+def assert_stops(ended, *words):
+    """As assert_error, but the line may stand behind a progress bar."""
+    assert ended.code == 2 and "Traceback" not in ended.err and ended.err.count("error: ") == 1, ended.err[
+        -2000:
+    ]
+    assert all(word in ended.err.split("error: ")[1].splitlines()[0] for word in words), ended.err[-2000:]
+
+
+def test_a_rollout_of_which_nothing_ended_stops_the_run(small, tmp_path):
+    words = ["iteration 1", "no response ended within 1 token", "--max-new-tokens"]
+    assert_stops(run(small, tmp_path, **SHORT, max_new_tokens=1), *words)
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_error_of_the_loop_has_a_line_of_its_own(small, tmp_path):
+    assert_error(run(small, tmp_path, **SHORT, max_new_tokens=1), "no response ended")
+
+
+@pytest.fixture(scope="module")
+def foreign(small):
+    """A reward model with another chat template."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(small.folder / "reward")
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template  # two of them
+    dist.save_model(scorer(), tokenizer, small.folder / "foreign")
+    return str(small.folder / "foreign")
+
+
+def test_a_scorer_with_other_tokens_is_refused_unless_it_may_encode_anew(small, foreign, tmp_path):
+    ended = run(small, tmp_path, scorer=foreign, **SHORT | {"iterations": 1})
+    assert_error(ended, "foreign has other tokens or another chat template than", "--retokenize")
+    assert not (tmp_path / "args.json").exists()
+    succeeds(run(small, tmp_path, "--retokenize", scorer=foreign, **SHORT | {"iterations": 1}))
+
+
+def test_a_policy_that_has_gone_too_far_stops_the_run_and_keeps_the_checkpoint(small, tmp_path):
+    options = {**SHORT, "lr": 0.02, "iterations": 3, "save_every": 1}
+    words = ["iteration 2", "KL", "nats per response", "--max-kl 0.01", "--kl-coef", "checkpoint"]
+    assert_stops(run(small, tmp_path, max_kl=0.01, **options), *words)
+    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_1"
+    assert not (tmp_path / "model").exists()
+    succeeds(run(small, tmp_path, "--resume", max_kl=1e6, **{**options, "iterations": 2}))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(small, tmp_path):
+    words = ["iteration 1", "not finite", "--lr", "--value-lr"]
+    assert_error(run(small, tmp_path, moment="nan 3", **SHORT), *words)
+    assert not (tmp_path / "model").exists()
+
+
+# -- recipes -----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ppo.RECIPES)
+def test_recipes_are_in_their_own_limits(name):
+    args = ppo.RECIPES[name][1]
+    ppo.check(args)
+    for key in ("gamma", "lam"):
+        assert getattr(args, key) == {"gamma": 1.0, "lam": 0.95}[key]
+
+
+PAPERS = {
+    "llama2": {"kl_coef": 0.01, "clip_ratio": 0.2, "lr": 1e-6, "adam_eps": 1e-5, "weight_decay": 0.1,
+               "max_grad_norm": 1.0, "minibatch_size": 64, "reward_norm": "whiten", "safety_threshold": 0.15,
+               "epochs": 1, "top_p": 1.0},
+    "qwen": {"kl_coef": 0.04, "lr": 1e-6, "value_lr": 5e-6, "clip_value": 0.15, "value_warmup_steps": 50,
+             "n_samples": 2, "top_p": 0.9, "reward_norm": "mean"},
+    "advantage_model": {"lr": 5e-7, "rehearsal_coef": 0.01, "rehearsal_norm": "sum", "iterations": 100,
+                        "rehearsal_encoder": "princeton-nlp/sup-simcse-roberta-base"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_recipes_have_the_papers_numbers(name):
+    args = vars(ppo.RECIPES[name][1])
+    assert {key: args[key] for key in PAPERS[name]} == PAPERS[name]
+
+
+def test_the_papers_rollouts_are_of_these_sizes():
+    llama2, am = ppo.RECIPES["llama2"][1], ppo.RECIPES["advantage_model"][1]
+    assert llama2.prompts_per_iteration * llama2.n_samples == 512 and 200 <= llama2.iterations <= 400
+    assert am.prompts_per_iteration * am.n_samples == am.minibatch_size == 256 and am.epochs == 1

@@ -1,0 +1,275 @@
+"""common/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import flags
+from scorers import CPU, TOKENIZER, succeeds, write_rows
+from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
+
+import ppo
+from common import data, dist, models, rehearsal, rollout, tiny
+from common.metrics import read_jsonl
+from common.run import InputError
+
+GOLD = "common.tiny:gold_scorer"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- select ------------------------------------------------------------------------------
+# Three groups that lie far apart, mixed: rows 0 3 6 around x, 1 4 7 9 around y, 2 5 8 around z
+GROUPS = [{0, 3, 6}, {1, 4, 7, 9}, {2, 5, 8}]
+AXIS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 1]
+EMBEDDINGS = F.normalize(torch.eye(3)[AXIS] + 0.01 * torch.arange(30).view(10, 3) / 30, dim=1)
+SCORES = [1.0, 5.0, 2.0, 3.0, -1.0, 2.5, 2.0, 9.0, -4.0, 6.0]
+
+
+def selected(per_cluster, usable=(True,) * 10, n_clusters=3, scores=SCORES):
+    """The indices of each cluster in their order, keyed by the group that they belong to."""
+    found = rehearsal.select(EMBEDDINGS, scores, usable, n_clusters, per_cluster)
+    assert [cluster for cluster, _ in found] == sorted(cluster for cluster, _ in found)
+    out = {}
+    for cluster, i in found:
+        out.setdefault(cluster, []).append(i)
+    return sorted(out.values(), key=lambda some: AXIS[some[0]])
+
+
+def test_the_best_of_each_cluster_come_first_best_score_first():
+    assert selected(2) == [[3, 6], [7, 9], [5, 2]]
+    assert selected(1) == [[3], [7], [5]]  # the best three of all would be 7, 9, 1 of one group
+
+
+def test_a_cluster_gives_all_it_has_where_it_has_fewer():
+    assert selected(99) == [[3, 6, 0], [7, 9, 1, 4], [5, 2, 8]]
+
+
+def test_unusable_responses_are_never_selected_and_the_next_best_stand_in():
+    usable = [i not in (3, 7, 9, 2, 5, 8) for i in range(10)]
+    assert selected(2, usable) == [[6, 0], [1, 4]]  # of the third group none is left
+    assert selected(2, [False] * 10) == []
+
+
+def test_prompts_are_clustered_by_their_embeddings_and_not_by_scores():
+    assert [set(some) for some in selected(99, scores=SCORES[::-1])] == GROUPS
+    assert rehearsal.select(EMBEDDINGS, SCORES, [True] * 10, 3, 2) == rehearsal.select(
+        EMBEDDINGS, SCORES, [True] * 10, 3, 2
+    )
+
+
+def test_more_clusters_than_prompts_are_refused():
+    with pytest.raises(InputError, match="--rehearsal-clusters 11: there are only 10 prompts"):
+        selected(1, n_clusters=11)
+    assert sorted(sum(selected(1, n_clusters=10), [])) == list(range(10))
+
+
+# -- embed -------------------------------------------------------------------------------
+def prompt(text, number=1):
+    turns = [{"role": "user", "content": text}]
+    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", {}))
+
+
+TEXTS = [
+    "copy ant",
+    "first bear cat dog eel fox",
+    "rest dog eel ant",
+    "last ant ant ant ant ant ant bear",
+    "next cat",
+]
+IDS = [prompt(text).ids for text in TEXTS]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 64])
+def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batch_size):
+    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    with dist.consolidated(model):
+        got = rehearsal.embed(model, IDS, batch_size)
+    plain = AutoModelForCausalLM.from_config(tiny.model().config)
+    plain.load_state_dict(tiny.model().state_dict())
+    assert got.shape == (5, 128) and not got.requires_grad
+    with torch.no_grad():
+        for ids, vector in zip(IDS, got):
+            hidden = plain(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+            mean = hidden.mean(0)
+            torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-5, rtol=1e-5)
+    assert torch.allclose(got.norm(dim=1), torch.ones(5)) and len({round(x[0].item(), 5) for x in got}) == 5
+
+
+def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
+    config = RobertaConfig(
+        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, pad_token_id=TOKENIZER.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    encoder = RobertaModel(config, add_pooling_layer=False).eval()
+    encoder.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    got = rehearsal.embed_texts(str(tmp_path), TEXTS, batch_size=2)
+    with torch.no_grad():
+        for text, vector in zip(TEXTS, got, strict=True):  # alone, so without padding
+            hidden = encoder(**TOKENIZER(text, return_tensors="pt")).last_hidden_state[0, 0]
+            torch.testing.assert_close(vector, hidden / hidden.norm(), atol=1e-5, rtol=1e-5)
+
+
+# -- rows --------------------------------------------------------------------------------
+def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
+    """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
+    monkeypatch.setattr(rollout, "rollout", lambda *_, **__: [[response] for response in responses])
+    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    judge = rollout.Scorer(
+        "length", "1", function=lambda prompts, texts, rows: [len(t.split()) for t in texts]
+    )
+    asked = [prompt(text, i) for i, text in enumerate(TEXTS)]
+    return rehearsal.rehearsal_rows(
+        model, TOKENIZER, judge, asked, clusters, per_cluster, max_new_tokens=8, **options
+    )
+
+
+def answer(text, finished=True):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    return rollout.Response(ids + [TOKENIZER.eos_token_id] * finished, text, finished)
+
+
+def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(monkeypatch):
+    some = [
+        answer("ant"),
+        answer("ant bear cat", finished=False),
+        answer(" "),
+        answer("bear cat"),
+        answer("ant bear cat dog"),
+    ]
+    rows = rows_from(monkeypatch, some)
+    assert [(row["completion"], row["score"], row["cluster"]) for row in rows] == [
+        ("ant bear cat dog", 4, 0), ("bear cat", 2, 0), ("ant", 1, 0),
+    ]  # fmt: skip  # neither the one that was cut nor the one without words
+    assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
+
+
+def test_nothing_to_select_is_an_error(monkeypatch):
+    with pytest.raises(InputError, match="no response ended within 8 tokens"):
+        rows_from(monkeypatch, [answer("ant", finished=False)] * 5)
+
+
+# -- the program -------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A policy on disk that ends its answers now and then, and prompts."""
+    folder = tmp_path_factory.mktemp("rehearsal")
+    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    documents = data.sft_documents(
+        [data.Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])],
+        TOKENIZER,
+        64,
+        "sft",
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for i in range(15):  # a little supervised training
+        batch = data.collate([[d] for d in documents[16 * i : 16 * i + 16]], TOKENIZER.pad_token_id)
+        loss = -model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids).sum() / 80
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.save_model(model, TOKENIZER, folder / "policy")
+    write_rows(folder / "prompts.jsonl", tiny.rows("prompts", "train")[:24])
+    write_rows(folder / "asked.jsonl", tiny.rows("prompts", "test")[:4])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(files):
+    """The rows by `python -m common.rehearsal`."""
+    options = {"model": files / "policy", "scorer": GOLD, "dataset": files / "prompts.jsonl", "clusters": 3}
+    options |= {"per_cluster": 4, "max_new_tokens": 10, "max_length": 64, "output": files / "rehearsal.jsonl"}
+    ended = succeeds(processes.python("-m", "common.rehearsal", *flags(**options)))
+    assert f"wrote {len(read_jsonl(files / 'rehearsal.jsonl'))} rows" in ended.out
+    return files / "rehearsal.jsonl"
+
+
+def ppo_run(files, folder, **options):
+    given = {"model": files / "policy", "scorer": GOLD, "dataset": files / "prompts.jsonl", "slots": 64}
+    given |= {"eval_dataset": files / "asked.jsonl", "iterations": 1, "prompts_per_iteration": 4}
+    given |= {
+        "minibatch_size": 8,
+        "value_warmup_steps": 0,
+        "eval_every": 0,
+        "save_every": 0,
+        "max_length": 64,
+    }
+    given |= {"max_new_tokens": 10, "rehearsal_batch_size": 4, "output_dir": folder}
+    return processes.script("ppo", *flags(**{**given, **options}), plots=False)
+
+
+def test_the_program_writes_the_best_responses_of_each_cluster(written):
+    rows = read_jsonl(written)
+    assert {row["cluster"] for row in rows} == {0, 1, 2} and len(rows) <= 12
+    for cluster in range(3):
+        scores = [row["score"] for row in rows if row["cluster"] == cluster]
+        assert 1 <= len(scores) <= 4 and scores == sorted(scores, reverse=True)
+    for row in rows:
+        assert row["score"] == tiny.gold_score(row["prompt"][-1]["content"], row["completion"])
+        assert set(row) == {"prompt", "completion", "cluster", "score"}
+
+
+def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
+    rows = read_jsonl(written)
+    documents = data.sft_documents(data.load_rows(str(written), "sft"), TOKENIZER, 64, str(written))
+    assert len(documents) == len(rows)
+    for document, row in zip(documents, rows):
+        learnt = document.ids[document.response_mask].tolist()
+        assert TOKENIZER.decode(learnt[:-1]) == row["completion"] and learnt[-1] == TOKENIZER.eos_token_id
+    held_out = write_rows(tmp_path / "held_out.jsonl", tiny.rows("sft", "test")[:4])
+    options = {
+        "dataset": written,
+        "eval_dataset": held_out,
+        "max_length": 64,
+        "batch_size": 2,
+        "max_steps": 2,
+    }
+    options |= {"sample_prompts": 0, "output_dir": tmp_path / "sft"}
+    succeeds(processes.script("sft", *flags(**options), plots=False))
+
+
+def test_its_rows_are_rehearsed_by_ppo(files, written, tmp_path):
+    succeeds(ppo_run(files, tmp_path, rehearsal_data=written))
+    (row,) = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "kl/per_response" in row]
+    assert row["loss/rehearsal"] > 1 and not (tmp_path / "rehearsal.jsonl").exists()
+
+
+def test_ppo_makes_the_same_rows_from_its_first_policy(files, written, tmp_path):
+    succeeds(ppo_run(files, tmp_path, rehearsal_clusters=3, rehearsal_per_cluster=4, lr=0.01))
+    assert read_jsonl(tmp_path / "rehearsal.jsonl") == read_jsonl(written)
+
+
+def test_the_held_out_prompts_are_not_rehearsed(files, written):
+    held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
+    args = ppo.Args(max_length=64)
+    documents = ppo.rehearsal_documents(str(written), held_out, TOKENIZER, args)
+    keys = {data.prompt_key(d.messages) for d in documents}
+    assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}
+
+
+def test_too_many_clusters_are_found_before_an_old_run_is_replaced(files, tmp_path):
+    succeeds(ppo_run(files, tmp_path))
+    ended = ppo_run(files, tmp_path, rehearsal_clusters=99, overwrite=True)
+    assert ended.code == 2 and "--rehearsal-clusters 99" in ended.err
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_response_with_a_special_token_inside_is_not_rehearsed(monkeypatch):
+    inside = answer("ant bear")
+    ids = [inside.ids[0], TOKENIZER.convert_tokens_to_ids("<|user|>"), *inside.ids[1:]]
+    rows = rows_from(monkeypatch, [inside._replace(ids=ids, clean=False), *[answer("cat")] * 4])
+    assert [row["completion"] for row in rows] == ["cat"] * 4
+
+
+def test_no_clusters_are_refused_by_the_program(files, tmp_path):
+    args = {"model": str(files / "policy"), "scorer": GOLD, "dataset": str(files / "prompts.jsonl")}
+    with pytest.raises(InputError):
+        rehearsal.main(rehearsal.Args(**args, clusters=0, max_length=64, output=str(tmp_path / "rows.jsonl")))
