@@ -78,7 +78,7 @@ class Args:
     """The run directory."""
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
-    iterations: int = 40
+    iterations: int = 30
     """Rollouts."""
     prompts_per_iteration: int = 64
     """Prompts of a rollout, fresh ones while there are any."""
@@ -97,7 +97,7 @@ class Args:
     reward_norm: Literal["none", "whiten", "mean", "mean_std"] = "mean_std"
     """Of the scores: whitened within a rollout (Llama 2), less the running mean of all so far (Qwen), or that
     divided by the running deviation."""
-    kl_coef: float = 0.05
+    kl_coef: float = 0.3
     """beta, of the KL penalty in the reward."""
     gamma: float = 1.0
     """Discount of later rewards."""
@@ -115,7 +115,7 @@ class Args:
     """epsilon."""
     clip_value: float = 0.15
     """c, in units of the normalised reward."""
-    lr: float = 3e-4
+    lr: float = 1e-4
     """Of the policy, constant."""
     value_lr: float = 1e-3
     """Of the value model, constant."""

@@ -104,18 +104,20 @@ def _some(source, rows):
 
 
 def _tiny_options(source):
-    kinds, options = {"length_bias": float, "seed": int, "label": str, "kind": str}, {}
+    kinds, options = {"length_bias": float, "seed": int, "label": str, "kind": str, "commands": str}, {}
     for item in source.split(":")[1:]:
         key, _, value = item.partition("=")
         try:
             options[key] = kinds[key](value)
         except (KeyError, ValueError):
-            known = "length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety and kind=KIND"
+            known = "length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety, kind=KIND and commands=A+B"
             raise InputError(f"--dataset {source}: tiny knows {known}, not {item!r}") from None
     if options.get("label", "safety") not in ("helpfulness", "safety"):
         raise InputError(f"--dataset {source}: label is helpfulness or safety")
     if options.get("kind", "sft") not in tiny.SIZES:
         raise InputError(f"--dataset {source}: kind is one of {', '.join(tiny.SIZES)}")
+    if not set(filter(None, options.get("commands", "").split("+"))) <= set(tiny.COMMANDS):
+        raise InputError(f"--dataset {source}: commands are some of {'+'.join(tiny.COMMANDS)}")
     if not math.isfinite(options.get("length_bias", 0.0)):
         raise InputError(f"--dataset {source}: length_bias must be finite")
     return options

@@ -183,12 +183,12 @@ SIZES = {  # rows of the training and the held-out split
 }
 
 
-def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") -> list[dict]:
+def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", commands="") -> list[dict]:
     """`kind` of SIZES, `split` "train" or "test", as rows of common/data.py's formats.
 
     length_bias: b, reward units per word that the annotators' utility adds. label: "helpfulness" or "safety",
-      the reward that the annotators' preferences follow. Prompts are unique within "prompts" and never in
-      both splits of any kind."""
+      the reward that the annotators' preferences follow. commands: "copy+ends" leaves only the rows of these.
+      Prompts are unique within "prompts" and never in both splits of any kind."""
     if label not in ("helpfulness", "safety"):
         raise ValueError(f"tiny: label={label!r} is not 'helpfulness' or 'safety'")
     rng = random.Random(f"{seed}/{kind}/{split}")
@@ -237,7 +237,7 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness") ->
                 row |= {f"{side}_{key}": response[key] for key in ("gold", "utility", "behavior_logprobs")}
                 row[f"{side}_is_safe"] = not any(w in HAZARDS for w in response["text"].split())
         out.append(row)
-    return out
+    return [row for row in out if not commands or row["category"] in commands.split("+")]
 
 
 def _drawn(draw, split):

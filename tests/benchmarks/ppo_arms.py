@@ -1,0 +1,87 @@
+"""PPO on the tiny world, arm by arm: what the scorer, the penalty and selective rehearsal do to the true reward,
+on the prompts that are trained on and on kinds of prompts that only the first policy knew ("forget set").
+Every arm and seed is a run of its own; finished ones are not run again.
+
+    python tests/benchmarks/ppo_arms.py --seeds 3
+
+For the forget arms PPO sees the commands copy, ends, first and loop alone; the forget set is the other four."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import metrics  # noqa: E402
+
+RM, AM = ["--scorer", "{reward}"], ["--scorer", "{advantage_model}"]
+HALF = ["--dataset", "tiny:commands=copy+ends+first+loop"]
+HALF += ["--forget-dataset", "tiny:commands=rest+reverse+next+double"]
+ARMS = {
+    "the recipe": RM,
+    "from rejection sampling": [*RM, "--model", "{rejection_sampling}"],
+    "no KL penalty, length bias": ["--scorer", "{biased}", "--kl-coef", "0"],
+    "top-p 0.9": [*RM, "--top-p", "0.9"],
+    "RM-PPO": [*RM, *HALF, "--reward-norm", "none"],
+    "RM-PPO, running mean": [*RM, *HALF, "--reward-norm", "mean"],
+    "AM-PPO": [*AM, *HALF, "--reward-norm", "none"],
+    "AM-PPO-SR, c = 8": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-clusters", "8"],
+    "AM-PPO-SR, c = 2": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-clusters", "2"],
+    "AM-PPO-SR, c = 32": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-clusters", "32"],
+    "pretrained gradient 0.1": [*RM, "--ptx-dataset", "tiny:kind=text", "--ptx-coef", "0.1"],
+    "its measure, coefficient 0": [*RM, "--ptx-dataset", "tiny:kind=text"],
+}
+
+
+@dataclass
+class Args:
+    sft: str = "runs/sft"
+    """Finished runs on the tiny world."""
+    reward: str = "runs/reward"
+    advantage_model: str = "runs/advantage_model"
+    rejection_sampling: str = "runs/rejection_sampling"
+    biased: str = "runs/reward_biased"
+    """Of reward.py --dataset tiny:length_bias=0.6."""
+    folder: str = "runs/ppo_arms"
+    """Where the runs go."""
+    seeds: int = 3
+    """Seeds 0, 1, ... of prompts, samples and minibatches."""
+    only: tuple[int, ...] = tuple(range(len(ARMS)))
+    """Numbers of the arms to run."""
+
+
+def main(args: Args):
+    folder = Path(args.folder)
+    for number in args.only:
+        name, table = list(ARMS)[number], []
+        for seed in range(args.seeds):
+            out = folder / f"{number}_{seed}"
+            flags = [x.format(**vars(args)) for x in ARMS[name]]
+            command = [sys.executable, str(ROOT / "ppo.py"), "--seed", str(seed), "--output-dir", str(out)]
+            command += ["--resume", *flags] + (["--model", args.sft] if "--model" not in flags else [])
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            after = json.loads((out / "summary.json").read_text())["after"]
+            line = {"seed": seed, "score": f"{after['eval/score']:.2f}", "kl": after["eval/kl"]}
+            seconds = metrics.read_jsonl(out / "metrics.jsonl")[-1]["time_s"]
+            line |= {"entropy": f"{after['eval/entropy']:.2f}", "seconds": seconds}
+            for group in ("held-out", "forget"):
+                key = f"{group}/gold" if f"{group}/gold_gain" in after else f"{group}/score"
+                if f"{key}_gain" in after:
+                    gain, low, high, *shares = (
+                        after[f"{key}_{x}"] for x in ("gain", "gain_low", "gain_high", "win", "tie", "lose")
+                    )
+                    line[f"{key} gain"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+                    line["win / tie / lose" + " " * (group == "forget")] = " / ".join(f"{x:.0%}" for x in shares)
+            if "eval/ptx_nll" in after:
+                line["ptx nll"] = f"{after['eval/ptx_nll']:.2f}"
+            table.append(line)
+        print(f"\n{name}")
+        metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
