@@ -67,7 +67,7 @@ def scorer_options(folder, script=reward):
 # 2, 2 and none
 RS_RUN = {"scorer": "common.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 3, "epochs": 1}
 RS_RUN |= {"chunk_prompts": 4, "eval_prompts": 3, "sweep_prompts": 1, "temperatures": (1.0,), "iterations": 2}
-RS_RUN |= {"max_new_tokens": 16, "max_length": 64, "batch_size": 2, "micro_batch_size": 1, "save_every": 2}
+RS_RUN |= {"max_new_tokens": 16, "max_length": 64, "batch_size": 2, "micro_batch_size": 1, "save_every": 1}
 
 
 def rs_options(folder, **options):
@@ -548,15 +548,15 @@ def samples(folder):
     """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
     some, model = pairs(folder)[:5], policy()[0]
     options = {"n": 3, "max_new_tokens": 5, "seed": 4}
-    plain = preferences.sample
-    preferences.sample = echo
+    plain = rollout.sample
+    rollout.sample = echo
     try:
         out = {
             "echo": preferences.policy_samples(model, some, TOKENIZER, **options),
             "one": preferences.policy_samples(model, some[:1], TOKENIZER, **options),
         }
     finally:
-        preferences.sample = plain
+        rollout.sample = plain
     out["real"] = preferences.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
