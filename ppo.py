@@ -26,6 +26,7 @@ ratio is 1 on the first minibatch; a truncated response's value beyond its end i
 
 import math
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -174,7 +175,7 @@ def check(args):
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("minibatch_size", 1 <= args.minibatch_size <= size, f"at most the rollout's {size} responses"),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
-        ("patience", not args.patience or args.eval_every, "0 with --eval-every 0"),
+        ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
         ("rehearsal_clusters", not (args.rehearsal_clusters and args.rehearsal_data), "0 with rows given"),
     )
@@ -307,7 +308,7 @@ def update(models_, optimizers, documents, indices, known, extra, moves, pad_id,
     for name, rows in extra.items() if moves else ():
         sums[6 + (name == "rehearsal")] += nll_backward(policy, name, rows, pad_id, args, device)
     sums, norms = dist.all_sum(*sums), []
-    for model, optimizer in zip(models_, optimizers):
+    for model in models_:
         moved = model is value or moves
         norms.append(dist.clip_grad_norm(model, args.max_grad_norm) if moved else 0.0)
     if all(map(math.isfinite, [*sums, *norms])):
@@ -432,7 +433,7 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
     """(figures, samples): one response at temperature 1 to each held-out prompt, scored; KL to the reference
     and entropy; with --ptx-dataset, the alignment tax."""
     figures, pad_id = {}, tokenizer.pad_token_id
-    asked, source = held_out[: args.eval_prompts], args.eval_dataset or args.dataset
+    asked, source = rollout.a_part(held_out, args.eval_prompts), args.eval_dataset or args.dataset
     pairs, samples = answers(policy, tokenizer, asked, source, scorers, args, device)
     if samples:
         documents = [rollout.document(*pair) for pair in pairs]
@@ -458,9 +459,15 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
     return figures, samples
 
 
-def figures_of(results, known, entropies, n_first, text, rehearsal):
+OF_THE_POLICY = {"loss/policy", "loss/ptx", "loss/rehearsal"}  # not computed while it stands still
+OF_THE_POLICY |= {"optim/policy_grad_norm", "policy/first_approx_kl", "policy/first_ratio_max"}
+OF_THE_POLICY |= {f"policy/{x}" for x in ("ratio_mean", "ratio_max", "clipped", "approx_kl")}
+
+
+def figures_of(results, known, entropies, extra):
     """Figures of an iteration's optimiser steps, weighted by tokens; of the first minibatch alone, where the
-    policy has not moved yet, the largest ratio and the approximate KL."""
+    policy has not moved yet, the largest ratio and the approximate KL. In the value's warm-up there are none
+    of the policy's loss. extra: which other losses there were."""
     n = sum(r["n"] for r in results)
     value_loss, value_clipped, policy_loss, clipped, ratio, approx_kl, *nll = (
         sum(r["sums"][i] for r in results) for i in range(8)
@@ -475,8 +482,8 @@ def figures_of(results, known, entropies, n_first, text, rehearsal):
     row |= {"value/clipped": value_clipped / n, "value/explained_variance": explained.item()}
     row |= {"optim/policy_grad_norm": sum(r["norms"][0] for r in results) / len(results)}
     row |= {"optim/value_grad_norm": sum(r["norms"][1] for r in results) / len(results)}
-    row |= {"loss/ptx": nll[0] / len(results)} if text else {}
-    return row | ({"loss/rehearsal": nll[1] / len(results)} if rehearsal else {})
+    nll = dict(zip(("ptx", "rehearsal"), nll))
+    return row | {f"loss/{name}": nll[name] / len(results) for name in extra}
 
 
 def main(args: Args):
@@ -504,15 +511,18 @@ def main(args: Args):
     text, text_held_out, rehearsal, forget = [], [], [], []
     if args.ptx_dataset:
         text = text_documents(args, tokenizer)
-        n = min(200, len(text) // 10)
-        text, text_held_out = text[: len(text) - n], text[len(text) - n :]
+        order = sorted(range(len(text)), key=lambda i: zlib.crc32(str(text[i].ids.tolist()).encode()))
+        held = set(order[: min(200, len(text) // 10)])
+        text_held_out = [text[i] for i in sorted(held)]
+        text = [row for i, row in enumerate(text) if i not in held]
     if args.rehearsal_data:
         rehearsal = rehearsal_documents(args.rehearsal_data, held_out, tokenizer, args)
     if args.rehearsal_clusters > min(len(prompts), args.rehearsal_prompts):
         n = min(len(prompts), args.rehearsal_prompts)
         raise InputError(f"--rehearsal-clusters {args.rehearsal_clusters}: there are only {n} prompts")
     if args.forget_dataset:
-        forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)[: args.eval_prompts]
+        forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)
+        forget = rollout.a_part(forget, args.eval_prompts)
 
     # 3. models: policy, reference, one or two scorers, value
     scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]
@@ -527,14 +537,14 @@ def main(args: Args):
     start_run(args, "ppo", state)  # only now is an old run in output_dir replaced
     policy = load_policy(args.model, tokenizer, args, device)
     reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
-    value = load_value(scorers[0], tokenizer, prompts[:256], args, device)
+    value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
 
     if args.rehearsal_clusters:
         file = Path(args.output_dir, "rehearsal.jsonl")
         if state != "resume" or not all(dist.gather([file.exists()])):
             options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots, "seed": args.seed}
             options |= {"encoder": args.rehearsal_encoder, "score_batch_size": args.score_batch_size}
-            asked = prompts[: args.rehearsal_prompts]
+            asked = rollout.a_part(prompts, args.rehearsal_prompts)
             asked = (asked, args.rehearsal_clusters, args.rehearsal_per_cluster)
             rows = selective.rehearsal_rows(policy, tokenizer, scorers[0], *asked, **options)
             selective.show(rows)
@@ -645,7 +655,9 @@ def main(args: Args):
         clock.append(time.time())
 
         # log
-        row = figures_of(results, known, entropies, len(epochs[0]), text, rehearsal)
+        row = figures_of(results, known, entropies, extra)
+        if not moves:
+            row = {key: x for key, x in row.items() if key not in OF_THE_POLICY}
         row |= {"reward/score": scores.mean().item(), "reward/normalised": ends.mean().item()}
         row |= {"reward/deviation": scores.std().item(), "reward/gated": gated, "kl/per_response": kl}
         row |= {"sample/finished": finished.float().mean().item()}
@@ -773,6 +785,8 @@ RECIPES = {
             n_samples=1,
             minibatch_size=256,
             epochs=1,
+            value_warmup_steps=0,
+            kl_coef=0.04,  # not said
             rehearsal_coef=0.01,
             rehearsal_norm="sum",
             rehearsal_encoder="princeton-nlp/sup-simcse-roberta-base",  # section 3.2

@@ -23,6 +23,7 @@ responses to a prompt one counts.
 
 import collections
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -148,6 +149,7 @@ def check(args):
 
 
 def load(name, tokenizer, args, device, gradient_checkpointing=False):
+    gc.collect()  # the model before: its methods are bound to it, a cycle that holds its weights
     return dist.shard(models.load_policy(name, tokenizer, gradient_checkpointing, args.seed), device)
 
 
@@ -203,7 +205,11 @@ def read_pool(path):
             row = json.loads(line) if line else None
             if row is not None and any(key not in row for key in needed):
                 raise ValueError("it lacks a column of " + ", ".join(needed))
-        except (ValueError, TypeError) as error:
+            if row and not all(isinstance(i, int) for i in row["response_ids"]):
+                raise ValueError("response_ids are no integers")
+            if row and not all(isinstance(m["content"], str) and m["role"] for m in row["prompt"]):
+                raise ValueError("prompt is no list of messages")
+        except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
                 raise InputError(f"{path}:{number}: no row of a pool ({error}); mend or drop it") from None
             print(f"{path}:{number}: the last line is cut, a crash's trace: left out")
@@ -412,14 +418,16 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
     """What a model can do on held-out prompts: {"samples": one response to each, "curves": the expected
     largest and median score among N responses at each temperature, and the best of K that can be selected,
     "temperature": the one where that is highest}."""
-    asked, swept = held_out[: args.eval_prompts], held_out[: args.sweep_prompts]
+    asked = rollout.a_part(held_out, args.eval_prompts)
+    swept = rollout.a_part(held_out, args.sweep_prompts)
     rounds = [(asked, 1, 1.0)] * bool(asked)
     rounds += [(swept, args.n_samples, temperature) for temperature in args.temperatures] * bool(swept)
     found = []
     with dist.consolidated(model):
         for number, (prompts, n, temperature) in enumerate(rounds):
             seed = rollout.seed_of(args.seed, "study", version, number)
-            options = (n, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
+            top_p = 1.0 if prompts is asked else args.top_p
+            options = (n, args.max_new_tokens, temperature, seed, top_p, args.slots)
             found.append(rollout.rollout(model, tokenizer, [prompt.ids for prompt in prompts], *options))
     samples, curves = [], []
     for (prompts, n, temperature), responses in zip(rounds, found):
@@ -430,13 +438,14 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
             samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
             continue
         largest, median = metrics.best_of_n(torch.tensor(scores).view(-1, n))
-        ended = [r.finished for _, r in pairs]
-        curve = {"temperature": temperature, "finished": sum(ended) / len(pairs), "max": largest}
-        curves.append({**curve, "median": median, "scores": scores, "ended": ended})
-    # A response that did not end is never selected: for the choice it counts as the worst of all
+        ended = sum(r.finished for _, r in pairs) / len(pairs)
+        usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in pairs]
+        curve = {"temperature": temperature, "finished": ended, "max": largest, "median": median}
+        curves.append({**curve, "scores": scores, "usable": usable})
+    # A response that would not be selected counts, for the choice, as the worst of all
     lowest = min((x for curve in curves for x in curve["scores"]), default=0.0)
     for curve in curves:
-        scores = [x if ended else lowest for x, ended in zip(curve.pop("scores"), curve.pop("ended"))]
+        scores = [x if ok else lowest for x, ok in zip(curve.pop("scores"), curve.pop("usable"))]
         curve["best"] = metrics.best_of_n(torch.tensor(scores).view(-1, args.n_samples))[0][-1]
     best = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
     return {"samples": samples, "curves": curves, "temperature": best["temperature"]}
@@ -540,7 +549,10 @@ def main(args: Args):
     learner = models.load_tokenizer(args.student, args.chat_template) if args.student else tokenizer
     learner_held_out = held_out
     if args.student:
-        learner_held_out = [p._replace(ids=data.prompt_ids(learner, p.turns)) for p in held_out]
+        try:
+            learner_held_out = [p._replace(ids=data.prompt_ids(learner, p.turns)) for p in held_out]
+        except ValueError as error:  # its template refuses a role, for one
+            raise InputError(f"--student {args.student}: {error}") from None
         if not rollout.same_tokens(learner, tokenizer) and dist.is_main():
             print(f"{args.student} has other tokens than {policy}: it learns the text, encoded anew")
     also = []
@@ -555,6 +567,8 @@ def main(args: Args):
 
     # 3. models: the scorer stays, policies come and go; each version has its own optimiser, in fine_tune
     scorer = rollout.load_scorer(args.scorer, tokenizer, device)
+    if not scorer.same_tokens and dist.is_main():
+        print(f"{args.scorer} has other tokens or another chat template than {policy}: it scores the text")
     learner_scorer = rollout.for_tokens(scorer, learner)
     if args.student:
         models.check_causal_lm(args.student)
@@ -566,7 +580,7 @@ def main(args: Args):
     first = done[0] if done else max((row["iteration"] for row in pool), default=0)
     last = first + args.iterations
     studies = {version: json.loads((versions / f"{version}.json").read_text()) for version in done}
-    log, step = resume_log(args, studies, made)
+    (log, step), teacher = resume_log(args, studies, made), None
 
     # 5. loop
     for version in range(first, last + 1):
@@ -594,9 +608,10 @@ def main(args: Args):
             sampler, told = policy if args.student else latest, studies[version]
             if args.student or model is None:
                 model = load(sampler, tokenizer, args, device)
-            if args.student:
+            if args.student:  # whose own sweep is reported, but says nothing about the policy
                 quiet = dataclasses.replace(args, eval_prompts=0)
-                told = study(model, tokenizer, held_out, scorer, "teacher", quiet, device)
+                of_policy = (model, tokenizer, held_out, scorer, "teacher", quiet, device)
+                told = teacher = teacher or study(*of_policy)
             about = {"iteration": iteration, "model": sampler, "temperature": told["temperature"]}
             sample_into_pool(pool, model, tokenizer, chunks, about, args)
         model, sampled = None, time.time()

@@ -241,11 +241,15 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     barrier()
+    # Of an optimiser that has taken no step torch makes a first one to have a state to save: forget it again
+    fresh = [name for name, (_, optimizer) in modules.items() if optimizer and not optimizer.state]
     with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
         dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+    for name in fresh:
+        modules[name][1].state.clear()
     torch.save(_generators(), temporary / f"generators_{rank()}_of_{world_size()}.pt")
     if is_main():
-        (temporary / "state.json").write_text(json.dumps(state))
+        (temporary / "state.json").write_text(json.dumps({**state, "fresh_optimizers": fresh}))
     barrier()  # every rank has written its part
     if is_main():
         shutil.rmtree(final, ignore_errors=True)
@@ -276,7 +280,10 @@ def load_checkpoint(root, modules: dict) -> dict:
         _set_generators(torch.load(generators, weights_only=False))
     elif is_main():
         print(f"{folder} is from another number of ranks: random numbers start afresh, all else is the same")
-    return json.loads((folder / "state.json").read_text())
+    state = json.loads((folder / "state.json").read_text())
+    for name in state.pop("fresh_optimizers"):
+        modules[name][1].state.clear()
+    return state
 
 
 def checkpoint_state(root) -> dict:

@@ -177,7 +177,7 @@ def against(before: list[dict], after: list[dict], tie_margin: float, prefix="")
 def regressions(before: list[dict], after: list[dict]) -> list[dict]:
     """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
     known) of two policies' responses to the same prompts, with its 95 % interval, and, from 10 prompts on,
-    whether that lies on one side of 0, which of twenty categories one does by chance."""
+    whether the interval excludes 0 (by chance one category in twenty does)."""
     table = []
     for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
         inside = [i for i, row in enumerate(after) if name in (None, row["category"])]

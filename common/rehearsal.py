@@ -12,6 +12,7 @@ ppo.py does this before training with --rehearsal-clusters. As a program it writ
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -56,7 +57,7 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
     from sklearn.cluster import KMeans
 
     if n_clusters > len(embeddings):
-        raise InputError(f"--rehearsal-clusters {n_clusters}: there are only {len(embeddings)} prompts")
+        raise InputError(f"{n_clusters} clusters of {len(embeddings)} prompts: ask for fewer")
     labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
     chosen = []
     for cluster in range(n_clusters):
@@ -118,7 +119,7 @@ class Args:
     encoder: str | None = None
     """A sentence encoder's name; None: the policy's own hidden states."""
     max_prompts: int = 2000
-    """The first so many prompts are answered."""
+    """So many of them are answered."""
     max_new_tokens: int = 32
     """Longest response."""
     max_length: int = 128
@@ -132,9 +133,14 @@ class Args:
 def main(args: Args):
     device = dist.setup()
     check_flags(args)
+    if Path(args.output).exists() or not Path(args.output).absolute().parent.is_dir():
+        raise InputError(f"--output {args.output} is there already, or its folder is not")
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     room = args.max_length - args.max_new_tokens
-    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)[: args.max_prompts]
+    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
+    prompts = rollout.a_part(prompts, args.max_prompts)
+    if args.clusters > len(prompts):
+        raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = rollout.load_scorer(args.scorer, tokenizer, device)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
     options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}

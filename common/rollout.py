@@ -72,7 +72,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
 
 
 def seed_of(*parts) -> int:
-    """An integer for these parts (the seed, a purpose, an iteration, ...), unlike all others'."""
+    """A seed made of these parts: the run's seed, a purpose, an iteration, ..."""
     return zlib.crc32(json.dumps(parts).encode())
 
 
@@ -83,9 +83,16 @@ def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
     for again in range(math.ceil(iteration * n / len(prompts))):
         generator = torch.Generator().manual_seed(seed_of(seed, "prompts", again))
         new = torch.randperm(len(prompts), generator=generator).tolist()
-        order += sorted(new, key=lambda i: i in tail)  # the iteration that a pass begins in has these already
+        order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
         tail = set(order[len(order) - len(order) % n :])
     return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
+
+
+def a_part(prompts, n) -> list[Prompt]:
+    """n of the prompts, by the hash of their text and in their order: a sample of all of a mixture or of a
+    file that is sorted, where the first n would be of one kind."""
+    chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
+    return [prompts[i] for i in sorted(chosen)]
 
 
 def prompt_turns(row: dict) -> list[dict]:
@@ -159,7 +166,7 @@ def document(prompt, response) -> data.Document:
 # -- scores ----------------------------------------------------------------------------------------
 class Scorer(NamedTuple):
     name: str
-    version: str  # name and a fingerprint of what stands behind it: equal versions give equal scores
+    version: str  # name and a fingerprint of the model's files, or of the function's own source
     function: object = None  # or
     model: object = None  # with its
     tokenizer: object = None
@@ -167,8 +174,8 @@ class Scorer(NamedTuple):
 
 
 def load_scorer(spec, tokenizer, device) -> Scorer:
-    """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template,
-    scores the text, encoded anew; this is said."""
+    """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template
+    (`same_tokens` is False), scores the text, encoded anew. Every rank must call it."""
     if re.fullmatch(r"[\w.]+:\w+", spec):
         module, _, name = spec.partition(":")
         sys.path.append(os.getcwd())
@@ -182,16 +189,17 @@ def load_scorer(spec, tokenizer, device) -> Scorer:
             code = inspect.getsource(function)
         except (OSError, TypeError):
             code = ""
-        return Scorer(spec, f"{spec}@{zlib.crc32(code.encode()):08x}", function=function)
+        return Scorer(spec, _version(spec, code), function=function)
     n_outputs = models.n_outputs(spec)
     own = models.load_tokenizer(spec, quiet=True)
     model = models.load_scorer(spec, own, n_outputs).requires_grad_(False)
     model = dist.shard(model, device)
-    print_of = json.dumps(models.identity(spec)).encode()
-    scorer = for_tokens(Scorer(spec, f"{spec}@{zlib.crc32(print_of):08x}", None, model, own), tokenizer)
-    if not scorer.same_tokens and dist.is_main():
-        print(f"{spec} has other tokens or another chat template than the policy: it scores the text")
-    return scorer
+    return for_tokens(Scorer(spec, _version(spec, models.identity(spec)), None, model, own), tokenizer)
+
+
+def _version(spec, behind):
+    """Rank 0's, for a copy of the files on another node has other times."""
+    return dist.gather([f"{spec}@{zlib.crc32(json.dumps(behind).encode()):08x}"])[0]
 
 
 def same_tokens(a, b) -> bool:

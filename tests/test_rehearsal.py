@@ -65,7 +65,7 @@ def test_prompts_are_clustered_by_their_embeddings_and_not_by_scores():
 
 
 def test_more_clusters_than_prompts_are_refused():
-    with pytest.raises(InputError, match="--rehearsal-clusters 11: there are only 10 prompts"):
+    with pytest.raises(InputError, match="11 clusters of 10 prompts"):
         selected(1, n_clusters=11)
     assert sorted(sum(selected(1, n_clusters=10), [])) == list(range(10))
 
