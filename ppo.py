@@ -694,7 +694,8 @@ def main(args: Args):
     if dist.is_main():
         metrics.write_jsonl(samples, rows_before + rows)
         for key, x in after.items():
-            print(f"{key}: {now['before'].get(key, math.nan):.4g} -> {x:.4g}")
+            first = f"{now['before'][key]:.4g} -> " if key in now["before"] else ""
+            print(f"{key}: {first}{x:.4g}")
         both_rows = [[row for row in some if row["set"] == "held-out"] for some in (rows_before, rows)]
         table = metrics.regressions(*both_rows)
         metrics.print_table(table)

@@ -292,6 +292,7 @@ def checkpoint_state(root) -> dict:
     found, root = {}, Path(root)
     if is_main() and (root / "latest").exists():
         found = json.loads((root / (root / "latest").read_text().strip() / "state.json").read_text())
+        found.pop("fresh_optimizers")  # load_checkpoint's
     return gather([found])[0]
 
 

@@ -288,8 +288,9 @@ def test_every_prompt_of_an_iteration_is_answered_k_times_by_two_ranks(two):
     tell = lambda r: dist_cases.TOKENIZER.decode(r["response_ids"], skip_special_tokens=True) == r["response"]
     assert all(map(tell, pool)) and len({r["response"] for r in pool}) > 60  # ranks draw differently
     samples = read_jsonl(two.folder / "rs of two" / "samples.jsonl")
-    asked = [row["prompt"] for row in read_jsonl(two.folder / "asked.jsonl")[:3]]
-    assert [s["prompt"][-1]["content"] for s in samples] == asked * 3  # in order, of three versions
+    held_out = [row["prompt"] for row in read_jsonl(two.folder / "asked.jsonl")]
+    told = [s["prompt"][-1]["content"] for s in samples]
+    assert told == told[:3] * 3 and told[:3] == [x for x in held_out if x in told]  # the same, of 3 versions
     assert json.loads((two.folder / "rs of two" / "args.json").read_text())["world_size"] == 2
 
 
@@ -477,9 +478,9 @@ def test_a_run_of_ppo_begins_every_iteration_at_ratio_1_and_resumes_to_the_same_
     folders = [two.folder / name for name in ("ppo", "ppo stopped")]
     rows, again = ([row for row in read_jsonl(f / "metrics.jsonl")] for f in folders)
     trained = [row for row in rows if "kl/per_response" in row]
-    assert [row["policy/first_ratio_max"] for row in trained] == [1.0, 1.0]
-    assert [row["policy/first_approx_kl"] for row in trained] == [0.0, 0.0] and rows[0]["eval/kl"] == 0
-    assert trained[0]["loss/ptx"] == 0 < trained[1]["loss/ptx"] and trained[1]["loss/rehearsal"] > 0
+    assert len(trained) == 2 and not any(key.startswith("policy/ratio") for key in trained[0])  # warm-up
+    assert trained[1]["policy/first_ratio_max"] == 1.0 and trained[1]["policy/first_approx_kl"] == 0.0
+    assert trained[1]["loss/ptx"] > 0 and trained[1]["loss/rehearsal"] > 0 and rows[0]["eval/kl"] == 0
     clock = lambda key: key.startswith(("time", "perf/"))
     assert [{k: v for k, v in row.items() if not clock(k)} for row in rows] == [
         {k: v for k, v in row.items() if not clock(k)} for row in again
