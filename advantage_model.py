@@ -323,15 +323,10 @@ def main(args: Args):
     for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-    train = preferences.load(args.dataset, "train", tokenizer, *options)
-    if args.eval_dataset or data.is_tiny(args.dataset):
-        held_out = preferences.load(args.eval_dataset or args.dataset, "test", tokenizer, *options)
-        train = data.without_prompts_of(train, held_out, args.dataset)
-    else:
-        train, held_out = data.hold_out(train)
+    load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
+    train, held_out = data.train_and_held_out(args, load)
     prints = [preferences.fingerprint(some) for some in (train, held_out)]
-    if len(set(dist.gather([tuple(prints)]))) > 1:
-        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    data.check_same(args.dataset, tuple(prints))
     columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
     if (args.n_others or args.expected_reward_samples) and policy is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")

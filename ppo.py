@@ -26,14 +26,13 @@ ratio is 1 on the first minibatch; a truncated response's value beyond its end i
 
 import math
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from common import data, dist, losses, metrics, models, rollout
+from common import data, dist, losses, metrics, models, rollout, tiny
 from common import rehearsal as selective
 from common.run import InputError, check_flags, find_run, launch, start_run, write_json
 
@@ -188,12 +187,8 @@ def check(args):
 
 # -- batches: every rank has all rows of a rollout, and computes its share ---------------------------
 def micro_batches(documents, indices, pad_id, args, device):
-    """This rank's share of some rows: [(their numbers, Batch)], like lengths together. Every rank gets the
-    same number of batches, for a forward is a collective; one that runs out gets empty ones."""
-    by_length = sorted(indices, key=lambda i: (-len(documents[i].ids), i))
-    mine = by_length[dist.rank() :: dist.world_size()]
-    for start in range(0, math.ceil(len(by_length) / dist.world_size()), args.micro_batch_size):
-        some = mine[start : start + args.micro_batch_size]
+    """This rank's share of some rows (dist.batches): [(their numbers, Batch)]."""
+    for some in dist.batches(sorted(indices), args.micro_batch_size, lambda i: len(documents[i].ids)):
         yield some, data.collate([[documents[i]] for i in some], pad_id, device)
 
 
@@ -325,7 +320,7 @@ def nll_backward(policy, name, rows, pad_id, args, device):
     """Add the gradient of the pretrained (mean over tokens) or rehearsal (eq. 9: sum over a row's tokens,
     mean over rows) loss; returns this rank's share of the loss."""
     total = 0.0
-    n_tokens = sum(int(row.response_mask[1:].sum()) for row in rows)
+    n_tokens = data.n_response_tokens([rows])
     for some, batch in micro_batches(rows, range(len(rows)), pad_id, args, device):
         logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
         if name == "ptx":
@@ -374,9 +369,8 @@ def load_value(scorer, tokenizer, prompts, args, device):
 @torch.no_grad()
 def mean_expected_reward(scorer, prompts, args, device):
     """Mean of an advantage model's e(x), read at the prompts' last tokens, over all ranks."""
-    mine, total = prompts[dist.rank() :: dist.world_size()], 0.0
-    for start in range(0, math.ceil(len(prompts) / dist.world_size()), args.score_batch_size):
-        some = [torch.tensor(p.ids) for p in mine[start : start + args.score_batch_size]]
+    total = 0.0
+    for some in dist.batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
         ids = torch.nn.utils.rnn.pad_sequence(some or [torch.zeros(1, dtype=torch.long)], True).to(device)
         where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
         total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
@@ -393,16 +387,12 @@ def text_documents(args, tokenizer):
             dropped.setdefault("no text", []).append(row.where)
             continue
         ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
-        documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), [], row))
+        whole = [{"role": "text", "content": text}, {}]  # data.hold_out reads the text where prompts stand
+        documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
     data.report(args.ptx_dataset, len(rows), dropped)
     if not documents:
         raise InputError(f"{args.ptx_dataset}: none of its {len(rows)} rows has a `text`")
     return documents
-
-
-def rehearsal_documents(spec, held_out, tokenizer, args):
-    documents = data.sft_documents(data.load_rows(spec, "sft"), tokenizer, args.max_length, spec)
-    return data.without_prompts_of(documents, held_out, spec)
 
 
 def stream(documents, size, step, *key):
@@ -443,19 +433,13 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
         kl = [losses.kl_estimate(a, b).sum().item() for a, b in zip(ours, theirs)]
         for row, value in zip(samples, kl):
             row["kl"] = value
-        means = {"eval/score": "score", "gold/score": "gold", "gold/perfect": "perfect", "eval/kl": "kl"}
-        means |= {"sample/length": "tokens", "sample/finished": "finished"}
-        for key, column in means.items():
-            if column in samples[0]:
-                figures[key] = sum(float(row[column]) for row in samples) / len(samples)
+        columns = {"eval/score": "score", "gold/score": "gold", "gold/perfect": "perfect", "eval/kl": "kl"}
+        columns |= {"sample/length": "tokens", "sample/finished": "finished"}
+        figures |= metrics.means(samples, columns)
         figures["eval/entropy"] = torch.cat(entropies).mean().item()
     if text:
-        total, n = 0.0, sum(int(row.response_mask[1:].sum()) for row in text)
-        with torch.no_grad():
-            for _, batch in micro_batches(text, range(len(text)), pad_id, args, device):
-                logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
-                total -= losses.masked_sum(logprobs, batch.action_mask).item()
-        figures["eval/ptx_nll"] = dist.all_sum(total)[0] / n
+        alone = [[row] for row in text]
+        figures["eval/ptx_nll"] = models.mean_nll(policy, alone, pad_id, args.micro_batch_size, device)
     return figures, samples
 
 
@@ -499,28 +483,18 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     for name in (args.model, args.reference or args.model):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
-    room = args.max_length - args.max_new_tokens
-    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
-    if args.eval_dataset or data.is_tiny(args.dataset):
-        held_out = rollout.load_prompts(args.eval_dataset or args.dataset, "test", tokenizer, room)
-        prompts = data.without_prompts_of(prompts, held_out, args.dataset)
-    else:
-        prompts, held_out = data.hold_out(prompts)
-    if len(set(dist.gather([rollout.seed_of(*(p.key for p in [*prompts, *held_out]))]))) > 1:
-        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    prompts, held_out = rollout.train_and_held_out(args, tokenizer)
     text, text_held_out, rehearsal, forget = [], [], [], []
     if args.ptx_dataset:
         text = text_documents(args, tokenizer)
-        order = sorted(range(len(text)), key=lambda i: zlib.crc32(str(text[i].ids.tolist()).encode()))
-        held = set(order[: min(200, len(text) // 10)])
-        text_held_out = [text[i] for i in sorted(held)]
-        text = [row for i, row in enumerate(text) if i not in held]
+        text, text_held_out = data.hold_out(text, share=0.1, most=200)
     if args.rehearsal_data:
-        rehearsal = rehearsal_documents(args.rehearsal_data, held_out, tokenizer, args)
+        rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
     if args.rehearsal_clusters > min(len(prompts), args.rehearsal_prompts):
         n = min(len(prompts), args.rehearsal_prompts)
         raise InputError(f"--rehearsal-clusters {args.rehearsal_clusters}: there are only {n} prompts")
     if args.forget_dataset:
+        room = args.max_length - args.max_new_tokens
         forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)
         forget = rollout.a_part(forget, args.eval_prompts)
 
@@ -551,7 +525,7 @@ def main(args: Args):
             if dist.is_main():
                 metrics.write_jsonl(file, rows)
             dist.barrier()
-        rehearsal = rehearsal_documents(str(file), held_out, tokenizer, args)
+        rehearsal = data.load_sft(str(file), tokenizer, args.max_length, held_out=held_out)
 
     # 4. optimisers: one each, for their gradients differ in size
     options = {"betas": (0.9, 0.95), "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
@@ -663,8 +637,8 @@ def main(args: Args):
         row |= {"sample/finished": finished.float().mean().item()}
         row["sample/length"] = sum(len(response.ids) for _, response in pairs) / len(pairs)
         if data.is_tiny(args.dataset):
-            rows = [rollout.describe(*pair, 0.0, True) for pair in pairs]
-            row["reward/gold"] = sum(x["gold"] for x in rows) / len(rows)
+            gold = [tiny.gold_score(prompt.turns[-1]["content"], r.text) for prompt, r in pairs]
+            row["reward/gold"] = sum(gold) / len(gold)
         names = ("rollout", "score", "estimate", "update")
         row |= {f"time/{name}_s": b - a for name, a, b in zip(names, clock, clock[1:])}
         row["perf/tokens_per_s"] = sum(map(len, advantages)) / (clock[-1] - clock[0])

@@ -29,7 +29,6 @@ import math
 import os
 import shutil
 import time
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -37,7 +36,7 @@ from typing import Literal
 import torch
 
 from common import data, dist, losses, metrics, models, rollout
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
 
 
 @dataclass
@@ -129,12 +128,7 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    share, rest = divmod(args.batch_size, dist.world_size())
-    if min(share, args.micro_batch_size) < 1 or rest or share % min(share, args.micro_batch_size):
-        raise InputError(
-            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
-            f"--micro-batch-size {args.micro_batch_size}"
-        )
+    check_batch_size(args)
     rising = list(args.threshold) == sorted(args.threshold)
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     check_flags(
@@ -266,7 +260,7 @@ def score_pool(pool, scorer, prompts, args, device):
 
 
 def key_of(row):
-    return data.prompt_key([*row["prompt"], None])
+    return data.turns_key(row["prompt"])
 
 
 def select(pool, prompts, iteration, threshold, args):
@@ -324,24 +318,13 @@ def make_documents(rows, prompts, tokenizer, args):
     return documents
 
 
-def make_blocks(documents, args):
-    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
-    if not args.packing:
-        return [[document] for document in documents]
-    packed = data.pack([len(document.ids) for document in documents], args.max_length)
-    return [[documents[i] for i in block] for block in packed]
-
-
 def update(model, optimizer, blocks, pad_id, args, device):
     """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
     them is not finite, the weights stay as they were."""
-    n_tokens = sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
+    n_tokens = data.n_response_tokens(blocks)
     optimizer.zero_grad(set_to_none=True)
     nll_sum = torch.zeros((), device=device)
-    blocks = sorted(blocks, key=lambda block: -sum(len(d.ids) for d in block))  # like lengths share a batch
-    mine = blocks[dist.rank() :: dist.world_size()]
-    for start in range(0, math.ceil(len(blocks) / dist.world_size()), args.micro_batch_size):
-        batch = data.collate(mine[start : start + args.micro_batch_size], pad_id, device)
+    for batch in data.micro_batches(blocks, pad_id, args.micro_batch_size, device):
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
         loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
@@ -366,11 +349,18 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
     """Train `start` on the stages' documents, one after the other, and write versions/ITERATION. Goes on from
     a checkpoint of this iteration. Returns the run's number of optimiser steps so far."""
     checkpoint = f"{args.output_dir}/checkpoint"
-    stages = [make_blocks(documents, args) for documents in stages]
-    plan = []  # (stage, step in it, steps in it) of each optimiser step
-    for stage, blocks in enumerate(stages):
-        n_steps = max(1, round(args.epochs * math.ceil(len(blocks) / args.batch_size)))
-        plan += [(stage, place, n_steps) for place in range(n_steps)]
+    plan = []  # (learning rate, blocks) of each optimiser step
+    for stage, documents in enumerate(stages):
+        blocks = data.make_blocks(documents, args.max_length, args.packing)
+        steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
+        n_steps = max(1, round(args.epochs * steps_per_epoch))
+        for place in range(n_steps):
+            epoch, index = divmod(place, steps_per_epoch)
+            if index == 0:  # an order for each epoch, one for all ranks
+                seed = rollout.seed_of(args.seed, "order", iteration, stage, epoch)
+                order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed)).tolist()
+            chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
+            plan.append((learning_rate(stage, place, n_steps, args), [blocks[i] for i in chosen]))
     model = load(start, tokenizer, args, device, args.gradient_checkpointing)
     if args.packing:
         models.check_packing(model)
@@ -382,14 +372,9 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
     bar = metrics.progress(len(plan), done, f"iteration {iteration}")
     for done in range(done, len(plan)):
         begin = time.time()
-        stage, place, n_steps = plan[done]
-        epoch, index = divmod(place, math.ceil(len(stages[stage]) / args.batch_size))
-        seed = rollout.seed_of(args.seed, "order", iteration, stage, epoch)
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(stages[stage]), generator=generator).tolist()
-        batch = [stages[stage][i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        lr, batch = plan[done]
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(stage, place, n_steps, args)
+            group["lr"] = lr
         nll, grad_norm = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
         if not (math.isfinite(nll) and math.isfinite(grad_norm)):
             bar.close()
@@ -397,8 +382,8 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
                 f"iteration {iteration}, step {done + 1}: loss {nll}, gradient norm {grad_norm}. The step "
                 "was not taken; lower --lr or look at pool.jsonl"
             )
-        tokens = sum(len(document.ids) for block in batch for document in block)
-        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": optimizer.param_groups[0]["lr"]}
+        tokens = sum(map(data.n_tokens, batch))
+        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr}
         row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - begin)}
         log.log(first_step + done + 1, iteration, **row)
         bar.set_postfix(nll=f"{nll:.3f}", norm=f"{grad_norm:.2f}", tok_s=f"{row['perf/tokens_per_s']:.0f}")
@@ -455,22 +440,18 @@ def figures(studies, version):
     """Means of a version's samples, its sweep at the temperature taken, and paired differences to the first
     version and to the one before."""
     study, out = studies[version], {}
-    samples, columns = study["samples"], {"score": "eval/score", "gold": "gold/score"}
-    means = {**columns, "perfect": "gold/perfect", "tokens": "sample/length", "finished": "sample/finished"}
-    for column, key in means.items():
-        if samples and column in samples[0]:
-            out[key] = sum(row[column] for row in samples) / len(samples)
+    samples, columns = study["samples"], {"eval/score": "score", "gold/score": "gold"}
+    others = {"gold/perfect": "perfect", "sample/length": "tokens", "sample/finished": "finished"}
+    out |= metrics.means(samples, {**columns, **others})
     for curve in study["curves"]:
         if curve["temperature"] == study["temperature"]:
             out |= {"sweep/temperature": curve["temperature"], "sweep/max": curve["max"][-1]}
             out |= {"sweep/median": curve["median"][-1]}
     for name, other in (("first", min(studies)), ("before", version - 1)):
-        for column, key in columns.items() if other in studies and other != version else ():
-            if samples and column in samples[0]:
-                both = [[row[column] for row in studies[v]["samples"]] for v in (other, version)]
-                mean, low, high = metrics.paired(*both)
-                out |= {f"{key}_over_{name}": mean, f"{key}_over_{name}_low": low}
-                out[f"{key}_over_{name}_high"] = high
+        for key, column in columns.items() if other in studies and other != version else ():
+            if key in out:
+                both = (studies[other]["samples"], samples)
+                out |= metrics.paired_figures(f"{key}_over_{name}", *both, column)
     return out
 
 
@@ -537,15 +518,7 @@ def main(args: Args):
     policy = args.policy or args.model
     for name in (policy, args.model):  # the base model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
-    room = args.max_length - args.max_new_tokens
-    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
-    if args.eval_dataset or data.is_tiny(args.dataset):
-        held_out = rollout.load_prompts(args.eval_dataset or args.dataset, "test", tokenizer, room)
-        prompts = data.without_prompts_of(prompts, held_out, args.dataset)
-    else:
-        prompts, held_out = data.hold_out(prompts)
-    if len(set(dist.gather([zlib.crc32("".join(p.key for p in [*prompts, *held_out]).encode())]))) > 1:
-        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    prompts, held_out = rollout.train_and_held_out(args, tokenizer)
     learner = models.load_tokenizer(args.student, args.chat_template) if args.student else tokenizer
     learner_held_out = held_out
     if args.student:
@@ -557,9 +530,7 @@ def main(args: Args):
             print(f"{args.student} has other tokens than {policy}: it learns the text, encoded anew")
     also = []
     if args.sft_dataset:
-        rows = data.load_rows(args.sft_dataset, "sft")
-        also = data.sft_documents(rows, learner, args.max_length, args.sft_dataset)
-        also = data.without_prompts_of(also, held_out, args.sft_dataset)
+        also = data.load_sft(args.sft_dataset, learner, args.max_length, held_out=held_out)
     if done:
         pool = read_pool(f"{args.output_dir}/pool.jsonl")
     else:

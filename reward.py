@@ -286,18 +286,13 @@ def main(args: Args):
     if sft_model:  # its vocabulary is compared, unless it is the model itself
         models.check_causal_lm(sft_model, tokenizer if sft_model != args.model else None)
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-    train = preferences.load(args.dataset, "train", tokenizer, *options)
-    if args.eval_dataset or data.is_tiny(args.dataset):
-        held_out = preferences.load(args.eval_dataset or args.dataset, "test", tokenizer, *options)
-        train = data.without_prompts_of(train, held_out, args.dataset)
-    else:
-        train, held_out = data.hold_out(train)
+    load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
+    train, held_out = data.train_and_held_out(args, load)
     if args.kind == "pairwise":
         train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
         held_out = held_out and pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
     prints = [preferences.fingerprint(some) for some in (train, held_out)]
-    if len(set(dist.gather([tuple(prints)]))) > 1:
-        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    data.check_same(args.dataset, tuple(prints))
     gaps = [max(c.grades) - min(c.grades) for c in train if c.grades]
     largest_gap = max(gaps, default=1.0) or 1.0
     for c in train:

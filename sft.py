@@ -25,7 +25,7 @@ import torch
 from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, rollout, tiny
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
 
 
 @dataclass
@@ -86,45 +86,17 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    share, rest = divmod(args.batch_size, dist.world_size())
-    whole = max(1, dist.world_size() * args.micro_batch_size)
-    fit = max(1, math.ceil(args.batch_size / whole)) * whole
-    if min(share, args.micro_batch_size) < 1 or rest or share % min(share, args.micro_batch_size):
-        raise InputError(
-            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
-            f"--micro-batch-size {args.micro_batch_size}: try --batch-size {fit}"
-        )
+    check_batch_size(args)
     check_flags(args)
-
-
-def make_blocks(documents, args):
-    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
-    if not args.packing:
-        return [[document] for document in documents]
-    packed = data.pack([len(document.ids) for document in documents], args.max_length)
-    return [[documents[i] for i in block] for block in packed]
-
-
-def micro_batches(blocks, pad_id, args, device):
-    """This rank's share of the blocks, as batches. Every rank gets the same number of batches, for a forward
-    is a collective; a rank that runs out of blocks gets batches that carry no loss."""
-    blocks = sorted(blocks, key=lambda block: -sum(len(d.ids) for d in block))  # like lengths share a batch
-    mine = blocks[dist.rank() :: dist.world_size()]
-    for start in range(0, math.ceil(len(blocks) / dist.world_size()), args.micro_batch_size):
-        yield data.collate(mine[start : start + args.micro_batch_size], pad_id, device)
-
-
-def n_response_tokens(blocks):
-    return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
 
 
 def update(model, optimizer, blocks, pad_id, args, device):
     """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
     them is not finite, the weights stay as they were."""
-    n_tokens = n_response_tokens(blocks)  # of all micro-batches and ranks: every rank knows all blocks
+    n_tokens = data.n_response_tokens(blocks)  # of all micro-batches and ranks: every rank knows all blocks
     optimizer.zero_grad(set_to_none=True)
     nll_sum = torch.zeros((), device=device)
-    for batch in micro_batches(blocks, pad_id, args, device):
+    for batch in data.micro_batches(blocks, pad_id, args.micro_batch_size, device):
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
         loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
@@ -135,14 +107,9 @@ def update(model, optimizer, blocks, pad_id, args, device):
     return nll, grad_norm
 
 
-@torch.no_grad()
 def held_out_nll(model, documents, pad_id, args, device):
-    """Mean negative log likelihood of the held-out response tokens (nats), over all ranks."""
-    blocks, nll_sum = make_blocks(documents, args), 0.0
-    for batch in micro_batches(blocks, pad_id, args, device):
-        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
-        nll_sum -= losses.masked_sum(logprobs, batch.action_mask).item()
-    return dist.all_sum(nll_sum)[0] / n_response_tokens(blocks)
+    blocks = data.make_blocks(documents, args.max_length, args.packing)
+    return models.mean_nll(model, blocks, pad_id, args.micro_batch_size, device)
 
 
 def answer(model, tokenizer, documents, args):
@@ -179,12 +146,9 @@ def evaluate(model, tokenizer, held_out, args, device):
             question = row["prompt"][-1]["content"]
             row["gold"] = tiny.gold_score(question, row["response"])
             row["perfect"] = tiny.perfect_score(question)
-    means = {"sample/length": "tokens", "sample/finished": "finished"}
-    means |= {"gold/score": "gold", "gold/perfect": "perfect"}
-    for key, column in means.items():
-        if samples and column in samples[0]:
-            figures[key] = sum(row[column] for row in samples) / len(samples)
-    return figures, samples
+    columns = {"sample/length": "tokens", "sample/finished": "finished"}
+    columns |= {"gold/score": "gold", "gold/perfect": "perfect"}
+    return figures | metrics.means(samples, columns), samples
 
 
 def main(args: Args):
@@ -197,16 +161,10 @@ def main(args: Args):
 
     # 2. data: every rank makes the same blocks, and takes its share of each optimiser step's
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    train = data.sft_documents(data.load_rows(args.dataset, "sft"), tokenizer, args.max_length, args.dataset)
-    if args.eval_dataset or data.is_tiny(args.dataset):
-        rows = data.load_rows(args.eval_dataset or args.dataset, "sft", split="test")
-        held_out = data.sft_documents(rows, tokenizer, args.max_length, args.eval_dataset or "held-out")
-        train = data.without_prompts_of(train, held_out, args.dataset)
-    else:
-        train, held_out = data.hold_out(train)
-    blocks = make_blocks(train, args)
-    if len(set(dist.gather([(len(blocks), n_response_tokens(blocks))]))) > 1:
-        raise InputError(f"{args.dataset}: ranks read different rows; give all nodes the same file")
+    of = (tokenizer, args.max_length)
+    train, held_out = data.train_and_held_out(args, lambda spec, split: data.load_sft(spec, *of, split))
+    blocks = data.make_blocks(train, args.max_length, args.packing)
+    data.check_same(args.dataset, (len(blocks), data.n_response_tokens(blocks)))
     start_run(args, "sft", state)  # only now is an old run in output_dir replaced
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
@@ -256,8 +214,8 @@ def main(args: Args):
         row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": scheduler.get_last_lr()[0]}
         scheduler.step()
         step += 1
-        tokens = sum(len(document.ids) for block in batch for document in block)
-        row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": n_response_tokens(batch)}
+        tokens = sum(map(data.n_tokens, batch))
+        row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": data.n_response_tokens(batch)}
         row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - start)}
         if args.eval_every and step % args.eval_every == 0 and step < total_steps and held_out:
             row["eval/nll"] = held_out_nll(model, held_out, tokenizer.pad_token_id, args, device)

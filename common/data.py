@@ -155,10 +155,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     if "completion" in row and "prompt" in row:
         answer = row["completion"]
     elif "output" in row and "instruction" in row:
-        question, answer, extra = row["instruction"], row["output"], row.get("input")
-        if not isinstance(extra, str | None):
-            raise ValueError(f"input is {type(extra).__name__}, wanted text")
-        question = f"{question}\n\n{extra}" if isinstance(question, str) and extra else question
+        question, answer = instruction(row), row["output"]
     elif "responses" in row and question is not None:
         answer = _best(row["responses"])
     elif "chosen" in row:
@@ -169,6 +166,14 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     if "chosen" in row and (question is None or is_dialogue(answer)):  # with or without its prompt beside it
         return check_messages(dialogue(answer)), False
     return check_messages(turns(question, "user") + turns(answer, "assistant")), False
+
+
+def instruction(row):
+    """The column `instruction`, with the text of `input` behind it."""
+    question, extra = row["instruction"], row.get("input")
+    if not isinstance(extra, str | None):
+        raise ValueError(f"input is {type(extra).__name__}, wanted text")
+    return f"{question}\n\n{extra}" if isinstance(question, str) and extra else question
 
 
 def is_dialogue(value):
@@ -374,6 +379,12 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     return documents
 
 
+def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) -> list[Document]:
+    """load_rows and sft_documents, without the prompts of `held_out`."""
+    documents = sft_documents(load_rows(spec, "sft", split), tokenizer, max_length, spec)
+    return without_prompts_of(documents, held_out, spec)
+
+
 def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
     """Print how many rows were dropped, why, and where the first of each kind are."""
     if dropped and dist.is_main():
@@ -406,9 +417,31 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     return kept
 
 
+def train_and_held_out(args, load):
+    """(training, held-out) documents of --dataset and --eval-dataset; without the latter, of the tiny world's
+    own held-out split or a share of the prompts. No prompt is on both sides. load: (spec, split) ->
+    documents."""
+    train = load(args.dataset, "train")
+    if not (args.eval_dataset or is_tiny(args.dataset)):
+        return hold_out(train)
+    held_out = load(args.eval_dataset or args.dataset, "test")
+    return without_prompts_of(train, held_out, args.dataset), held_out
+
+
+def check_same(spec: str, fingerprint):
+    """InputError unless all ranks have read the same."""
+    if len(set(dist.gather([fingerprint]))) > 1:
+        raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
+
+
 def prompt_key(messages: list[dict]) -> str:
     """A string that two dialogues share when their prompts are the same."""
-    return json.dumps([[m["role"], m["content"].strip()] for m in messages[:-1]])
+    return turns_key(messages[:-1])
+
+
+def turns_key(turns: list[dict]) -> str:
+    """The same of a prompt alone."""
+    return json.dumps([[m["role"], m["content"].strip()] for m in turns])
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -436,6 +469,23 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
     return blocks
 
 
+def make_blocks(documents: list[Document], max_length: int, packing=True) -> list[list[Document]]:
+    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
+    if not packing:
+        return [[document] for document in documents]
+    packed = pack([len(document.ids) for document in documents], max_length)
+    return [[documents[i] for i in block] for block in packed]
+
+
+def n_tokens(block: list[Document]) -> int:
+    return sum(len(document.ids) for document in block)
+
+
+def n_response_tokens(blocks: list[list[Document]]) -> int:
+    """Tokens with loss: the first one of a document is none, whatever its mask says."""
+    return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
+
+
 class Batch(NamedTuple):
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
@@ -459,3 +509,10 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
     return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))
+
+
+def micro_batches(blocks: list[list[Document]], pad_id: int, size: int, device):
+    """This rank's share of the blocks (dist.batches), collated. A rank that runs out of blocks gets batches
+    that carry no loss."""
+    for some in dist.batches(blocks, size, n_tokens):
+        yield collate(some, pad_id, device)

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -95,6 +96,16 @@ def gather(values: list) -> list:
     parts = [None] * world_size()
     td.all_gather_object(parts, values)
     return [value for part in parts for value in part]
+
+
+def batches(items, size: int, n_tokens=None):
+    """This rank's share of `items` in lists of at most `size`; n_tokens: an item's length, for like lengths
+    to share a list. Every rank gets the same number of lists, for a forward is a collective; a rank that runs
+    out of items gets empty ones."""
+    items = sorted(items, key=lambda item: -n_tokens(item)) if n_tokens else list(items)
+    mine = items[rank() :: world_size()]
+    for start in range(0, math.ceil(len(items) / world_size()), size):
+        yield mine[start : start + size]
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------

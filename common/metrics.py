@@ -158,19 +158,30 @@ def paired(before: list[float], after: list[float]) -> tuple[float, float, float
     return mean, mean - half, mean + half
 
 
+def paired_figures(key: str, before: list[dict], after: list[dict], column: str) -> dict[str, float]:
+    """{key, key_low, key_high}: `paired` of a column of two policies' rows on the same prompts."""
+    found = paired(*([row[column] for row in rows] for rows in (before, after)))
+    return dict(zip((key, f"{key}_low", f"{key}_high"), found))
+
+
+def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
+    """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
+    known = {key: column for key, column in columns.items() if rows and column in rows[0]}
+    return {key: sum(row[column] for row in rows) / len(rows) for key, column in known.items()}
+
+
 def against(before: list[dict], after: list[dict], tie_margin: float, prefix="") -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
     loses, and the paired difference (gain) with its 95 % interval."""
     out = {}
     for column in ("score", "gold") if "gold" in after[0] else ("score",):
-        pairs = [(a[column], b[column]) for a, b in zip(before, after, strict=True)]
-        key, differences = f"{prefix}{column}", [b - a for a, b in pairs]
-        out[f"{key}_win"] = sum(d > tie_margin for d in differences) / len(pairs)
-        out[f"{key}_lose"] = sum(d < -tie_margin for d in differences) / len(pairs)
+        key = f"{prefix}{column}"
+        differences = [b[column] - a[column] for a, b in zip(before, after, strict=True)]
+        out[f"{key}_win"] = sum(d > tie_margin for d in differences) / len(differences)
+        out[f"{key}_lose"] = sum(d < -tie_margin for d in differences) / len(differences)
         out[f"{key}_tie"] = 1 - out[f"{key}_win"] - out[f"{key}_lose"]
-        mean, low, high = paired(*zip(*pairs))
-        out |= {f"{key}_gain": mean, f"{key}_gain_low": low, f"{key}_gain_high": high}
+        out |= paired_figures(f"{key}_gain", before, after, column)
     return out
 
 

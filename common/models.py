@@ -13,7 +13,7 @@ import jinja2
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common import dist, losses, tiny
+from common import data, dist, losses, tiny
 from common.run import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -327,6 +327,17 @@ def next_token_logprobs(model, input_ids, where):
     with _computing(model, input_ids):
         hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return torch.log_softmax(model.get_output_embeddings()(hidden[where[0], where[1]]).float(), -1)
+
+
+@torch.no_grad()
+def mean_nll(model, blocks, pad_id, micro_batch_size, device) -> float:
+    """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
+    ranks. Every rank must call it."""
+    nll_sum = 0.0
+    for batch in data.micro_batches(blocks, pad_id, micro_batch_size, device):
+        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
+        nll_sum -= losses.masked_sum(logprobs, batch.action_mask).item()
+    return dist.all_sum(nll_sum)[0] / data.n_response_tokens(blocks)
 
 
 def _computing(model, input_ids):

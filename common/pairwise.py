@@ -64,10 +64,7 @@ def batches(comparisons, tokenizer, generator, micro_batch_size, device):
             first = bool(torch.rand((), generator=generator) < 0.5)
             texts = (c.texts[better], c.texts[worse]) if first else (c.texts[worse], c.texts[better])
             documents.append(document(tokenizer, c.prompt, *texts, "A" if first else "B"))
-    documents.sort(key=lambda d: -len(d.ids))
-    mine = documents[dist.rank() :: dist.world_size()]
-    for start in range(0, math.ceil(len(documents) / dist.world_size()), micro_batch_size):
-        some = mine[start : start + micro_batch_size]
+    for some in dist.batches(documents, micro_batch_size, lambda d: len(d.ids)):
         lengths = [len(d.ids) for d in some]
         blocks = data.pack(lengths, max(lengths)) if some else []
         yield data.collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
@@ -88,10 +85,8 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
         for i, (prompt, a, b) in enumerate(pairs)
         for order in (0, 1)
     ]
-    rows.sort(key=lambda row: -len(row[2].ids))
-    mine, found = rows[dist.rank() :: dist.world_size()], []
-    for start in range(0, math.ceil(len(rows) / dist.world_size()), micro_batch_size):
-        some = mine[start : start + micro_batch_size]
+    found = []
+    for some in dist.batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
         input_ids = data.collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
         ends = [len(d.ids) - 2 for _, _, d in some]  # the last token before the letter, which it does not see
         where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)

@@ -303,12 +303,9 @@ class Batch(NamedTuple):
 
 
 def batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
-    """This rank's share of `comparisons`, like lengths together, at most micro_batch_size in a batch. Every
-    rank gets the same number of batches, for a forward is a collective; one that runs out gets empty ones."""
-    by_length = sorted(comparisons, key=lambda c: -c.n_tokens)
-    mine = by_length[dist.rank() :: dist.world_size()]
-    for start in range(0, math.ceil(len(comparisons) / dist.world_size()), micro_batch_size):
-        yield collate(mine[start : start + micro_batch_size], pad_id, share_prompt, device)
+    """This rank's share of `comparisons` (dist.batches), collated."""
+    for some in dist.batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
+        yield collate(some, pad_id, share_prompt, device)
 
 
 def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu") -> Batch:
@@ -371,10 +368,8 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
         for i, c in enumerate(comparisons)
         for k, ids in enumerate(c.response_ids)
     ]
-    documents.sort(key=lambda d: -len(d.ids))
-    mine, found = documents[dist.rank() :: dist.world_size()], []
-    for start in range(0, math.ceil(len(documents) / dist.world_size()), micro_batch_size):
-        some = mine[start : start + micro_batch_size]
+    found = []
+    for some in dist.batches(documents, micro_batch_size, lambda d: len(d.ids)):
         batch = data.collate([[d] for d in some], pad_id, device)
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
         found += [(d.row, value) for d, value in zip(some, logprobs.double().sum(1).tolist())]

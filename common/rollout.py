@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 
     @property
     def key(self) -> str:
-        return data.prompt_key(self.messages)
+        return data.turns_key(self.turns)
 
     @property
     def category(self) -> str | None:
@@ -71,6 +71,14 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     return list(found.values())
 
 
+def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
+    room = args.max_length - args.max_new_tokens
+    sides = data.train_and_held_out(args, lambda spec, split: load_prompts(spec, split, tokenizer, room))
+    data.check_same(args.dataset, seed_of(*(prompt.key for side in sides for prompt in side)))
+    return sides
+
+
 def seed_of(*parts) -> int:
     """A seed made of these parts: the run's seed, a purpose, an iteration, ..."""
     return zlib.crc32(json.dumps(parts).encode())
@@ -102,11 +110,7 @@ def prompt_turns(row: dict) -> list[dict]:
     elif row.get("prompt") is not None:
         turns = data.turns(row["prompt"], "user")
     elif row.get("instruction") is not None:
-        question, extra = row["instruction"], row.get("input")
-        if not isinstance(extra, str | None):
-            raise ValueError(f"input is {type(extra).__name__}, wanted text")
-        both = isinstance(question, str) and extra
-        turns = data.turns(f"{question}\n\n{extra}" if both else question, "user")
+        turns = data.turns(data.instruction(row), "user")
     elif row.get("chosen"):
         turns = data.dialogue(row["chosen"])
     else:

@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -60,6 +61,18 @@ def check_flags(args, *more):
     for name, right, wanted in [*found, *more]:
         if not right:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
+
+
+def check_batch_size(args):
+    """InputError unless micro-batches of at most --micro-batch-size make up --batch-size over all ranks."""
+    share, rest = divmod(args.batch_size, dist.world_size())
+    whole = max(1, dist.world_size() * args.micro_batch_size)
+    fit = max(1, math.ceil(args.batch_size / whole)) * whole
+    if min(share, args.micro_batch_size) < 1 or rest or share % min(share, args.micro_batch_size):
+        raise InputError(
+            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
+            f"--micro-batch-size {args.micro_batch_size}: try --batch-size {fit}"
+        )
 
 
 def parse(recipes, argv=None):

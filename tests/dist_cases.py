@@ -147,7 +147,7 @@ UNEVEN = [5, 1, 7, 3, 9]
 # -- on any number of ranks --------------------------------------------------------------
 def blocks():
     rows = [data.Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
-    return sft.make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS)
+    return data.make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
 
 
 def policy(name="tiny", seed=0, compute_dtype=None):

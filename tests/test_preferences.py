@@ -250,9 +250,7 @@ def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
         load([pair(chosen="cat"), pair(chosen=""), pair(chosen="cat")])
     message = str(error.value)
     assert "none of its 3 rows can be used" in message
-    assert (
-        "the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
-    )
+    assert "the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
 
 
 def test_contradicting_rows_are_both_dropped_and_repeated_ones_stay(load, capsys):

@@ -8,7 +8,6 @@ from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
 
-import ppo
 from common import data, dist, models, rehearsal, rollout, tiny
 from common.metrics import read_jsonl
 from common.run import InputError
@@ -249,8 +248,7 @@ def test_ppo_makes_the_same_rows_from_its_first_policy(files, written, tmp_path)
 
 def test_the_held_out_prompts_are_not_rehearsed(files, written):
     held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
-    args = ppo.Args(max_length=64)
-    documents = ppo.rehearsal_documents(str(written), held_out, TOKENIZER, args)
+    documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
     keys = {data.prompt_key(d.messages) for d in documents}
     assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}
 

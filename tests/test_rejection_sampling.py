@@ -5,7 +5,6 @@ import collections
 import json
 import math
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import processes
@@ -351,7 +350,10 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
     args = make_args(packing=packing, micro_batch_size=micro_batch_size, max_grad_norm=0.0)
     rows = [row(p, " ".join(tiny.ANIMALS[: 1 + i % 6])) for i, p in enumerate(MANY)]
     documents = rs.make_documents(rows, MANY, TOKENIZER, args)
-    blocks, model = rs.make_blocks(documents, args), rs.load("tiny", TOKENIZER, args, CPU)
+    blocks, model = (
+        data.make_blocks(documents, args.max_length, args.packing),
+        rs.load("tiny", TOKENIZER, args, CPU),
+    )
     assert [len(blocks) == 10, len(blocks) < 6] == [not packing, packing]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     loss, norm = rs.update(model, optimizer, blocks, TOKENIZER.pad_token_id, args, CPU)

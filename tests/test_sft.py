@@ -366,7 +366,7 @@ def reference(trained, small):
 @pytest.mark.parametrize("packing", [True, False])
 def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(trained, reference, packing):
     documents, want = reference
-    blocks = sft.make_blocks(documents, sft.Args(packing=packing, max_length=64))
+    blocks = data.make_blocks(documents, 64, packing)
     assert (max(map(len, blocks)) > 3) == packing
     assert_same_step(one_step(trained, blocks, packing=packing), want)
 
@@ -379,7 +379,7 @@ def test_positions_that_run_on_over_documents_would_change_the_loss(trained, ref
         position_ids=torch.arange(b.input_ids.shape[1]).expand_as(b.input_ids)
     )
     monkeypatch.setattr(data, "collate", running)
-    blocks = sft.make_blocks(documents, sft.Args(max_length=64))
+    blocks = data.make_blocks(documents, 64)
     assert abs(one_step(trained, blocks)[0] - want[0]) > 1e-3
 
 
@@ -387,23 +387,21 @@ def test_positions_that_run_on_over_documents_would_change_the_loss(trained, ref
 @pytest.mark.parametrize("packing", [True, False])
 def test_micro_batch_size_changes_neither_loss_nor_gradient(trained, reference, size, packing):
     documents, _ = reference
-    blocks = sft.make_blocks(documents, sft.Args(packing=packing, max_length=64))[
-        :7
-    ]  # 7: the last one is uneven
+    blocks = data.make_blocks(documents, 64, packing)[:7]  # 7: the last one is uneven
     assert_same_step(
         one_step(trained, blocks, micro_batch_size=size), one_step(trained, blocks, micro_batch_size=7)
     )
 
 
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(trained, reference):
-    blocks = sft.make_blocks(reference[0], sft.Args(max_length=64))
+    blocks = data.make_blocks(reference[0], 64)
     on, off = one_step(trained, blocks, checkpointing=True), one_step(trained, blocks)
     assert on[3].is_gradient_checkpointing and not off[3].is_gradient_checkpointing
     assert_same_step(on, off, tolerance=1e-6)
 
 
 def test_max_grad_norm_scales_the_gradient_and_zero_leaves_it(trained, reference):
-    blocks = sft.make_blocks(reference[0], sft.Args(max_length=64))
+    blocks = data.make_blocks(reference[0], 64)
     _, norm, free, _ = one_step(trained, blocks)
     _, same, cut, _ = one_step(trained, blocks, max_grad_norm=norm / 4)
     assert same == pytest.approx(norm)  # what is logged is the norm before

@@ -27,7 +27,7 @@ def program(folder):
     model = dist.shard(models.load_policy("tiny", tokenizer), device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = [data.Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
-    blocks = sft.make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), args)
+    blocks = data.make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)
     sft.update(model, optimizer, blocks, tokenizer.pad_token_id, args, device)
     with dist.consolidated(model):
         sample(model, [[1, 2]], max_new_tokens=4, stop_ids=[], pad_id=0)

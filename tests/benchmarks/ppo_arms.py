@@ -75,7 +75,9 @@ def main(args: Args):
                         after[f"{key}_{x}"] for x in ("gain", "gain_low", "gain_high", "win", "tie", "lose")
                     )
                     line[f"{key} gain"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
-                    line["win / tie / lose" + " " * (group == "forget")] = " / ".join(f"{x:.0%}" for x in shares)
+                    line["win / tie / lose" + " " * (group == "forget")] = " / ".join(
+                        f"{x:.0%}" for x in shares
+                    )
             if "eval/ptx_nll" in after:
                 line["ptx nll"] = f"{after['eval/ptx_nll']:.2f}"
             table.append(line)

@@ -62,7 +62,9 @@ def main(args: Args):
                     key = f"gold/score_over_{other}"
                     known = key in row
                     line[f"gold over the {other}"] = (
-                        f"{row[key]:+.3f} [{row[key + '_low']:+.3f}, {row[key + '_high']:+.3f}]" if known else ""
+                        f"{row[key]:+.3f} [{row[key + '_low']:+.3f}, {row[key + '_high']:+.3f}]"
+                        if known
+                        else ""
                     )
                 room = versions[min(versions)]["gold/perfect"] - versions[min(versions)]["gold/score"]
                 line["gap closed"] = f"{row.get('gold/score_over_first', 0) / room:.0%}"
