@@ -170,6 +170,7 @@ def check(args):
     size = args.prompts_per_iteration * args.n_samples
     check_flags(
         args,
+        ("iterations", args.iterations >= 1, "1 or more"),
         ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("minibatch_size", 1 <= args.minibatch_size <= size, f"at most the rollout's {size} responses"),

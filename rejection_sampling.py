@@ -23,11 +23,7 @@ responses to a prompt one counts.
 
 import collections
 import dataclasses
-import gc
-import json
 import math
-import os
-import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +31,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, losses, metrics, models, rollout
+from common import data, dist, losses, metrics, models, pool, rollout
 from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
 
 
@@ -133,6 +129,7 @@ def check(args):
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     check_flags(
         args,
+        ("iterations", args.iterations >= 1, "1 or more"),
         ("threshold", rising and all(map(math.isfinite, args.threshold)), "finite numbers that rise"),
         ("temperatures", warm, "one or more above 0: K greedy responses are all the same"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
@@ -142,87 +139,19 @@ def check(args):
         raise InputError("--student is the policy itself: leave it out")
 
 
-def load(name, tokenizer, args, device, gradient_checkpointing=False):
-    gc.collect()  # the model before: its methods are bound to it, a cycle that holds its weights
-    return dist.shard(models.load_policy(name, tokenizer, gradient_checkpointing, args.seed), device)
-
-
-# -- sample ----------------------------------------------------------------------------------------
-def chunks_to_sample(pool, prompts, iteration, args):
-    """[(number, prompts)] of the iteration's chunks that the pool does not hold whole. What it holds of
-    these, because a crash came in the middle of a write, is left out: a chunk is sampled whole."""
-    size = args.chunk_prompts
-    chunks = {i: prompts[start : start + size] for i, start in enumerate(range(0, len(prompts), size))}
-    held = collections.Counter(row["chunk"] for row in pool if row["iteration"] == iteration)
-    todo = [(i, some) for i, some in chunks.items() if held[i] != len(some) * args.n_samples]
-    numbers = {i for i, _ in todo}
-    kept = [row for row in pool if row["iteration"] != iteration or row["chunk"] not in numbers]
-    if len(kept) < len(pool):
-        pool[:] = kept
-        write_pool(f"{args.output_dir}/pool.jsonl", pool)
-    return todo
-
-
-def sample_into_pool(pool, policy, tokenizer, chunks, about, args):
-    """K responses to each prompt from `policy`, appended to the pool and to its file chunk by chunk. about:
-    iteration, model and temperature, which each row of the pool tells."""
-    K, temperature = args.n_samples, about["temperature"]
-    with dist.consolidated(policy):  # the weights are gathered once; inside, ranks need not decode in step
-        for number, prompts in chunks:
-            seed = rollout.seed_of(args.seed, "sample", about["iteration"], number)
-            options = (K, args.max_new_tokens, temperature, seed, args.top_p, args.slots)
-            found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
-            rows = [
-                {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids}
-                | {"finished": r.finished and r.clean, **about, "chunk": number}
-                | {"score": None, "scorer": None}
-                for prompt, responses in zip(prompts, found)
-                for r in responses
-            ]
-            pool += rows
-            if dist.is_main():
-                with open(f"{args.output_dir}/pool.jsonl", "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                    file.flush()
-                    os.fsync(file.fileno())
-
-
-def read_pool(path):
-    """The rows of a pool file, on every rank. Its last line may be cut, by a crash in the middle of a write:
-    then it is left out, and this is said."""
-    rows, lines = [], []
-    if dist.is_main():
-        lines = Path(path).read_text("utf-8", errors="replace").split("\n") if Path(path).is_file() else []
-    needed = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line else None
-            if row is not None and any(key not in row for key in needed):
-                raise ValueError("it lacks a column of " + ", ".join(needed))
-            if row and not all(isinstance(i, int) for i in row["response_ids"]):
-                raise ValueError("response_ids are no integers")
-            if row and not all(isinstance(m["content"], str) and m["role"] for m in row["prompt"]):
-                raise ValueError("prompt is no list of messages")
-        except (ValueError, TypeError, KeyError) as error:
-            if number < len(lines):
-                raise InputError(f"{path}:{number}: no row of a pool ({error}); mend or drop it") from None
-            print(f"{path}:{number}: the last line is cut, a crash's trace: left out")
-            continue
-        rows += [row] if row else []
-    return dist.gather(rows)  # rank 0's
-
-
+# -- an earlier run's pool ---------------------------------------------------------------------------
 def take_pool(path, prompts, tokenizer):
     """The pool of an earlier run. Ids that do not stand for their text here are encoded anew."""
     if not Path(path).is_file():
         raise InputError(f"--pool {path}: there is no such file")
-    pool, keys, changed = read_pool(path), {prompt.key for prompt in prompts}, 0
-    strange = sum(key_of(row) not in keys for row in pool)
-    if strange == len(pool):
-        raise InputError(f"--pool {path}: none of its {len(pool)} rows answers a prompt of --dataset")
+    responses, keys, changed = pool.read(path), {prompt.key for prompt in prompts}, 0
+    strange = sum(pool.key_of(row) not in keys for row in responses)
+    if strange == len(responses):
+        raise InputError(f"--pool {path}: none of its {len(responses)} rows answers a prompt of --dataset")
     if strange and dist.is_main():
-        print(f"{path}: {strange:,} of {len(pool):,} rows answer prompts that are not in --dataset: not used")
-    for row in pool:
+        n = len(responses)
+        print(f"{path}: {strange:,} of {n:,} rows answer prompts that are not in --dataset: not used")
+    for row in responses:
         if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
             try:
                 ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
@@ -231,47 +160,19 @@ def take_pool(path, prompts, tokenizer):
             row["response_ids"], changed = ids if row["finished"] else ids[:-1], changed + 1
     if changed and dist.is_main():
         print(f"{path}: {changed:,} responses were written in other tokens, encoded anew")
-    return pool
+    return responses
 
 
-def write_pool(path, pool):
-    if dist.is_main():
-        metrics.write_jsonl(path, pool)
-    dist.barrier()
-
-
-# -- score and select ------------------------------------------------------------------------------
-def score_pool(pool, scorer, prompts, args, device):
-    """Score, with the current scorer, the rows that another one scored or none has: scores of different
-    reward models cannot be compared. The file is replaced whole."""
-    by_key = {prompt.key: prompt for prompt in prompts}
-    old = [r for r in pool if r["scorer"] != scorer.version and key_of(r) in by_key]
-    if not old:
-        return
-    n_before = sum(r["scorer"] is not None for r in old)
-    if n_before and dist.is_main():
-        print(f"pool: {n_before:,} responses that another scorer scored are scored again")
-    pairs = [
-        (by_key[key_of(r)], rollout.Response(r["response_ids"], r["response"], r["finished"])) for r in old
-    ]
-    for row, x in zip(old, rollout.score(scorer, pairs, args.score_batch_size, device)):
-        row |= {"score": x, "scorer": scorer.version}
-    write_pool(f"{args.output_dir}/pool.jsonl", pool)
-
-
-def key_of(row):
-    return data.turns_key(row["prompt"])
-
-
-def select(pool, prompts, iteration, threshold, args):
+# -- select ----------------------------------------------------------------------------------------
+def select(responses, prompts, iteration, threshold, args):
     """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold.
     Responses that did not end, hold a special token (the pool's `finished` says both) or have no words are
     none; of equal ones to a prompt the first counts."""
     usable = {prompt.key: {} for prompt in prompts}
-    for row in pool:
+    for row in responses:
         now = args.candidates == "all" or row["iteration"] == iteration
-        if now and key_of(row) in usable and row["finished"] and row["response"].strip():
-            usable[key_of(row)].setdefault(row["response"].strip(), row)
+        if now and pool.key_of(row) in usable and row["finished"] and row["response"].strip():
+            usable[pool.key_of(row)].setdefault(row["response"].strip(), row)
     usable = {key: rows for key, rows in usable.items() if rows}
     if not usable:
         raise InputError(
@@ -298,7 +199,7 @@ def make_documents(rows, prompts, tokenizer, args):
     own), the text, encoded anew."""
     by_key, documents, dropped = {prompt.key: prompt for prompt in prompts}, [], collections.defaultdict(list)
     for row in rows:
-        prompt, answer = by_key[key_of(row)], row["response_ids"]
+        prompt, answer = by_key[pool.key_of(row)], row["response_ids"]
         messages = [*prompt.turns, {"role": "assistant", "content": row["response"]}]
         try:
             if args.student:
@@ -335,16 +236,6 @@ def update(model, optimizer, blocks, pad_id, args, device):
     return nll, grad_norm
 
 
-def learning_rate(stage, place, n_steps, args):
-    """Warm-up and cosine within a stage (one fine-tuning; one for each threshold), lower with each stage."""
-    warmup = math.ceil(args.warmup_ratio * n_steps)
-    if place < warmup:
-        share = (place + 1) / (warmup + 1)
-    else:
-        share = (1 + math.cos(math.pi * (place - warmup) / (n_steps - warmup))) / 2
-    return args.lr * args.lr_decay**stage * share
-
-
 def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device):
     """Train `start` on the stages' documents, one after the other, and write versions/ITERATION. Goes on from
     a checkpoint of this iteration. Returns the run's number of optimiser steps so far."""
@@ -360,8 +251,9 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
                 seed = rollout.seed_of(args.seed, "order", iteration, stage, epoch)
                 order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed)).tolist()
             chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
-            plan.append((learning_rate(stage, place, n_steps, args), [blocks[i] for i in chosen]))
-    model = load(start, tokenizer, args, device, args.gradient_checkpointing)
+            lr = args.lr * args.lr_decay**stage * pool.cosine(place, n_steps, args)
+            plan.append((lr, [blocks[i] for i in chosen]))
+    model = pool.load(start, tokenizer, args, device, args.gradient_checkpointing)
     if args.packing:
         models.check_packing(model)
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -470,34 +362,19 @@ def report(studies, version):
         metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
 
 
-def pool_figures(pool, chosen, iteration):
+def pool_figures(responses, chosen, iteration):
     """Of the pool, of this iteration's responses, and of the rows to train on (with several thresholds, the
     first one's)."""
-    new, best = [row for row in pool if row["iteration"] == iteration], {}
+    new, best = [row for row in responses if row["iteration"] == iteration], {}
     for row in new:
-        best[key_of(row)] = max(best.get(key_of(row), -math.inf), row["score"])
-    out = {"pool/rows": len(pool), "pool/new": len(new), "pool/temperature": new[0]["temperature"]}
+        best[pool.key_of(row)] = max(best.get(pool.key_of(row), -math.inf), row["score"])
+    out = {"pool/rows": len(responses), "pool/new": len(new), "pool/temperature": new[0]["temperature"]}
     out["pool/finished"] = sum(row["finished"] for row in new) / len(new)
     out["pool/score"] = sum(row["score"] for row in new) / len(new)
     out |= {"pool/best": sum(best.values()) / len(best), "pool/selected": len(chosen)}
     out["pool/selected_score"] = sum(row["score"] for row in chosen) / len(chosen)
     out["pool/earlier"] = sum(row["iteration"] < iteration for row in chosen) / len(chosen)
     return out
-
-
-def resume_log(args, studies, made):
-    """(metrics log without the rows of what has to be done again, optimiser steps taken before the iteration
-    to go on with)."""
-    newest = max([*studies, *made], default=-1)
-    saved = dist.checkpoint_state(f"{args.output_dir}/checkpoint")
-    rows, keep, step = metrics.read_jsonl(f"{args.output_dir}/metrics.jsonl") if dist.is_main() else [], 0, 0
-    if saved and saved["iteration"] == newest + 1:
-        keep, step = saved["logged_rows"], saved["first_step"]
-    elif newest in studies:
-        keep, step = studies[newest]["logged_rows"], studies[newest]["step"]
-    elif made:  # trained and written, but not studied
-        keep, step = dist.gather([(i + 1, r["step"]) for i, r in enumerate(rows) if "loss/nll" in r])[-1]
-    return metrics.Metrics(args.output_dir, keep_rows=keep), step
 
 
 def main(args: Args):
@@ -507,11 +384,7 @@ def main(args: Args):
     state = find_run(args)
     if state == "finished":
         return
-    versions = Path(args.output_dir, "versions")
-    # What there is of a run that was stopped, as rank 0 sees it: studied versions, made versions
-    there = list(versions.glob("*")) if state == "resume" and dist.is_main() else []
-    done = dist.gather(sorted(int(p.stem) for p in there if p.suffix == ".json" and p.stem.isdigit()))
-    made = dist.gather(sorted(int(p.name) for p in there if p.name.isdigit()))
+    studies, made = pool.versions_of(args, state)
 
     # 2. data
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
@@ -531,10 +404,11 @@ def main(args: Args):
     also = []
     if args.sft_dataset:
         also = data.load_sft(args.sft_dataset, learner, args.max_length, held_out=held_out)
-    if done:
-        pool = read_pool(f"{args.output_dir}/pool.jsonl")
+    pool_file = f"{args.output_dir}/pool.jsonl"
+    if studies:
+        responses = pool.read(pool_file)
     else:
-        pool = take_pool(args.pool, prompts, tokenizer) if args.pool else []
+        responses = take_pool(args.pool, prompts, tokenizer) if args.pool else []
 
     # 3. models: the scorer stays, policies come and go; each version has its own optimiser, in fine_tune
     scorer = rollout.load_scorer(args.scorer, tokenizer, device)
@@ -546,19 +420,19 @@ def main(args: Args):
 
     # 4. the pool, and where to go on
     start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
+    versions = Path(args.output_dir, "versions")
     versions.mkdir(parents=True, exist_ok=True)
-    write_pool(f"{args.output_dir}/pool.jsonl", pool)
-    first = done[0] if done else max((row["iteration"] for row in pool), default=0)
+    pool.write(pool_file, responses)
+    first = min(studies) if studies else max((row["iteration"] for row in responses), default=0)
     last = first + args.iterations
-    studies = {version: json.loads((versions / f"{version}.json").read_text()) for version in done}
-    (log, step), teacher = resume_log(args, studies, made), None
+    (log, step), teacher = pool.resume_log(args, studies, made, "loss/nll"), None
 
     # 5. loop
     for version in range(first, last + 1):
         # study the last iteration's model, the policy of the next one
         latest, model = str(versions / str(version)) if version > first else args.student or policy, None
         if version not in studies:
-            model = load(latest, learner, args, device)
+            model = pool.load(latest, learner, args, device)
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
             studies[version] = found
             log.log(step, version, **figures(studies, version))
@@ -574,25 +448,25 @@ def main(args: Args):
         began = time.time()
         n = args.prompts_per_iteration or len(prompts)
         now = rollout.fresh_prompts(prompts, n, iteration, args.seed)
-        chunks = chunks_to_sample(pool, now, iteration, args)
+        chunks = pool.chunks_to_sample(responses, now, iteration, args, args.n_samples)
         if chunks:
             sampler, told = policy if args.student else latest, studies[version]
             if args.student or model is None:
-                model = load(sampler, tokenizer, args, device)
+                model = pool.load(sampler, tokenizer, args, device)
             if args.student:  # whose own sweep is reported, but says nothing about the policy
                 quiet = dataclasses.replace(args, eval_prompts=0)
                 of_policy = (model, tokenizer, held_out, scorer, "teacher", quiet, device)
                 told = teacher = teacher or study(*of_policy)
             about = {"iteration": iteration, "model": sampler, "temperature": told["temperature"]}
-            sample_into_pool(pool, model, tokenizer, chunks, about, args)
+            pool.sample(responses, model, tokenizer, chunks, args.n_samples, about, args)
         model, sampled = None, time.time()
 
         # score, and select
-        score_pool(pool, scorer, prompts, args, device)
-        chosen = [select(pool, prompts, iteration, tau, args) for tau in args.threshold or [None]]
+        pool.score(responses, scorer, prompts, args, device)
+        chosen = [select(responses, prompts, iteration, tau, args) for tau in args.threshold or [None]]
         seconds = {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
         if dist.checkpoint_state(f"{args.output_dir}/checkpoint").get("iteration") != iteration:
-            log.log(step, iteration, **pool_figures(pool, chosen[0], iteration), **seconds)
+            log.log(step, iteration, **pool_figures(responses, chosen[0], iteration), **seconds)
 
         # fine-tune a new version
         start = latest if args.start_from == "last" else args.student or args.model
@@ -605,11 +479,7 @@ def main(args: Args):
 
     # 6. save
     if dist.is_main():
-        final, temporary = Path(args.output_dir, "model"), Path(args.output_dir, "model.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(versions / str(last), temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
+        pool.save_last(args, last)
         rows = [{"version": v, **row} for v, found in studies.items() for row in found["samples"]]
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
         curves = [
@@ -626,7 +496,7 @@ def main(args: Args):
         after = {str(version): figures(studies, version) for version in studies}
         bound, table = metrics.best_of_n_kl(args.n_samples), [studies[v]["samples"] for v in (last - 1, last)]
         print(f"best of {args.n_samples}: at most {bound:.2f} nats (KL) from the policy it is drawn from")
-        numbers = {"steps": step, "pool": len(pool), "kl_bound": bound, "versions": after}
+        numbers = {"steps": step, "pool": len(responses), "kl_bound": bound, "versions": after}
         numbers["categories"] = metrics.regressions(*table)
         write_json(f"{args.output_dir}/summary.json", numbers)  # last
         print(f"wrote {args.output_dir}/model")

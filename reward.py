@@ -393,6 +393,8 @@ def main(args: Args):
         vars(model.config).pop("safety_gate", None)  # a first stage's, for other scores
         if gate:
             model.config.safety_gate = gate  # for ppo.py, in model/config.json
+    else:
+        model.config.preference_model = True  # for dpo_iterative.py: not any language model is an oracle
     if not math.isfinite(after.get("eval/nll", 0.0)):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
     after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread

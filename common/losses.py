@@ -193,6 +193,18 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
     return torch.where(gated, safety_logits, helpfulness_logits)
 
 
+def length_penalty(scores, n_characters, coef):
+    """scores - coef * n_characters: what a best and a worst response are chosen by, so that length alone does
+    not win.
+
+    (RLHF Workflow, arXiv:2405.07863, section 4.2's ablation, with coef = 0.001.)
+
+    scores: (B,), reward units. n_characters: (B,), of the responses' texts. coef: reward units a character.
+    Returns (B,), reward units. Raises ValueError on unequal shapes."""
+    _same_shape(scores=scores, n_characters=n_characters)
+    return scores - coef * n_characters.to(scores.dtype)
+
+
 def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
     """Generalised advantage estimation within each response.
 
@@ -273,6 +285,46 @@ def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_
     n_clipped = ((clipped > error) & action_mask).sum()
     metrics = {"loss_sum": loss_sum.detach(), "n_tokens": n, "n_clipped": n_clipped}
     return loss_sum / (n if n_tokens is None else n_tokens), metrics
+
+
+def dpo_loss(
+    chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta,
+    label_smoothing=0.0, preference=None, n_rows=None,
+):  # fmt: skip
+    """Direct preference optimisation: the reward model that the policy is, trained on pairs.
+
+    h = beta * [(chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)]
+    L = -(1 / n_rows) sum_b [ p * log sigmoid(h) + (1 - p) * log sigmoid(-h) ]
+    p = (1 - label_smoothing) * preference + label_smoothing * (1 - preference)
+    (Rafailov et al., arXiv:2305.18290, eq. 7, where p = 1; E. Mitchell, "A note on DPO with noisy
+    preferences", 2023, has the label smoothing.) beta * (logprobs - ref_logprobs) is the implicit reward of a
+    response.
+
+    chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, its
+      end token included, gradient flows. ref_*: (n,), the same under the reference, no gradient.
+    beta: nats per nat, above 0. label_smoothing: in [0, 0.5): the share of labels taken to be wrong.
+    preference: (n,) or None for 1, in [0, 1]: the probability that "chosen" is the better one.
+    n_rows: pairs of the whole optimiser step, over all micro-batches and ranks; None: this batch's.
+    Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, ties
+      counting 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}), sums of this batch.
+    Raises ValueError on unequal shapes, a preference or label_smoothing out of its range, or no pair when
+    n_rows is None."""
+    preference = torch.ones_like(chosen_logprobs) if preference is None else preference
+    tensors = {"chosen": chosen_logprobs, "rejected": rejected_logprobs, "preference": preference}
+    _same_shape(**tensors, ref_chosen=ref_chosen_logprobs, ref_rejected=ref_rejected_logprobs)
+    if not ((preference >= 0) & (preference <= 1)).all():
+        raise ValueError("dpo_loss: a preference is a probability, from 0 to 1")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"dpo_loss: label_smoothing {label_smoothing} is not from 0 to below 0.5")
+    chosen_rewards = beta * (chosen_logprobs - ref_chosen_logprobs.detach())
+    rejected_rewards = beta * (rejected_logprobs - ref_rejected_logprobs.detach())
+    h = chosen_rewards - rejected_rewards
+    p = (1 - label_smoothing) * preference + label_smoothing * (1 - preference)
+    loss_sum = -(p * logsigmoid(h) + (1 - p) * logsigmoid(-h)).sum()
+    loss, metrics = _mean_over_rows("dpo_loss", loss_sum, n_rows, h * (preference - 0.5).sign())
+    metrics["chosen_reward_sum"] = chosen_rewards.detach().sum()
+    metrics["rejected_reward_sum"] = rejected_rewards.detach().sum()
+    return loss, metrics
 
 
 def _mean_over_rows(name, loss_sum, n_rows, signs):

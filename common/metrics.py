@@ -78,9 +78,9 @@ def print_table(rows: list[dict]):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
-def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"):
-    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against the
-    step."""
+def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
+    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`, the
+    step or the iteration."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -90,10 +90,10 @@ def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png"
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), squeeze=False)
     for axis, (title, keys) in zip(axes[0], panels.items()):
         for key in keys:
-            points = [(row["step"], row[key]) for row in rows if key in row]
+            points = [(row[x], row[key]) for row in rows if key in row]
             if points:
                 axis.plot(*zip(*points), marker="o" if len(points) < 10 else None, markersize=3, label=key)
-        axis.set(title=title, xlabel="step")
+        axis.set(title=title, xlabel=x)
         if axis.lines:
             axis.legend(fontsize=8)
         axis.grid(alpha=0.3)

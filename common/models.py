@@ -108,7 +108,7 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     for settings in (model.config, sampling):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return _ready(model, (token_logprobs, next_token_logprobs), gradient_checkpointing)
+    return _ready(model, (token_logprobs, logprobs_at, next_token_logprobs), gradient_checkpointing)
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
@@ -151,6 +151,11 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
 def is_causal_lm(name) -> bool:
     """False for a model with a scalar head, or another kind."""
     return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
+
+
+def is_preference_model(name) -> bool:
+    """True of a causal LM that reward.py trained with --kind pairwise."""
+    return is_causal_lm(name) and name != "tiny" and hasattr(_read_config(name), "preference_model")
 
 
 def n_outputs(name) -> int:
@@ -270,8 +275,8 @@ def check_packing(model):
 
 @torch.no_grad()
 def check_shared_prompt(model):
-    """InputError if responses that share their prompt in one row get other scores than in rows of their own:
-    some models read neither 4-D masks nor positions. Every rank must call it."""
+    """InputError if responses that share their prompt in one row get other scores, or log probabilities, than
+    in rows of their own: some models read neither 4-D masks nor positions. Every rank must call it."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     prompt, first, second = ([(k * i + 1) % vocabulary for i in range(k)] for k in (3, 4, 5))
     branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5, device=device)
@@ -279,9 +284,14 @@ def check_shared_prompt(model):
     row = torch.tensor([prompt + first + second], device=device)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]], device=device)
     ends = torch.tensor([[0, 0], [6, 11]], device=device)
-    shared = model.head_outputs(row, ends, positions, mask)
     rows = torch.tensor([prompt + first + [0], prompt + second], device=device)
-    alone = model.head_outputs(rows, torch.tensor([[0, 1], [6, 7]], device=device))
+    alone_ends = torch.tensor([[0, 1], [6, 7]], device=device)
+    if hasattr(model, "head_outputs"):
+        shared, alone = model.head_outputs(row, ends, positions, mask), model.head_outputs(rows, alone_ends)
+    else:
+        targets = torch.tensor([1, 2], device=device)
+        shared = model.logprobs_at(row, ends, targets, positions, mask)
+        alone = model.logprobs_at(rows, alone_ends, targets)
     close = 1e-4 if getattr(model, "compute_dtype", torch.float32) == torch.float32 else 0.05
     # A window of attention would show in long rows only
     config = model.config.get_text_config()
@@ -307,18 +317,47 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     exists."""
     with _computing(model, input_ids):
         body = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        # (n, H), (n,). On a rank without loss n is 0: empty tensors still connect every weight to the
-        # gradient
         hidden, targets = body.last_hidden_state[:, :-1][action_mask], input_ids[:, 1:][action_mask]
-        head, parts = model.get_output_embeddings(), []
-        size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
-        again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
-        for chunk in zip(hidden.split(size), targets.split(size)):
-            inputs = (head, *chunk, temperature, entropy)
-            parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
+        found = _unembed(model, hidden, targets, temperature, entropy)
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
-    logprobs, entropies = (zeros.masked_scatter(action_mask, torch.cat(part)) for part in zip(*parts))
+    logprobs, entropies = (zeros.masked_scatter(action_mask, x) for x in found)
     return (logprobs, entropies) if entropy else logprobs
+
+
+def logprobs_at(model, input_ids, where, targets, position_ids=None, attention_mask=None):
+    """log pi(target | what is seen at a place), for rows in which responses share a prompt.
+
+    input_ids: (B, T). where: (2, n), rows and columns of the tokens that see all before a target. targets:
+    (n,) token ids. position_ids, attention_mask: as head_outputs takes them. Returns (n,) fp32, nats. Call it
+    as a method, like token_logprobs."""
+    with _computing(model, input_ids):
+        options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
+        return _unembed(model, hidden[where[0], where[1]], targets)[0]
+
+
+def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
+    """(log probabilities, entropies) of (n, H) hidden states and (n,) targets, chunk by chunk. On a rank
+    without loss n is 0: empty tensors still connect every weight to the gradient."""
+    head, parts = model.get_output_embeddings(), []
+    size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
+    again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
+    for chunk in zip(hidden.split(size), targets.split(size)):
+        inputs = (head, *chunk, temperature, entropy)
+        parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
+    return [torch.cat(part) for part in zip(*parts)]
+
+
+@torch.no_grad()
+def seq_logprobs(model, documents, pad_id, micro_batch_size, device) -> list[float]:
+    """log pi(y | x) in nats, a sum over the response's tokens, of every document, on every rank; every rank
+    must call it."""
+    found, numbered = [], list(enumerate(documents))
+    for some in dist.batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
+        batch = data.collate([[document] for _, document in some], pad_id, device)
+        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
+        found += zip((i for i, _ in some), logprobs.double().sum(1).tolist())
+    return [x for _, x in sorted(dist.gather(found))]
 
 
 def next_token_logprobs(model, input_ids, where):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from common import data, dist, metrics, rollout
+from common import data, dist, metrics, models, rollout
 from common.run import InputError
 
 ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
@@ -40,10 +40,15 @@ class Comparison(NamedTuple):
     kept: tuple = (0, 1)  # which of the row's responses these are
     samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
     ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
+    ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
 
     @property
     def messages(self):  # as data.Document has them, for data.hold_out and its like
         return [*self.prompt, {"role": "assistant", "content": self.texts[0]}]
+
+    @property
+    def key(self) -> str:
+        return data.turns_key(self.prompt)
 
     @property
     def n_tokens(self):
@@ -135,6 +140,29 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         raise ValueError("no response is better than another")
     about |= {"grades": grades and [grades[i] for i in fits], "kept": tuple(fits)}
     return Comparison(messages[:-1], texts, prompt_ids, response_ids, torch.tensor(ranks), **about)
+
+
+def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
+    """(prompt messages, two texts, P(the first is the better one) by the row's label) of a preference row; of a
+    ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
+    are a pair without a label. ValueError says why there is none."""
+    responses = values.get("responses")
+    if responses is None:
+        if not values.get("chosen") or not values.get("rejected"):
+            raise ValueError("neither chosen and rejected nor responses")
+        prompt, texts = _pair(values)
+        label = _number(values, "preference", 0, 1)
+        return prompt, texts, 1.0 if label is None else label
+    if isinstance(responses, list) and not any(isinstance(r, dict) and "score" in r for r in responses):
+        values = {**values, "responses": [{**r, "score": i} for i, r in enumerate(responses[:2])]}
+        return *_ranking(values)[:2], None
+    prompt, texts, grades = _ranking(values)
+    places = itertools.permutations(range(len(texts)), 2)
+    pairs = [(i, j) for i, j in places if grades[i] != grades[j] and texts[i].strip() != texts[j].strip()]
+    if not pairs:
+        raise ValueError("no response is better than another")
+    i, j = pairs[zlib.crc32(where.encode()) % len(pairs)]
+    return prompt, [texts[i], texts[j]], float(grades[i] > grades[j])
 
 
 def column(comparison, name) -> list | None:
@@ -354,7 +382,25 @@ def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, devic
     return Batch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
 
 
-@torch.no_grad()
+def response_logprobs(model, batch) -> torch.Tensor:
+    """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
+    (n_responses,), gradient flows."""
+    where, targets, lengths, ends = [], [], [], iter(batch.response_ends.T.tolist())
+    for c, before in zip(batch.comparisons, batch.prompt_ends[1].tolist()):
+        for ids in (*c.response_ids, *c.samples):
+            row, end = next(ends)
+            # A response's first token comes after the prompt's last one, which may stand far before it
+            where += [(row, before), *((row, column) for column in range(end - len(ids) + 1, end))]
+            targets.append(ids)
+            lengths.append(len(ids))
+    where = torch.tensor(where, dtype=torch.long).view(-1, 2).T
+    targets = torch.cat([torch.zeros(0, dtype=torch.long), *targets])
+    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+    where, targets, owner = (x.to(batch.input_ids.device) for x in (where, targets, owner))
+    logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
+    return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
+
+
 def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
@@ -363,20 +409,13 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
             torch.cat([c.prompt_ids, ids]),
             torch.arange(len(c.prompt_ids) + len(ids)) >= len(c.prompt_ids),
             [],
-            (i, k),  # in place of the row it came from
+            c.row,
         )
-        for i, c in enumerate(comparisons)
-        for k, ids in enumerate(c.response_ids)
+        for c in comparisons
+        for ids in c.response_ids
     ]
-    found = []
-    for some in dist.batches(documents, micro_batch_size, lambda d: len(d.ids)):
-        batch = data.collate([[d] for d in some], pad_id, device)
-        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
-        found += [(d.row, value) for d, value in zip(some, logprobs.double().sum(1).tolist())]
-    out = [torch.zeros(len(c.response_ids)) for c in comparisons]
-    for (i, k), value in dist.gather(found):
-        out[i][k] = value
-    return out
+    found = torch.tensor(models.seq_logprobs(model, documents, pad_id, micro_batch_size, device))
+    return list(found.split([len(c.response_ids) for c in comparisons]))
 
 
 def baselines(policy, comparisons, pad_id, micro_batch_size, device) -> dict[str, float]:

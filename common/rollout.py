@@ -4,11 +4,14 @@ DPO begin with.
 A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or `module:function`,
 called on each rank with its own rows: fn(prompts: list[str], responses: list[str], rows: list[dict]) ->
 list[float]. A prompt's str is its last message; its row has all columns of the data set, and `messages`.
+`module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge.
+Where responses are only ranked it may be a pairwise preference model (common/pairwise.py).
 """
 
 import collections
 import importlib
 import inspect
+import itertools
 import json
 import math
 import os
@@ -175,34 +178,41 @@ class Scorer(NamedTuple):
     model: object = None  # with its
     tokenizer: object = None
     same_tokens: bool = True  # as the policy's: ids are scored as they were sampled
+    pairwise: bool = False  # it compares the responses to a prompt with each other
 
 
-def load_scorer(spec, tokenizer, device) -> Scorer:
+def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template
-    (`same_tokens` is False), scores the text, encoded anew. Every rank must call it."""
-    if re.fullmatch(r"[\w.]+:\w+", spec):
-        module, _, name = spec.partition(":")
+    (`same_tokens` is False), scores the text, encoded anew. pairwise: whether a pairwise preference model
+    will do. Every rank must call it."""
+    named = re.fullmatch(r"([\w.]+):(\w+)(?:=(.+))?", spec)
+    if named:
+        module, name, argument = named.groups()
         sys.path.append(os.getcwd())
         try:
             function = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise InputError(f"--scorer {spec}: {error}; wanted module:function") from None
-        if not callable(function):
-            raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
         try:
             code = inspect.getsource(function)
         except (OSError, TypeError):
             code = ""
-        return Scorer(spec, _version(spec, code), function=function)
-    n_outputs = models.n_outputs(spec)
+        function = function(argument) if argument and callable(function) else function
+        if not callable(function):
+            raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
+        return Scorer(spec, version_of(spec, code), function=function)
+    pairwise = pairwise and models.is_preference_model(spec)
+    n_outputs = 0 if pairwise else models.n_outputs(spec)
     own = models.load_tokenizer(spec, quiet=True)
-    model = models.load_scorer(spec, own, n_outputs).requires_grad_(False)
-    model = dist.shard(model, device)
-    return for_tokens(Scorer(spec, _version(spec, models.identity(spec)), None, model, own), tokenizer)
+    model = models.load_policy(spec, own) if pairwise else models.load_scorer(spec, own, n_outputs)
+    model = dist.shard(model.requires_grad_(False), device)
+    scorer = Scorer(spec, version_of(spec, models.identity(spec)), None, model, own, pairwise=pairwise)
+    return for_tokens(scorer, tokenizer)
 
 
-def _version(spec, behind):
-    """Rank 0's, for a copy of the files on another node has other times."""
+def version_of(spec, behind) -> str:
+    """The name and a fingerprint of what is behind it: rank 0's, for a copy of the files on another node has
+    other times."""
     return dist.gather([f"{spec}@{zlib.crc32(json.dumps(behind).encode()):08x}"])[0]
 
 
@@ -213,8 +223,8 @@ def same_tokens(a, b) -> bool:
 
 
 def for_tokens(scorer, tokenizer) -> Scorer:
-    """The scorer for a policy with this tokenizer."""
-    if scorer.function is not None:
+    """The scorer for a policy with this tokenizer. One that compares reads texts, whatever the tokens."""
+    if scorer.function is not None or scorer.pairwise:
         return scorer
     return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
 
@@ -222,9 +232,12 @@ def for_tokens(scorer, tokenizer) -> Scorer:
 @torch.no_grad()
 def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
-    end is scored as if it had ended where it was cut. InputError names a pair whose score is not finite, and
-    a function that raises or gives another number of scores."""
+    end is scored as if it had ended where it was cut. A pairwise preference model gives the mean probability
+    that a response beats the prompt's other responses among the pairs. InputError names a pair whose score is
+    not finite, and a function that raises or gives another number of scores."""
     mine = range(len(pairs))[dist.rank() :: dist.world_size()]
+    if scorer.pairwise:
+        return _round_robin(scorer, pairs, batch_size, device)
     if scorer.function is not None:
         found = _ask(scorer, [pairs[i] for i in mine], batch_size)
         found = list(zip(mine, found))
@@ -246,6 +259,29 @@ def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> l
         if not math.isfinite(x):
             raise InputError(f"{scorer.name} gives {x} for {response.text[:80]!r}, to {_last(prompt)[:80]!r}")
     return scores
+
+
+def _round_robin(scorer, pairs, batch_size, device):
+    from common import pairwise  # which reads preferences, and they read this file
+
+    groups = collections.defaultdict(list)
+    for i, (prompt, _) in enumerate(pairs):
+        groups[prompt.key].append(i)
+    games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
+    plain = data.special_tokens(scorer.tokenizer).sub
+    turns = [[{**m, "content": plain("", m["content"])} for m in prompt.turns] for prompt, _ in pairs]
+    answers = [plain("", response.text) for _, response in pairs]
+    texts = [(turns[i], answers[i], answers[j]) for i, j in games]
+    try:
+        found = pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size, device)
+    except ValueError as error:  # its template refuses a role, for one
+        raise InputError(f"{scorer.name}: {error}") from None
+    won, played = [0.0] * len(pairs), [0] * len(pairs)
+    for (i, j), log_odds in zip(games, found):
+        p = 1 / (1 + math.exp(-log_odds))
+        won[i], won[j] = won[i] + p, won[j] + 1 - p
+        played[i], played[j] = played[i] + 1, played[j] + 1
+    return [x / n if n else 0.5 for x, n in zip(won, played)]
 
 
 def _encode(scorer, prompt, response):

@@ -29,21 +29,23 @@ class InputError(ValueError):
     without a traceback."""
 
 
-BEGUN = ("checkpoint/latest", "pool.jsonl")  # a run directory that has one of these can be gone on with
+BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
 
 LIMITS = (  # what a number may be, and the arguments of any script that it holds for
     ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens slots"),
-    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt iterations prompts_per_iteration n_samples"),
+    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt prompts_per_iteration n_samples offline_pairs"),
+    ("1 or more", lambda x: x >= 1, "chains max_rows chunk_rows"),
     ("1 or more", lambda x: x >= 1, "score_batch_size chunk_prompts ptx_batch_size rehearsal_batch_size"),
     ("2 or more", lambda x: x >= 2, "max_length"),
     ("1 or more", lambda x: x >= 1, "rehearsal_per_cluster rehearsal_prompts"),
     ("1 or more", lambda x: x >= 1, "clusters per_cluster max_prompts"),
-    ("more than 0", lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl"),
+    ("more than 0", lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
     ("0 or more", lambda x: x >= 0, "kl_coef value_lr freeze_layers value_warmup_steps rehearsal_clusters"),
     ("0 or more", lambda x: x >= 0, "ptx_coef rehearsal_coef patience tie_margin missing_eos_penalty"),
     ("0 or more", lambda x: x >= 0, "lr min_warmup_steps weight_decay max_grad_norm eval_every save_every"),
     ("0 or more", lambda x: x >= 0, "temperature sample_prompts length_prompts min_score_gap n_others"),
-    ("0 or more", lambda x: x >= 0, "expected_reward_samples sweep_prompts eval_prompts"),
+    ("0 or more", lambda x: x >= 0, "expected_reward_samples sweep_prompts eval_prompts length_penalty"),
+    ("0 or more", lambda x: x >= 0, "iterations"),
     ("0 to 1", lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
 )
 
@@ -163,11 +165,12 @@ def find_run(args) -> str | None:
     ours = _outputs(folder)
     if ours and not (folder / "args.json").exists():
         raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
-    read = "model policy reference student scorer safety_scorer pool"
-    read += " dataset eval_dataset sft_dataset rehearsal_data ptx_dataset forget_dataset"
+    read = "model policy reference student enhancer scorer safety_scorer pool"
+    read += " dataset eval_dataset sft_dataset rehearsal_data ptx_dataset forget_dataset offline_data"
     for name in read.split() if args.overwrite else ():
         path = getattr(args, name, None)
-        if path and Path(path).resolve().is_relative_to(folder.resolve()):
+        word = name in ("reference", "enhancer") and path in ("sft", "last", "previous")
+        if path and not word and Path(path).resolve().is_relative_to(folder.resolve()):
             flag = f"--{name.replace('_', '-')} {path}"
             raise InputError(f"--overwrite would remove {flag} before it is read: another --output-dir")
     return "resume" if resume and begun else None
@@ -199,7 +202,8 @@ def start_run(args, stage: str, state: str | None):
 
 def _outputs(folder):
     names = ("model", "model.tmp", "checkpoint", "versions", "metrics.jsonl", "samples.jsonl", "pool.jsonl")
-    names += ("curves.jsonl", "rehearsal.jsonl")
+    names += ("curves.jsonl", "rehearsal.jsonl", "pairs.jsonl", "reference.json")
+    names += ("rows.jsonl", "failed.jsonl")
     return [path for path in [*(folder / name for name in names), *folder.glob("*.png")] if path.exists()]
 
 

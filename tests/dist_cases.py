@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
+import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
 import sft
-from common import data, dist, losses, models, pairwise, preferences, rollout, tiny
+from common import data, dist, losses, models, pairwise, pool, preferences, rollout, tiny
 from common.run import InputError
 from common.sampler import sample
 
@@ -78,6 +79,19 @@ def rs_options(folder, **options):
         "eval_dataset": str(folder / "asked.jsonl"),
         **options,
     }
+
+
+# Of dpo_iterative.py, on the same prompts: 3 chunks of 4 prompts and one of 1 at each of 2 temperatures
+DPO_RUN = {"scorer": "common.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 4, "epochs": 1}
+DPO_RUN |= {"chunk_prompts": 4, "eval_prompts": 3, "iterations": 2, "offline_pairs": 5, "max_new_tokens": 16}
+DPO_RUN |= {"max_length": 64, "batch_size": 5, "micro_batch_size": 1, "save_every": 2, "lr": 1e-3}
+
+
+def dpo_main(folder, output_dir, **options):
+    files = {"model": "tied", "dataset": "prompts.jsonl", "eval_dataset": "asked.jsonl"}
+    files |= {"offline_data": "pairs.jsonl", "output_dir": output_dir}
+    given = DPO_RUN | {name: str(folder / file) for name, file in files.items()}
+    dpo_iterative.main(dpo_iterative.Args(**given | options))
 
 
 # Of ppo.py: minibatches of 3 responses, of which rank 1 gets 1, and an empty second micro-batch
@@ -281,6 +295,38 @@ def answers(folder):
         "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2, CPU),
         "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2, CPU),
     }
+
+
+def dpo_pairs(folder):
+    """Pairs, of which every third one has a soft label, with log probabilities under a reference, made up."""
+    some = preferences.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
+    soft = lambda i: 0.25 * (i % 4) if i % 3 == 0 else None
+    ref = lambda c: -torch.tensor([3.9 * len(ids) for ids in c.response_ids])
+    return [c._replace(preference=soft(i), ref_logprobs=ref(c)) for i, c in enumerate(some)]
+
+
+def dpo_steps(folder, **options):
+    """([[every figure] of each step], the model after steps of plain gradient descent; see descend())."""
+    args = dpo_iterative.Args(micro_batch_size=2, beta=0.5, label_smoothing=0.1, **options)
+    model, more = policy()[0], (TOKENIZER.pad_token_id, args, CPU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    update = lambda some, step: dpo_iterative.update(model, optimizer, some, *more).values()
+    return steps_of(dpo_pairs(folder), update), model
+
+
+DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
+
+
+def dpo_reference(folder, name):
+    """Log probabilities of 7 pairs and of 1; what with_reference gives for 3, then for 7 and some twice."""
+    pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2, output_dir=str(folder / name))
+    Path(args.output_dir).mkdir(exist_ok=True)
+    model, rest = policy(folder / "tied")[0], (TOKENIZER.pad_token_id, args, CPU)
+    out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], *rest) for n in (7, 1)}
+    for n, some in ((3, pairs[:3]), (9, pairs + pairs[2:4])):
+        found = dpo_iterative.with_reference(some, str(folder / "tied"), TOKENIZER, args, CPU)
+        out[f"known {n}"] = [pair.ref_logprobs for pair in found]
+    return {key: [x.tolist() for x in found] for key, found in out.items()}
 
 
 # Responses of each step, and rows of the two other losses: 5 are 3 and 2, of 1 rank 1 has none
@@ -625,7 +671,7 @@ def rs_stopped(folder):
     """In the middle of an iteration's chunks, and after the first checkpoint."""
     with stopped(rollout, "rollout", 5):  # 2 of version 0's study, then chunks
         rs_main(folder, "rs stopped")
-    sampled = len(rejection_sampling.read_pool(folder / "rs stopped" / "pool.jsonl"))
+    sampled = len(pool.read(folder / "rs stopped" / "pool.jsonl"))
     with stopped(dist, "save_checkpoint", 1, after=True):
         rs_main(folder, "rs stopped", resume=True)
     rs_main(folder, "rs stopped", resume=True)
@@ -637,6 +683,42 @@ def rs_of_one_pool(folder):
     """Goes on with what one rank sampled, not scored yet."""
     rs_with_a_model(folder, "rs sampled by one, learnt by two", resume=True)
     return {}
+
+
+@case
+def dpo_updates(folder):
+    out = {}
+    for name, options in DPO_KINDS.items():
+        out[name], model = dpo_steps(folder, **options)
+        weights = state(model)
+        if dist.is_main():
+            torch.save(weights, folder / f"dpo {name}.pt")
+    return dist.gather([out])
+
+
+@case
+def dpo_references(folder):
+    return dist.gather([dpo_reference(folder, "references of two")])
+
+
+@case
+def dpo_run(folder):
+    dpo_main(folder, "dpo of two")
+    return {}
+
+
+@case
+def dpo_stopped(folder):
+    """In the middle of an iteration's chunks, after the first checkpoint, and in the second iteration."""
+    with stopped(rollout, "rollout", 7):  # 1 of version 0's study, then chunks
+        dpo_main(folder, "dpo stopped")
+    sampled = len(pool.read(folder / "dpo stopped" / "pool.jsonl"))
+    with stopped(dist, "save_checkpoint", 1, after=True):
+        dpo_main(folder, "dpo stopped", resume=True)
+    with stopped(dpo_iterative, "write_pairs", 2, after=True):
+        dpo_main(folder, "dpo stopped", resume=True)
+    dpo_main(folder, "dpo stopped", resume=True)
+    return {"sampled": sampled}
 
 
 @case

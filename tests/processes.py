@@ -16,7 +16,11 @@ of ppo.py
 
     rehearsal    rehearsal.jsonl is written, nothing is trained
 
-and of rejection_sampling.py
+of dpo_iterative.py
+
+    pairs N      pairs.jsonl of iteration N is written, nothing of it is trained
+
+and of rejection_sampling.py and dpo_iterative.py
 
     pool N       responses were appended to pool.jsonl for the N-th time
     scored N     the responses of iteration N are scored, the pool is not rewritten
@@ -30,6 +34,7 @@ or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
 """
 
 import atexit
+import gc
 import importlib
 import itertools
 import json
@@ -41,7 +46,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPTS = ("sft", "reward", "advantage_model", "rejection_sampling", "ppo")
+SCRIPTS = ("sft", "reward", "advantage_model", "rejection_sampling", "ppo", "dpo_iterative")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 ENV = {
@@ -123,6 +128,8 @@ def _serve():
     for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):
         getattr(transformers, name)
     importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")
+    gc.collect()
+    gc.freeze()  # a child that collects garbage need not look at, and so copy, what was imported
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
@@ -139,7 +146,7 @@ def _child(name, argv, moment, plots, cwd, folder):
         from common import metrics
 
         for plot in ("plot_metrics", "plot_scores", "plot_best_of_n", "plot_frontier"):
-            setattr(metrics, plot, lambda *_: None)
+            setattr(metrics, plot, lambda *_, **__: None)
     try:
         _run(name, argv, moment)
     except SystemExit as stop:
@@ -166,7 +173,7 @@ def _arrange(moment, script):
     import torch.distributed.checkpoint
     import transformers
 
-    from common import dist, losses, metrics
+    from common import dist, losses, metrics, pool
 
     what, n, rank = [*moment.split(), "", ""][:3]
     training = {"optim/lr", "kl/per_response"}  # keys of a row of training, the latter of ppo.py
@@ -236,11 +243,11 @@ def _arrange(moment, script):
         name = lambda file: os.readlink(f"/proc/self/fd/{file}")
         after(os, "fsync", lambda file: name(file).endswith("/pool.jsonl") and next(appends) == int(n))
     elif what == "scored":
-        before(
-            script,
-            "write_pool",
-            lambda path, pool: any(row["iteration"] == int(n) and row["scorer"] for row in pool),
-        )
+        scored = lambda rows: any(row["iteration"] == int(n) and row["scorer"] for row in rows)
+        before(pool, "write", lambda path, rows: scored(rows))
+    elif what == "pairs":
+        made = lambda path, rows: str(path).endswith("pairs.jsonl") and rows[-1]["iteration"] == int(n)
+        after(metrics, "write_jsonl", made)
     elif what == "version":
         after(dist, "save_model", lambda model, tokenizer, path, *_: path.endswith(f"versions/{n}"))
     elif what == "studied":
@@ -262,7 +269,8 @@ def _arrange(moment, script):
             return poisoned
 
         # a script has one of them
-        for name in ("sft_loss", "bradley_terry_loss", "advantage_model_loss", "ppo_value_loss"):
+        names = ("sft_loss", "bradley_terry_loss", "advantage_model_loss", "ppo_value_loss", "dpo_loss")
+        for name in names:
             setattr(losses, name, poison(getattr(losses, name)))
     else:
         raise ValueError(moment)

@@ -1,5 +1,5 @@
-"""What test_reward.py and test_advantage_model.py share: small runs, what they leave, and the same scores by
-plain transformers."""
+"""What several test files share: small runs of the scorers, what they leave, the same scores by plain
+transformers; prompts, and rows of the pool."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import processes
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from common import data, preferences, tiny
+from common import data, dist, models, preferences, rollout, tiny
 from common.metrics import read_jsonl
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
@@ -202,3 +202,46 @@ def documents(comparison, k):
     """One response as a document of SFT."""
     of_one = ids(comparison, k)[0]
     return data.Document(of_one, torch.arange(len(of_one)) >= len(comparison.prompt_ids), [], None)
+
+
+# -- prompts and rows of the pool ----------------------------------------------------------
+def prompt(text, number=1):
+    """A prompt of the tiny world as rollout.load_prompts gives it."""
+    turns = [{"role": "user", "content": text}]
+    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", {}))
+
+
+def row(prompt, response, score=0.0, iteration=1, chunk=0, finished=True, scorer="a@1"):
+    """A row of the pool (common/pool.py)."""
+    ids = TOKENIZER(response, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
+    out = {"prompt": prompt.turns, "response": response, "response_ids": ids, "finished": finished}
+    about = {"iteration": iteration, "model": "m", "temperature": 1.0, "chunk": chunk}
+    return {**out, **about, "score": score, "scorer": scorer}
+
+
+A, B, C = (prompt(text, i) for i, text in enumerate(("copy ant", "first bear cat", "rest dog eel"), 1))
+
+
+def scorer_that_notes(asked, version="b@2"):
+    """A scorer that counts words, and appends to `asked` what it is asked for."""
+
+    def score(prompts, responses, rows):
+        asked.extend(zip(prompts, responses))
+        return [float(len(text.split())) for text in responses]
+
+    return rollout.Scorer("b", version, function=score)
+
+
+# -- small models --------------------------------------------------------------------------
+def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
+    """A causal LM that costs even less than tiny."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, tie_word_embeddings=True, **shape)
+    for part in (LlamaForCausalLM(config), tokenizer):
+        part.save_pretrained(folder)
+    return folder
+
+
+def make_scorer(folder, seed=0):
+    dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)

@@ -4,6 +4,7 @@ own."""
 
 import collections
 import json
+import math
 import os
 import re
 import shutil
@@ -24,10 +25,9 @@ from transformers import (
 )
 
 import advantage_model
-import rejection_sampling
 import reward
 import sft
-from common import dist, tiny
+from common import dist, pool, tiny
 from common.metrics import read_jsonl
 
 WEIGHTS = "model/model.safetensors"
@@ -70,7 +70,7 @@ def prepare(folder):
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
     dist.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
-    with dist_cases.stopped(rejection_sampling, "score_pool", 1):
+    with dist_cases.stopped(pool, "score", 1):
         dist_cases.rs_with_a_model(folder, "rs sampled by one, learnt by one")
     shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
 
@@ -326,6 +326,72 @@ def test_the_same_pool_is_scored_and_learnt_alike_by_one_and_two_ranks(two):
     assert len(rows[0]) > 3 and len({r["loss/nll"] for r in rows[0]}) == len(rows[0])
     one, both = (load_file(f / WEIGHTS) for f in folders)
     assert max((one[name] - both[name]).abs().mean() for name in one) < 1e-5
+
+
+# -- iterative DPO -----------------------------------------------------------------------
+@pytest.mark.parametrize("name", dist_cases.DPO_KINDS)
+def test_a_step_of_dpo_has_the_figures_and_the_weights_of_one_rank(two, name):
+    ranks, (steps, model) = two("dpo_updates"), dist_cases.dpo_steps(two.folder, **dist_cases.DPO_KINDS[name])
+    assert ranks[0] == ranks[1] and len(steps) == len(ranks[0][name]) == 4
+    assert all(close(one, both) for one, both in zip(steps, ranks[0][name]))
+    assert all(step[-1] > 0 for step in steps) and len({step[0] for step in steps}) == 4
+    saved, start = torch.load(two.folder / f"dpo {name}.pt"), dist_cases.state(dist_cases.policy()[0])
+    for key, x in dist_cases.state(model).items():
+        torch.testing.assert_close(x, saved[key], atol=1e-5, rtol=1e-5)
+        moved, apart = (start[key] - x).abs().max(), (saved[key] - x).abs().max()
+        assert apart <= 0.01 * moved and moved > 0, key
+
+
+def test_log_probabilities_under_the_reference_are_those_of_one_rank_in_the_order_of_the_pairs(two):
+    ranks, one = two("dpo_references"), dist_cases.dpo_reference(two.folder, "references of one")
+    assert ranks[0] == ranks[1] and set(one) == set(ranks[0])
+    for key, want in one.items():
+        assert all(close(a, b) for a, b in zip(want, ranks[0][key], strict=True)), key
+    assert [len(one[key]) for key in one] == [7, 1, 3, 9]
+    for found in (one, ranks[0]):
+        assert found["known 9"][:3] == found["known 3"] and found["known 9"][7:] == found["known 9"][2:4]
+        assert all(close(a, b) for a, b in zip(found["known 9"], found["of 7"]))
+    assert len({x for pair in one["of 7"] for x in pair}) == 14  # they tell the order
+    paths = [two.folder / f"references of {n}" / "reference.json" for n in ("one", "two")]
+    files = [{version: set(known) for version, known in json.loads(p.read_text()).items()} for p in paths]
+    assert files[0] == files[1] and [len(keys) for keys in files[0].values()] == [7]
+
+
+def test_a_run_of_dpo_on_two_ranks_answers_every_prompt_and_begins_at_log_2(two):
+    two("dpo_run")
+    folder = two.folder / "dpo of two"
+    rows = read_jsonl(folder / "pool.jsonl")
+    counts = collections.Counter((r["iteration"], r["temperature"], r["prompt"][-1]["content"]) for r in rows)
+    assert set(counts.values()) == {2} and len(counts) == 2 * 2 * 13 and len({q for _, _, q in counts}) == 26
+    assert all(r["score"] == tiny.gold_score(r["prompt"][-1]["content"], r["response"]) for r in rows)
+    trained = [r for r in read_jsonl(folder / "metrics.jsonl") if "loss/dpo" in r]
+    pairs = collections.Counter(r["iteration"] for r in read_jsonl(folder / "pairs.jsonl"))
+    steps = collections.Counter()
+    for r in trained:
+        steps[r["iteration"]] += r["data/pairs"]
+    assert steps == pairs and set(pairs) == {1, 2}  # one pass
+    assert trained[0]["data/pairs"] == 5  # of which rank 1 has fewer
+    assert trained[0]["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
+    start, end = (load_file(f / "model.safetensors") for f in (two.folder / "tied", folder / "model"))
+    assert set(start) == set(end) and not [key for key in start if torch.equal(start[key], end[key])]
+
+
+def test_a_run_of_dpo_stopped_three_times_on_two_ranks_resumes_to_the_same_bits(two):
+    two("dpo_run")
+    assert two("dpo_stopped") == {"sampled": (4 + 4 + 4 + 1 + 4) * 2}
+    folders = two.folder / "dpo stopped", two.folder / "dpo of two"
+    for name in ("versions/1", "versions/2", "model"):
+        got, want = (load_file(f / name / "model.safetensors") for f in folders)
+        assert set(got) == set(want) and all(torch.equal(got[key], want[key]) for key in want)
+    for name in ("pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json"):
+        got, want = ((f / name).read_text().replace(str(f), "") for f in folders)
+        assert got == want, name
+    clock = ("time_s", "perf/sample_s", "perf/score_s", "perf/pairs_per_s")
+    got, want = (
+        [{k: v for k, v in r.items() if k not in clock} for r in read_jsonl(f / "metrics.jsonl")]
+        for f in folders
+    )
+    assert got == want
 
 
 # -- sharding ----------------------------------------------------------------------------

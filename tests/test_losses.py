@@ -888,6 +888,206 @@ def test_values_are_clipped_around_the_old_ones():
     assert of_value(old=3.0)[0] == pytest.approx((0.64 + 0.25 + 6.25) / 6)
 
 
+# -- length_penalty ----------------------------------------------------------------------
+def test_length_penalty_takes_off_a_coefficient_for_each_character():
+    """2 - 0.01 * 100, 1 - 0.01 * 0, -1 - 0.01 * 50."""
+    scores, characters = torch.tensor([2.0, 1.0, -1.0]), torch.tensor([100, 0, 50])
+    got = losses.length_penalty(scores, characters, 0.01)
+    torch.testing.assert_close(got, torch.tensor([1.0, 1.0, -1.5]))
+    assert torch.equal(losses.length_penalty(scores, characters, 0.0), scores)
+
+
+def test_length_penalty_refuses_unequal_shapes():
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.length_penalty(torch.zeros(2), torch.zeros(1), 0.1)
+
+
+# -- dpo_loss ----------------------------------------------------------------------------
+# Multiples of log 3: log ratios of 2, -1, -2 and 0, -1, 2, so that with beta = 1/2 h is 1, 0, -2
+DPO = {"chosen_logprobs": (-4, -3, -7), "rejected_logprobs": (-5, -3, -7)}
+DPO |= {"ref_chosen_logprobs": (-6, -2, -5), "ref_rejected_logprobs": (-5, -2, -9)}
+
+
+def of_thirds(*multiples):
+    """The mean of -log sigmoid(k log 3) = log(1 + 3^-k)."""
+    return sum(math.log1p(3.0**-k) for k in multiples) / len(multiples)
+
+
+def dpo(rows=slice(None), beta=0.5, inputs=None, **options):
+    inputs = inputs or {name: thirds(*values) for name, values in DPO.items()}
+    return losses.dpo_loss(*(x[rows] for x in inputs.values()), beta, **options)
+
+
+def test_dpo_by_hand():
+    """P is 3/4, 1/2 and 1/10; one right, one tie, one wrong; implicit rewards 1, -1/2, -1 and 0, -1/2, 1."""
+    loss, parts = dpo()
+    assert loss.item() == pytest.approx(-(LOG(3 / 4) + LOG(1 / 2) + LOG(1 / 10)) / 3)
+    assert parts["loss_sum"].item() == pytest.approx(3 * loss.item())
+    assert (parts["n_correct"], parts["n_rows"]) == (1.5, 3)
+    assert parts["chosen_reward_sum"].item() == pytest.approx(-0.5 * LOG3)
+    assert parts["rejected_reward_sum"].item() == pytest.approx(0.5 * LOG3)
+    assert loss.requires_grad and not any(value.requires_grad for value in parts.values())
+
+
+@pytest.mark.parametrize(
+    "wrong, multiples",
+    [
+        # chosen and rejected exchanged
+        (lambda c, r, rc, rr: losses.dpo_loss(r, c, rr, rc, 0.5), (-1, 0, 2)),
+        # the two sides of a ratio exchanged
+        (lambda c, r, rc, rr: losses.dpo_loss(rc, rr, c, r, 0.5), (-1, 0, 2)),
+        # the reference left out
+        (lambda c, r, rc, rr: losses.dpo_loss(c, r, 0 * rc, 0 * rr, 0.5), (0.5, 0, 0)),
+        # means over responses of 2, 1, 1 and 1, 1, 2 tokens
+        (lambda c, r, rc, rr: losses.dpo_loss(c / M, r / N, rc / M, rr / N, 0.5), (0.5, 0, -1.5)),
+        # beta on one side alone
+        (lambda c, r, rc, rr: losses.dpo_loss(c, r / 0.5, rc, rr / 0.5, 0.5), (1, 0.5, -3)),
+        # no beta
+        (lambda c, r, rc, rr: losses.dpo_loss(c, r, rc, rr, 1.0), (2, 0, -4)),
+    ],
+    ids=["sides", "ratio", "no reference", "mean", "one beta", "no beta"],
+)
+def test_dpo_differs_from_its_wrong_variants(wrong, multiples):
+    value = wrong(*(thirds(*values) for values in DPO.values()))[0].item()
+    assert value == pytest.approx(of_thirds(*multiples))
+    assert abs(value - dpo()[0].item()) > 0.05
+
+
+M, N = torch.tensor([2.0, 1, 1]), torch.tensor([1.0, 1, 2])
+
+
+def test_beta_stands_inside_the_sigmoid():
+    """Outside, 1/2 times the loss of 2, 0, -4, which is 0.5 (log 10/9 + log 2 + log 82) / 3."""
+    outside = 0.5 * dpo(beta=1.0)[0].item()
+    assert outside == pytest.approx(0.5 * (LOG(10 / 9) + LOG(2) + LOG(82)) / 3)
+    assert abs(outside - dpo()[0].item()) > 0.2
+
+
+@pytest.mark.parametrize("beta", [0.01, 0.1, 5.0])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"preference": torch.tensor([0.2, 1.0])}])
+def test_the_first_loss_of_dpo_is_log_2_and_every_pair_a_tie(beta, options):
+    chosen, rejected = (torch.randn(2, generator=torch.Generator().manual_seed(i)) * 90 for i in (0, 1))
+    loss, parts = losses.dpo_loss(chosen, rejected, chosen, rejected, beta, **options)
+    assert loss.item() == pytest.approx(LOG2, abs=1e-6) and parts["n_correct"] == 1
+    assert parts["chosen_reward_sum"] == 0 == parts["rejected_reward_sum"]
+
+
+@pytest.mark.parametrize(
+    "preference, smoothing, p, correct",
+    [
+        (None, 0.0, 1.0, 1.0),
+        (1.0, 0.0, 1.0, 1.0),
+        (0.0, 0.0, 0.0, 0.0),
+        (0.5, 0.0, 0.5, 0.5),  # a label of a tie
+        (0.8, 0.0, 0.8, 1.0),
+        (0.2, 0.0, 0.2, 0.0),  # the other one is better, and h > 0 is wrong
+        (None, 0.1, 0.9, 1.0),
+        (0.8, 0.25, 0.65, 1.0),  # 0.75 * 0.8 + 0.25 * 0.2
+        (0.0, 0.25, 0.25, 0.0),
+    ],
+)
+def test_labels_of_dpo_by_hand(preference, smoothing, p, correct):
+    """A pair of h = log 3, P = 3/4; and, for the other order of the same pair, P = 1/4."""
+    label = None if preference is None else torch.tensor([preference], dtype=torch.float64)
+    loss, parts = dpo(slice(0, 1), preference=label, label_smoothing=smoothing)
+    assert loss.item() == pytest.approx(p * LOG(4 / 3) + (1 - p) * LOG(4))
+    assert parts["n_correct"] == correct
+    other = {"preference": 1 - label} if label is not None else {"preference": torch.zeros(1).double()}
+    names = ("rejected_logprobs", "chosen_logprobs", "ref_rejected_logprobs", "ref_chosen_logprobs")
+    turned = {name: thirds(*DPO[name]) for name in names}
+    same, parts = dpo(slice(0, 1), inputs=turned, label_smoothing=smoothing, **other)
+    assert same.item() == pytest.approx(loss.item()) and parts["n_correct"] == correct
+
+
+def test_dpo_and_its_gradient_are_those_of_plain_python_in_fp64():
+    """dL/dh = sigmoid(h) - p for every pair; beta times that for the chosen side, minus it for the other."""
+    generator = torch.Generator().manual_seed(0)
+    sides = [(-40 * torch.rand(7, generator=generator)).double() for _ in range(4)]
+    label, beta, smoothing, n = torch.rand(7, generator=generator).double(), 0.3, 0.2, 11
+    chosen, rejected = (x.clone().requires_grad_() for x in sides[:2])
+    loss, parts = losses.dpo_loss(chosen, rejected, *sides[2:], beta, smoothing, label, n)
+    loss.backward()
+    total, right, wanted = 0.0, 0, []
+    for c, r, rc, rr, q in zip(*(x.tolist() for x in sides), label.tolist()):
+        h, p = beta * ((c - rc) - (r - rr)), 0.8 * q + 0.2 * (1 - q)
+        s = 1 / (1 + math.exp(-h))
+        total -= p * math.log(s) + (1 - p) * math.log(1 - s)
+        right += (h > 0) == (q > 0.5)
+        wanted.append(beta * (s - p) / n)
+    assert loss.item() == pytest.approx(total / n) and parts["loss_sum"].item() == pytest.approx(total)
+    assert parts["n_correct"] == right and 0 < right < 7
+    torch.testing.assert_close(chosen.grad, torch.tensor(wanted, dtype=torch.float64))
+    torch.testing.assert_close(rejected.grad, -chosen.grad, rtol=0, atol=0)
+
+
+def test_no_gradient_of_dpo_reaches_the_reference():
+    inputs = {name: thirds(*values) for name, values in DPO.items()}
+    dpo(inputs=inputs)[0].backward()
+    assert [x.grad is not None for x in inputs.values()] == [True, True, False, False]
+
+
+def test_pairs_of_dpos_micro_batches_add_up_to_the_big_batch():
+    """Of 2 and 1 pairs with n_rows = 3, against the mean of their own means."""
+    sides = {kind: {name: thirds(*x) for name, x in DPO.items()} for kind in ("whole", "split", "means")}
+    label, cuts = torch.tensor([1.0, 0.25, 0.6], dtype=torch.float64), (slice(0, 2), slice(2, 3))
+    whole, parts = dpo(inputs=sides["whole"], preference=label)
+    split = [dpo(cut, inputs=sides["split"], preference=label[cut], n_rows=3) for cut in cuts]
+    means = [dpo(cut, inputs=sides["means"], preference=label[cut])[0] for cut in cuts]
+    for loss in (whole, sum(x for x, _ in split), sum(means) / 2):
+        loss.backward()
+    assert sum(x.item() for x, _ in split) == pytest.approx(whole.item())
+    for key, value in parts.items():
+        assert sum(p[key].item() for _, p in split) == pytest.approx(value.item())
+    for name in ("chosen_logprobs", "rejected_logprobs"):
+        a, b, c = (sides[kind][name].grad for kind in ("whole", "split", "means"))
+        torch.testing.assert_close(b, a)
+        assert (c - a).abs().max() > 0.01
+    assert abs(sum(means).item() / 2 - whole.item()) > 0.05
+
+
+def test_dpo_of_no_pair_is_an_error_unless_other_micro_batches_have_some():
+    nothing = [thirds() for _ in range(4)]
+    with pytest.raises(ValueError, match="no pair"):
+        losses.dpo_loss(*nothing, 0.1)
+    value, parts = losses.dpo_loss(*nothing, 0.1, n_rows=4)
+    value.backward()
+    assert value == 0 and {key: x.item() for key, x in parts.items()} == dict.fromkeys(parts, 0)
+    assert nothing[0].grad.shape == nothing[1].grad.shape == (0,)
+
+
+@pytest.mark.parametrize("name", [*DPO, "preference"])
+@pytest.mark.parametrize("shape", [(1,), (2, 1), (3,), ()])
+def test_dpo_refuses_unequal_shapes(name, shape):
+    values = dict.fromkeys([*DPO, "preference"], torch.zeros(2))
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.dpo_loss(**{**values, name: torch.zeros(shape)}, beta=0.1)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, NAN])
+def test_a_preference_of_dpo_is_a_probability(value):
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, preference=torch.tensor([0.5, value]))
+
+
+@pytest.mark.parametrize("value", [-0.01, 0.5, 0.9, NAN])
+def test_label_smoothing_of_half_the_labels_or_more_is_refused(value):
+    with pytest.raises(ValueError, match="label_smoothing"):
+        losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, label_smoothing=value)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_dpo_stays_finite_far_out(smoothing):
+    """h is 1e4 and -1e4 in fp32, where sigmoid is 1 and 0: the loss is 1e4 (1 - p) and 1e4 p, the gradient
+    1 - p and -p."""
+    chosen, zero = torch.tensor([1e5, -1e5], requires_grad=True), torch.zeros(2)
+    loss, _ = losses.dpo_loss(chosen, zero, zero, zero, 0.1, label_smoothing=smoothing)
+    loss.backward()
+    assert loss.item() == pytest.approx(1e4 / 2, rel=1e-6)
+    expected = torch.tensor([smoothing, smoothing - 1]) * 0.1 / 2
+    torch.testing.assert_close(chosen.grad, expected)
+    assert torch.log(torch.sigmoid(torch.tensor(-1e4))).isinf()
+
+
 # -- the files that may be copied --------------------------------------------------------
 @pytest.mark.parametrize(
     "name, use",

@@ -433,6 +433,24 @@ def test_is_causal_lm(tmp_path):
     assert not models.is_causal_lm(classifier(tmp_path / "rm", 1))
 
 
+def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path):
+    plain = causal(tmp_path / "lm", "llama")
+    says_so = saved(tmp_path / "pairwise", LlamaConfig(**SMALL, preference_model=True))
+    head = LlamaConfig(**SMALL, num_labels=1, preference_model=True)
+    LlamaForSequenceClassification(head).save_pretrained(tmp_path / "rm")
+    names = ("tiny", plain, says_so, str(tmp_path / "rm"))
+    assert [models.is_preference_model(name) for name in names] == [False, False, True, False]
+
+
+def test_what_is_written_of_a_preference_model_is_one(tmp_path):
+    policy = dist.shard(models.load_policy("tiny", tiny.tokenizer()), torch.device("cpu"))
+    for marked in (False, True):
+        if marked:  # as reward.py --kind pairwise marks it
+            policy.config.preference_model = True
+        dist.save_model(policy, tiny.tokenizer(), tmp_path / "model")
+        assert models.is_preference_model(str(tmp_path / "model")) is marked
+
+
 def test_n_outputs_of_reward_and_advantage_models(tmp_path):
     for n in (1, 2):
         assert models.n_outputs(classifier(tmp_path / str(n), n)) == n
@@ -632,6 +650,130 @@ def test_next_token_logprobs_equal_log_softmax_at_each_place(model, rows):
     assert models.next_token_logprobs(model, rows[0], where[:, :0]).shape == (0, V)
 
 
+# -- logprobs_at -------------------------------------------------------------------------------
+PLACES = torch.tensor([[0, 3, 0, 1, 3, 3, 1], [0, 10, 7, 4, 10, 11, 4]])  # in any order, some twice
+TARGETS = torch.tensor([5, 60, 17, 0, 8, 33, 0])
+
+
+@pytest.mark.parametrize("places_in_memory", [1, 3, 1000])
+@torch.no_grad()
+def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_in_memory, monkeypatch):
+    monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V + V // 2)
+    full = model(input_ids=rows[0]).logits.double().log_softmax(-1)
+    expected = full[PLACES[0], PLACES[1], TARGETS].float()
+    got = models.logprobs_at(model, rows[0], PLACES, TARGETS)
+    assert got.shape == (7,) and got.dtype == torch.float32
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    # wrong variants: rows and columns exchanged, the place before, another target
+    exchanged = full[PLACES[1] % 4, PLACES[0], TARGETS]
+    before, other = full[PLACES[0], PLACES[1] - 1, TARGETS], full[PLACES[0], PLACES[1], TARGETS.roll(1)]
+    assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
+
+
+def test_places_before_actions_have_the_logprobs_of_token_logprobs(model, rows):
+    input_ids, mask = rows
+    where = mask.nonzero().T
+    got = models.logprobs_at(model, input_ids, where, input_ids[:, 1:][mask])
+    torch.testing.assert_close(got, models.token_logprobs(model, *rows)[mask], rtol=0, atol=1e-6)
+
+
+def tree():
+    """A prompt of 3 tokens and responses of 4 and 5: {"shared": ..., "apart": ...}, each the arguments of
+    logprobs_at for all tokens of both responses, in one row with a mask and in two rows."""
+    prompt, first, second = (torch.randint(3, V, (n,), generator=GENERATOR(n)) for n in (3, 4, 5))
+    branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5)
+    mask = ((branch == 0) | (branch == branch[:, None])).tril()[None, None]
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]])
+    targets = torch.cat([first, second])
+    columns = [2, 3, 4, 5, 2, 7, 8, 9, 10]  # the first token of either follows the prompt's last one
+    shared = (torch.cat([prompt, targets])[None], torch.tensor([[0] * 9, columns]), targets, positions, mask)
+    rows = torch.stack([torch.cat([prompt, first, first[:1]]), torch.cat([prompt, second])])
+    columns = [2, 3, 4, 5, 2, 3, 4, 5, 6]
+    return {"shared": shared, "apart": (rows, torch.tensor([[0] * 4 + [1] * 5, columns]), targets)}
+
+
+GENERATOR = torch.Generator().manual_seed
+
+
+@torch.no_grad()
+def test_responses_in_one_row_have_the_logprobs_they_have_apart(model):
+    given = tree()
+    shared = models.logprobs_at(model, *given["shared"])
+    rows, where, targets = given["apart"]
+    expected = reference(model, rows)[where[0], where[1], targets].float()
+    torch.testing.assert_close(shared, expected, rtol=0, atol=1e-5)
+    input_ids, where, targets, positions, mask = given["shared"]
+    for damaged in ((positions, None), (None, mask), (None, None)):
+        assert (models.logprobs_at(model, input_ids, where, targets, *damaged) - expected).abs().max() > 0.1
+    where = where.clone()
+    where[1, 4] = 6  # the token that stands before the second response is the first one's last
+    assert (models.logprobs_at(model, input_ids, where, targets, positions, mask) - expected)[4].abs() > 0.1
+
+
+@pytest.mark.parametrize("places_in_memory", [2, 1000])
+def test_gradients_of_responses_in_one_row_equal_those_of_rows_apart(model, places_in_memory, monkeypatch):
+    monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
+    given, weight = tree(), torch.linspace(-1, 2, 9)
+    rows, where, targets = given["apart"]
+    plain = reference(model, rows)[where[0], where[1], targets]
+    values = [(plain * weight).sum()]
+    values += [(models.logprobs_at(model, *given[key]) * weight).sum() for key in ("shared", "apart")]
+    grads = [torch.autograd.grad(value, list(model.parameters())) for value in values]
+    for expected, *found in zip(*grads):
+        size = max(1.0, expected.abs().max().item())
+        for got in found:
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * size)
+    assert min(g.abs().max() for g in grads[0]) > 0
+
+
+def test_chunks_of_places_are_computed_again_in_backward_and_a_single_one_is_not(rows, monkeypatch):
+    model, seen = small("llama"), []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    for places_in_memory, forward in ((3, [3, 3, 1]), (7, [7])):
+        monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
+        seen.clear()
+        logprobs = models.logprobs_at(model, rows[0], PLACES, TARGETS)
+        assert seen == forward
+        logprobs.sum().backward()
+        assert sorted(seen) == sorted(forward * (2 if len(forward) > 1 else 1))
+        with torch.no_grad():
+            seen.clear()
+            models.logprobs_at(model, rows[0], PLACES, TARGETS)
+        assert seen == forward
+
+
+def test_no_place_at_all_still_connects_every_parameter(model, rows):
+    model.zero_grad()
+    logprobs = models.logprobs_at(model, rows[0], PLACES[:, :0], TARGETS[:0])
+    assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
+    logprobs.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+# -- seq_logprobs ------------------------------------------------------------------------------
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
+def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micro_batch_size, tmp_path):
+    policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
+    documents = [document(seed, length) for seed, length in ((1, 5), (2, 9), (3, 3), (4, 9), (5, 4))]
+    got = models.seq_logprobs(policy, documents, 0, micro_batch_size, "cpu")
+    tokens = []
+    for d in documents:
+        ids = d.ids[None].long()
+        full = reference(policy, ids).detach().gather(-1, ids[:, 1:, None])[0, :, 0]
+        tokens.append(full[d.response_mask[1:]])
+    assert got == pytest.approx([x.sum().item() for x in tokens], abs=1e-4)
+    means = [x.mean().item() for x in tokens]
+    without_end = [x[:-1].sum().item() for x in tokens]
+    for wrong in (means, without_end, got[::-1]):
+        assert max(abs(a - b) for a, b in zip(got, wrong)) > 0.5
+
+
+def test_seq_logprobs_of_no_document_are_none(tmp_path):
+    policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
+    assert models.seq_logprobs(policy, [], 0, 4, "cpu") == []
+
+
 # -- check_shared_prompt -----------------------------------------------------------------------
 def no_mask(forward):
     return lambda *args, attention_mask=None, **options: forward(*args, **options)
@@ -658,6 +800,38 @@ def test_check_shared_prompt_refuses_a_window_which_only_long_rows_would_show(tm
         models.check_shared_prompt(scorer)
     scorer.config.sliding_window = None
     models.check_shared_prompt(scorer)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
+def test_check_shared_prompt_sees_a_leak_in_the_log_probabilities_of_a_policy(kind, leak, tmp_path):
+    policy = models.load_policy(causal(tmp_path, kind), Words(V))
+    if leak is None:
+        models.check_shared_prompt(policy)
+        policy.compute_dtype = torch.bfloat16
+        models.check_shared_prompt(policy)
+        return
+    policy.base_model.forward = leak(policy.base_model.forward)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(policy)
+
+
+@pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
+def test_check_shared_prompt_of_the_tiny_policy(leak):
+    policy = models.load_policy("tiny", tiny.tokenizer())
+    if leak is None:
+        return models.check_shared_prompt(policy)
+    policy.base_model.forward = leak(policy.base_model.forward)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(policy)
+
+
+def test_check_shared_prompt_refuses_a_policy_with_a_window(tmp_path):
+    policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(policy)
+    policy.config.sliding_window = None
+    models.check_shared_prompt(policy)
 
 
 # -- find_model --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common import data, dist, losses, models, preferences, tiny
+from common import data, dist, losses, models, preferences, rollout, tiny
 from common.run import InputError
 
 
@@ -712,20 +712,130 @@ def test_seq_logprobs_are_the_sums_of_plain_log_softmax(size, policy):
 
 
 def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
-    """What each of two ranks would send is collected by running them one after the other; one has 4
-    documents, the other 3, but with 2 documents in a batch both make 2 forwards."""
+    """What each of two ranks sends is collected by running them one after the other; one has 4 documents, the
+    other 3, but with 2 documents in a batch both make 2 forwards."""
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
     alone = preferences.seq_logprobs(policy, comparisons, PAD, 2, "cpu")
     sent, calls = [], collections.Counter()
     plain = policy.token_logprobs
-    monkeypatch.setattr(dist, "gather", lambda values: sent.extend(values) or [])
     for rank in (0, 1):
         as_rank(monkeypatch, rank, 2)
         monkeypatch.setattr(policy, "token_logprobs", lambda *a: calls.update([rank]) or plain(*a))
-        preferences.seq_logprobs(policy, comparisons, PAD, 2, "cpu")
-    assert calls == {0: 2, 1: 2} and len(sent) == len({where for where, _ in sent}) == 7
-    for (i, k), value in sent:
-        assert value == pytest.approx(alone[i][k].item(), abs=1e-4)
+        # Before rank 1 has run its numbers are missing: zeros stand for them
+        rest = [(i, 0.0) for i in range(7)] if rank == 0 else []
+        monkeypatch.setattr(dist, "gather", lambda values: sent.extend(values) or rest or list(sent))
+        joined = preferences.seq_logprobs(policy, comparisons, PAD, 2, "cpu")
+    assert calls == {0: 2, 1: 2} and sorted(i for i, _ in sent) == list(range(7))
+    assert [i for i, _ in sent] != list(range(7))  # sent in another order
+    for a, b in zip(joined, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+# -- log probabilities of responses that share a prompt --------------------------------------------
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("name", [name for name in BATCHES if "samples" not in name])
+@torch.no_grad()
+def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt, policy, monkeypatch):
+    monkeypatch.setattr(preferences, "ROW", 1)  # rows as long as the longest tree
+    comparisons = BATCHES[name]
+    batch = preferences.collate(comparisons, PAD, share_prompt)
+    got = preferences.response_logprobs(policy, batch)
+    expected = plain_logprobs(policy, comparisons)
+    assert got.tolist() == pytest.approx(sum(expected, []), abs=1e-4)
+    found = torch.cat(preferences.seq_logprobs(policy, comparisons, PAD, 3, "cpu"))
+    torch.testing.assert_close(got, found, rtol=0, atol=1e-4)
+    if name == "several trees a row" and share_prompt:
+        assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_response_logprobs_count_samples_after_the_labelled_responses(share_prompt, policy):
+    comparisons = BATCHES["samples"]
+    got = preferences.response_logprobs(policy, preferences.collate(comparisons, PAD, share_prompt))
+    whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
+    expected = sum(plain_logprobs(policy, whole), [])
+    assert len(expected) == 9 and got.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_the_end_token_and_the_first_token_count_in_response_logprobs(share_prompt, policy):
+    c = comparison(1, 5, 4, 7)
+    got = preferences.response_logprobs(policy, preferences.collate([c], PAD, share_prompt)).tolist()
+    for k, ids in enumerate(c.response_ids):
+        assert ids[-1] == END
+        row = torch.cat([c.prompt_ids, ids]).long()
+        logprobs = policy(input_ids=row[None]).logits[0].double().log_softmax(-1)
+        each = logprobs[torch.arange(4, len(row) - 1), row[5:]]
+        assert got[k] == pytest.approx(each.sum().item(), abs=1e-4)
+        for wrong in (each[:-1].sum(), each[1:].sum(), each.mean()):  # no end, no first token, a mean
+            assert abs(got[k] - wrong.item()) > 0.1
+
+
+@torch.no_grad()
+def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_the_row(policy):
+    """The token before the second and third response is the end of another response."""
+    c = comparison(1, 5, 4, 7, 3)
+    batch, seen = preferences.collate([c], PAD), []
+    expected = plain_logprobs(policy, [c])[0]
+
+    class Shifted:
+        def logprobs_at(self, input_ids, where, targets, *more):
+            seen.append(where.clone())
+            where[1, 4], where[1, 11] = 8, 15
+            return policy.logprobs_at(input_ids, where, targets, *more)
+
+    wrong = preferences.response_logprobs(Shifted(), batch).tolist()
+    columns = [4, 5, 6, 7, 4, *range(9, 15), 4, 16, 17]
+    assert [x.tolist() for x in seen] == [[[0] * 14, columns]]
+    assert wrong[0] == pytest.approx(expected[0], abs=1e-4)
+    assert min(abs(wrong[k] - expected[k]) for k in (1, 2)) > 1e-2
+
+
+def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, monkeypatch):
+    monkeypatch.setattr(preferences, "ROW", 1)
+    comparisons, grads = [comparison(3, 9, 8, 10), comparison(4, 3, 2, 4), comparison(5, 2, 1, 3)], []
+    weight = torch.linspace(-1, 2, 6)
+    for share in (True, False):
+        policy.zero_grad()
+        batch = preferences.collate(comparisons, PAD, share)
+        (preferences.response_logprobs(policy, batch) * weight).sum().backward()
+        grads.append([p.grad.clone() for p in policy.parameters()])
+    policy.zero_grad()
+    for (prompt, response), w in zip(all_ids(comparisons), weight):
+        row = torch.cat([prompt, response]).long()
+        logprobs = policy(input_ids=row[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        (w * logprobs.gather(-1, response.long()[:, None]).sum()).backward()
+    for *found, parameter in zip(*grads, policy.parameters()):
+        expected = parameter.grad
+        for got in found:
+            size = 1e-5 * max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=size)
+    policy.zero_grad()
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_response_logprobs_of_an_empty_batch_connect_every_weight(share_prompt, policy):
+    policy.zero_grad()
+    got = preferences.response_logprobs(policy, preferences.collate([], PAD, share_prompt))
+    assert got.shape == (0,)
+    got.sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+    policy.zero_grad()
+
+
+@pytest.mark.parametrize("pad", [PAD, END, V - 1])
+@torch.no_grad()
+def test_padding_changes_no_response_logprob(pad, policy, monkeypatch):
+    monkeypatch.setattr(preferences, "ROW", 1)
+    comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
+    for share in (True, False):
+        batch = preferences.collate(comparisons, pad, share)
+        assert len(batch.input_ids) > 1 and (batch.input_ids == pad).any()
+        got = preferences.response_logprobs(policy, batch).tolist()
+        assert got == pytest.approx(sum(plain_logprobs(policy, comparisons), []), abs=1e-4)
 
 
 # -- small helpers ------------------------------------------------------------------------------
@@ -735,6 +845,24 @@ def test_one_of_each_prompt_and_fingerprint():
     other = comparison(2, 3, 2, 2)
     numbers = {preferences.fingerprint(x) for x in ([a], [other], [a, other], [other, a], [])}
     assert len(numbers) == 5 and preferences.fingerprint([a]) == preferences.fingerprint([b])
+
+
+def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
+    a, b, c, d = load(
+        [
+            pair("copy ant"),
+            pair(" copy ant\n", "eel", "dog"),
+            pair("copy bear"),
+            {"chosen": HH + " dog", "rejected": HH + " eel"},
+        ]
+    )
+    assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
+    row = data.Row("f:1", {})
+    assert a.key == rollout.Prompt([], [user("copy ant")], row).key  # one key for both
+    assert d.key == rollout.Prompt([], TALK, row).key
+    assert a.ref_logprobs is None
+    before = preferences.fingerprint([a])
+    assert preferences.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before
 
 
 @torch.no_grad()

@@ -13,18 +13,35 @@ import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import CPU, TOKENIZER, Plain, assert_error, contents, read_json, rows_of, succeeds, write_rows
+from scorers import (
+    CPU,
+    TOKENIZER,
+    A,
+    B,
+    C,
+    Plain,
+    assert_error,
+    contents,
+    make_scorer,
+    prompt,
+    read_json,
+    row,
+    rows_of,
+    scorer_that_notes,
+    smaller_model,
+    succeeds,
+    write_rows,
+)
 from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 import rejection_sampling as rs
-from common import data, dist, metrics, models, rollout, tiny
+from common import data, metrics, models, pool, rollout, tiny
 from common.metrics import read_jsonl
 from common.run import InputError, parse
 
@@ -44,22 +61,6 @@ def one_thread():
 # -- parts: what they are given ----------------------------------------------------------
 def make_args(**options):
     return rs.Args(**{"max_new_tokens": 8, "max_length": 64, "scorer": GOLD, **options})
-
-
-def prompt(text, number=1):
-    turns = [{"role": "user", "content": text}]
-    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", {}))
-
-
-def row(prompt, response, score=0.0, iteration=1, chunk=0, finished=True, scorer="a@1"):
-    """A row of the pool."""
-    ids = TOKENIZER(response, add_special_tokens=False)["input_ids"] + [END] * finished
-    out = {"prompt": prompt.turns, "response": response, "response_ids": ids, "finished": finished}
-    about = {"iteration": iteration, "model": "m", "temperature": 1.0, "chunk": chunk}
-    return {**out, **about, "score": score, "scorer": scorer}
-
-
-A, B, C = (prompt(text, i) for i, text in enumerate(("copy ant", "first bear cat", "rest dog eel"), 1))
 
 
 def texts(rows):
@@ -168,68 +169,12 @@ def test_without_a_number_or_with_too_large_a_one_a_round_has_all_prompts():
         assert [sorted(some) for some in rounds(n, 3)] == [sorted(keys(MANY))] * 3
 
 
-def chunks(folder, pool, iteration=1, n=7):
-    args = make_args(output_dir=str(folder), chunk_prompts=3, n_samples=2)
-    return rs.chunks_to_sample(pool, MANY[:n], iteration, args)
-
-
-def test_whole_chunks_are_not_sampled_again_and_a_part_of_one_is_dropped(tmp_path):
-    whole = [row(p, str(k), chunk=0) for p in MANY[:3] for k in range(2)]
-    part = [row(p, str(k), chunk=1) for p in MANY[3:5] for k in range(2)]
-    earlier = [row(MANY[0], "of another iteration", iteration=0, chunk=1)]
-    pool = [*earlier, *whole, *part]
-    assert chunks(tmp_path, pool) == [(1, MANY[3:6]), (2, MANY[6:7])]  # the last chunk is a short one
-    assert pool == [*earlier, *whole] == read_jsonl(tmp_path / "pool.jsonl")
-    assert chunks(tmp_path, pool, iteration=2) == [(0, MANY[:3]), (1, MANY[3:6]), (2, MANY[6:7])]
-    assert pool == [*earlier, *whole]
-
-
-def test_of_a_whole_iteration_nothing_is_sampled_or_written(tmp_path):
-    pool = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY[:7]) for k in range(2)]
-    assert chunks(tmp_path, pool) == [] and len(pool) == 14 and not list(tmp_path.iterdir())
-
-
-# -- the pool's file ---------------------------------------------------------------------
-def test_a_last_line_that_was_cut_is_left_out_and_this_is_said(tmp_path, capsys):
-    path, rows = tmp_path / "pool.jsonl", [row(A, "ant"), row(A, "c\u2028\u00e9t"), row(B, "bear")]
-    metrics.write_jsonl(path, rows)
-    assert rs.read_pool(path) == rows and capsys.readouterr().out == ""
-    whole = path.read_bytes()
-    for cut in (20, len(json.dumps(rows[2])) - 1):
-        path.write_bytes(whole[:-cut])
-        assert rs.read_pool(path) == rows[:2]
-        assert f"{path}:3: the last line is cut" in capsys.readouterr().out
-    path.write_bytes(whole[:-1])  # only the line break is missing
-    assert rs.read_pool(path) == rows
-    assert rs.read_pool(tmp_path / "nothing.jsonl") == []
-
-
-@pytest.mark.parametrize("line, words", [('{"prompt": [', "no row"), ("[1]", "lacks"), ("7", "no row")])
-def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path, line, words):
-    good = json.dumps(row(A, "ant"))
-    (tmp_path / "pool.jsonl").write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(InputError, match=f"pool.jsonl:2: .*{words}"):
-        rs.read_pool(tmp_path / "pool.jsonl")
-
-
-@pytest.mark.parametrize("name", ["prompt", "response", "response_ids", "finished", "iteration", "chunk"])
-def test_a_row_without_a_column_is_an_error_that_names_it(tmp_path, name):
-    bare = {key: value for key, value in row(A, "ant").items() if key != name}
-    write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
-    with pytest.raises(InputError, match=f"pool.jsonl:2: .*lacks a column .*{name}"):
-        rs.read_pool(tmp_path / "pool.jsonl")
-
-
-def test_a_pool_without_scores_is_scored_or_an_error_that_names_the_column(tmp_path):
+# -- an earlier run's pool ---------------------------------------------------------------
+def test_a_pool_without_the_column_of_scores_is_an_error_that_names_it(tmp_path):
     bare = {key: value for key, value in row(A, "ant").items() if key not in ("score", "scorer")}
     path = write_rows(tmp_path / "pool.jsonl", [bare])
-    try:
-        pool = rs.take_pool(path, [A], TOKENIZER)
-    except InputError as error:
-        assert "scorer" in str(error)
-        return
-    rs.score_pool(pool, scorer_that_notes([]), [A], make_args(output_dir=str(tmp_path)), CPU)
-    assert pool[0]["score"] == 1.0
+    with pytest.raises(InputError, match="lacks a column of .*scorer"):
+        rs.take_pool(path, [A], TOKENIZER)
 
 
 def test_a_pool_of_other_prompts_is_an_error_and_of_some_it_is_said(tmp_path, capsys):
@@ -252,48 +197,6 @@ def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path, capsys):
         rs.take_pool(path, [A, B], TOKENIZER) == right
     )  # an end token for what had ended, for the other none
     assert "2 responses were written in other tokens, encoded anew" in capsys.readouterr().out
-
-
-# -- score -------------------------------------------------------------------------------
-def scorer_that_notes(asked, version="b@2"):
-    def score(prompts, responses, rows):
-        asked.extend(zip(prompts, responses))
-        return [float(len(text.split())) for text in responses]
-
-    return rollout.Scorer("b", version, function=score)
-
-
-def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_path, capsys):
-    pool, asked, path = (
-        [row(A, "ant cat", 7.0), row(B, "bear", 8.0, scorer="b@2")],
-        [],
-        tmp_path / "pool.jsonl",
-    )
-    pool += [row(B, "bear cat dog", None, scorer=None), row(C, "eel", 9.0)]
-    rs.write_pool(path, pool)
-    inode = path.stat().st_ino
-    rs.score_pool(pool, scorer_that_notes(asked), [A, B], make_args(output_dir=str(tmp_path)), CPU)
-    assert asked == [("copy ant", "ant cat"), ("first bear cat", "bear cat dog")]
-    assert [r["score"] for r in pool] == [2.0, 8.0, 3.0, 9.0]  # C is no prompt of this run
-    assert [r["scorer"] for r in pool] == ["b@2", "b@2", "b@2", "a@1"]
-    assert read_jsonl(path) == pool and path.stat().st_ino != inode and not list(tmp_path.glob("*.tmp"))
-    assert "1 responses that another scorer scored are scored again" in capsys.readouterr().out
-
-
-def test_a_pool_that_is_scored_is_neither_scored_nor_written_again(tmp_path):
-    pool, asked = [row(A, "ant", 1.0, scorer="b@2"), row(C, "eel", 1.0)], []
-    rs.score_pool(pool, scorer_that_notes(asked), [A, B], make_args(output_dir=str(tmp_path)), CPU)
-    assert not asked and not list(tmp_path.iterdir())
-
-
-def test_a_scorer_that_fails_changes_no_row(tmp_path):
-    def score(prompts, responses, rows):
-        return [math.nan if text == "bear" else 1.0 for text in responses]
-
-    pool = [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)]
-    with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        rs.score_pool(pool, rollout.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
-    assert [(r["score"], r["scorer"]) for r in pool] == [(None, None)] * 2
 
 
 # -- documents and steps -----------------------------------------------------------------
@@ -324,16 +227,6 @@ def test_a_document_that_is_too_long_is_dropped_and_named(capsys):
         rs.make_documents(rows, [A, B], TOKENIZER, make_args(max_length=3))
 
 
-def test_learning_rates_by_hand():
-    args = make_args(lr=2.0, warmup_ratio=0.25, lr_decay=0.5)
-    want = [2 / 3, 4 / 3, 2, 1 + math.sqrt(3) / 2, 1.5, 1, 0.5, 1 - math.sqrt(3) / 2]
-    for stage, factor in ((0, 1), (1, 0.5), (2, 0.25)):
-        rates = [rs.learning_rate(stage, place, 8, args) for place in range(8)]
-        assert rates == pytest.approx([factor * x for x in want])
-    assert rs.learning_rate(0, 0, 1, make_args(lr=2.0, warmup_ratio=0.0)) == 2.0
-    assert rs.learning_rate(0, 0, 1, make_args(lr=2.0, warmup_ratio=1.0)) == 1.0
-
-
 def nll(model, documents, without_end=False):
     """Mean over all response tokens, each document in a row of its own, by plain transformers."""
     parts = []
@@ -352,7 +245,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
     documents = rs.make_documents(rows, MANY, TOKENIZER, args)
     blocks, model = (
         data.make_blocks(documents, args.max_length, args.packing),
-        rs.load("tiny", TOKENIZER, args, CPU),
+        pool.load("tiny", TOKENIZER, args, CPU),
     )
     assert [len(blocks) == 10, len(blocks) < 6] == [not packing, packing]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -394,16 +287,6 @@ text = of_training(lambda responses: ["good"] * len(responses))
 def shortest(prompts, responses, rows):
     return [-float(len(response.split())) for response in responses]
 """
-
-
-def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
-    """A causal LM that costs even less than tiny."""
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.1, tie_word_embeddings=True, **shape)
-    for part in (LlamaForCausalLM(config), tokenizer):
-        part.save_pretrained(folder)
-    return folder
 
 
 def other_tokenizer():
@@ -611,7 +494,7 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 
     monkeypatch.setattr(rollout, "rollout", answers)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
-    model = rs.load("tiny", TOKENIZER, args, CPU)
+    model = pool.load("tiny", TOKENIZER, args, CPU)
     found = rs.study(model, TOKENIZER, [A, B, C], scorer_that_notes([]), 0, args, CPU)
     assert found["temperature"] == 0.7 and found["samples"] == []
     assert [c["max"] for c in found["curves"]] == [[2.0, 4.0], [1.5, 2.0]]  # of 1 and of 2 responses
@@ -821,10 +704,6 @@ def test_a_student_with_other_tokens_learns_the_text_in_its_own(small, tmp_path)
 
 
 # -- a scorer that is a model ------------------------------------------------------------
-def make_scorer(folder, seed=0):
-    dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
-
-
 def test_the_scores_of_a_reward_model_are_those_of_plain_transformers(small, tmp_path):
     make_scorer(tmp_path / "scorer")
     one = {"iterations": 1, "score_batch_size": 7}

@@ -1,15 +1,16 @@
 """common/rollout.py: prompts from rows, a policy's responses, and their scores by models and functions."""
 
 import importlib
+import math
 import os
 import sys
 
 import pytest
 import torch
 from scorers import CPU, TOKENIZER, Plain, write_rows
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import dist, models, rollout, tiny
+from common import dist, models, pairwise, rollout, tiny
 from common.run import InputError
 from common.sampler import Rollout
 
@@ -551,6 +552,158 @@ def test_the_version_changes_with_the_functions_source(write):
     versions.append(write("return [1.0]", "c").version)
     assert versions[0] == versions[1] != versions[2]
     assert all(version.startswith("my_scores:f@") for version in versions)
+
+
+# -- pairwise preference models ------------------------------------------------------------------
+BEATS = {("ant", "cat"): 3 / 4, ("cat", "dog"): 9 / 10, ("dog", "ant"): 3 / 4}  # in a circle
+BEATS |= {("bear", "eel"): 1 / 4}
+BEATS |= {(b, a): 1 - p for (a, b), p in BEATS.items()}
+
+
+@pytest.fixture
+def games(monkeypatch):
+    """What the oracle was asked; it says BEATS in place of a model."""
+    asked = []
+
+    def preferences(model, tokenizer, pairs, batch_size, device):
+        asked.append((model, tokenizer, list(pairs), batch_size, device))
+        return [math.log(BEATS[a, b] / (1 - BEATS[a, b])) for _, a, b in pairs]
+
+    monkeypatch.setattr(pairwise, "preferences", preferences)
+    return asked
+
+
+ORACLE = rollout.Scorer("oracle", "oracle@1", model="a model", tokenizer=TOKENIZER, pairwise=True)
+
+
+def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(games, load):
+    """ant beats cat by 3/4 and dog by 1/4: 1/2. cat: (1/4 + 9/10) / 2. dog: (1/10 + 3/4) / 2. A prompt's
+    only response has nothing to beat: 1/2."""
+    a, b, c = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}, {"prompt": "rest dog eel"}])
+    texts = [(a, "ant"), (b, "bear"), (a, "cat"), (c, "goat"), (b, "eel"), (a, "dog")]
+    got = rollout.score(ORACLE, [(prompt, response(text)) for prompt, text in texts], 3, CPU)
+    assert got == pytest.approx([0.5, 0.25, 0.575, 0.5, 0.75, 0.425])
+    ((model, tokenizer, asked, batch_size, device),) = games  # in one call
+    assert (model, tokenizer, batch_size, device) == ("a model", TOKENIZER, 3, CPU)
+    assert [turns for turns, _, _ in asked] == [a.turns] * 3 + [b.turns]
+    pairs = {frozenset(pair[1:]) for pair in asked}
+    assert len(asked) == len(pairs) == 4 and frozenset(("ant", "goat")) not in pairs
+
+
+def test_mean_probabilities_of_a_prompts_responses_have_the_mean_one_half(games, load):
+    prompts = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
+    pairs = [(prompts[0], response(text)) for text in ("dog", "ant", "cat")]
+    assert sum(rollout.score(ORACLE, pairs, 8, CPU)) == pytest.approx(3 / 2)
+    assert rollout.score(ORACLE, pairs[:1], 8, CPU) == [0.5]
+    assert rollout.score(ORACLE, [], 8, CPU) == []
+
+
+def test_special_tokens_in_a_text_are_left_out_for_the_oracle(monkeypatch, load):
+    asked = []
+    monkeypatch.setattr(
+        pairwise, "preferences", lambda model, tokenizer, texts, *_: asked.extend(texts) or [0.0]
+    )
+    (prompt,) = load([{"prompt": "copy ant"}])
+    answers = [response("ant")._replace(text="ant <|user|>"), response("cat")]
+    assert rollout.score(ORACLE, [(prompt, answer) for answer in answers], 8, CPU) == [0.5, 0.5]
+    assert asked == [(prompt.turns, "ant ", "cat")]
+
+
+def test_a_text_that_the_oracle_cannot_read_is_an_input_error_that_names_it(monkeypatch, load):
+    def preferences(*_):
+        raise ValueError("the chat template refuses it")
+
+    monkeypatch.setattr(pairwise, "preferences", preferences)
+    (prompt,) = load([{"prompt": "copy ant"}])
+    with pytest.raises(InputError, match="oracle: the chat template refuses it"):
+        rollout.score(ORACLE, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
+
+
+def save_policy(folder, **about):
+    """A tiny causal LM, with these figures in its configuration."""
+    policy = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    for key, value in about.items():
+        setattr(policy.config, key, value)
+    with torch.no_grad():  # far from uniform, so that orders and letters differ
+        for parameter in policy.parameters():
+            parameter.mul_(4 if parameter.ndim == 2 else 1)
+    dist.save_model(policy, TOKENIZER, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    return save_policy(tmp_path_factory.mktemp("oracle") / "model", preference_model=True)
+
+
+def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, load):
+    scorer = rollout.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
+    assert scorer.pairwise and scorer.function is None and scorer.version.startswith(f"{oracle}@")
+    assert not any(p.requires_grad for p in scorer.model.parameters())
+    a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
+    texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
+    pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
+    got = rollout.score(scorer, pairs, 2, CPU)
+    plain, letters = AutoModelForCausalLM.from_pretrained(oracle), TOKENIZER.convert_tokens_to_ids(["A", "B"])
+
+    def beats(prompt, first, second):
+        """By plain transformers on the text as it is written in the paper, both orders."""
+        found = []
+        for x, y in ((first, second), (second, first)):
+            text = (
+                f"<|bos|> <|user|> [CONTEXT] {prompt} [RESPONSE A] {x} [RESPONSE B] {y} <|end|> <|assistant|>"
+            )
+            ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(text.split())])
+            with torch.no_grad():
+                found.append(torch.softmax(plain(input_ids=ids).logits[0, -1, letters], -1)[0].item())
+        return (found[0] + 1 - found[1]) / 2
+
+    p, q, r = (beats("copy ant", *two) for two in (("ant", "bear cat"), ("ant", "dog"), ("bear cat", "dog")))
+    s = beats("first bear cat", "bear", "cat")
+    want = [(p + q) / 2, (1 - p + r) / 2, s, (1 - q + 1 - r) / 2, 1 - s]
+    assert got == pytest.approx(want, abs=1e-5)
+    assert max(abs(x - 0.5) for x in want) > 0.02  # 1/2 for all would not do
+
+
+def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
+    scorer, other = rollout.load_scorer(oracle, TOKENIZER, CPU, pairwise=True), tiny.tokenizer()
+    other.add_tokens(["zebra"])
+    assert rollout.for_tokens(scorer, other) is scorer
+
+
+def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks(oracle):
+    with pytest.raises(InputError, match="LlamaForCausalLM, wanted a run of reward.py or advantage_model.py"):
+        rollout.load_scorer(oracle, TOKENIZER, CPU)
+
+
+def test_a_causal_model_that_is_no_preference_model_is_refused_as_an_oracle_too(tmp_path):
+    for name in ("tiny", save_policy(tmp_path / "lm")):
+        with pytest.raises(InputError, match="is a .*wanted a run of reward.py") as error:
+            rollout.load_scorer(name, TOKENIZER, CPU, pairwise=True)
+        assert str(error.value).startswith(name)
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_where_an_oracle_may_be_pairwise_other_scorers_stay_what_they_are(n_outputs, folders, pairs):
+    one, other = (rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU, pairwise=x) for x in (True, False))
+    assert not one.pairwise and one.same_tokens and one.version == other.version
+    assert rollout.score(one, pairs, 8, CPU) == rollout.score(other, pairs, 8, CPU)
+    function = rollout.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU, pairwise=True)
+    assert function.function is tiny.gold_scorer and not function.pairwise
+
+
+# -- versions ------------------------------------------------------------------------------------
+def test_a_version_is_the_name_and_a_fingerprint_of_what_is_behind_it():
+    found = [rollout.version_of(*x) for x in (("a", [1]), ("a", [1]), ("a", [2]), ("b", [1]))]
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert [x.partition("@")[0] for x in found] == ["a", "a", "a", "b"]
+    assert all(len(x.partition("@")[2]) == 8 for x in found)
+
+
+def test_a_version_is_rank_0s(monkeypatch):
+    """Copies of the same files on two nodes have other times."""
+    monkeypatch.setattr(dist, "gather", lambda values: ["a@of rank 0", *values])
+    assert rollout.version_of("a", [1]) == "a@of rank 0"
 
 
 # -- samples.jsonl -------------------------------------------------------------------------------

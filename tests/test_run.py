@@ -91,7 +91,7 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
 
 # -- check_flags -------------------------------------------------------------------------
 LIMITS = [  # name, the last value that is right, one that is not, what is wanted
-    ("iterations", 1, 0, "1 or more"),
+    ("iterations", 0, -1, "0 or more"),
     ("n_samples", 1, 0, "1 or more"),
     ("prompts_per_iteration", 1, 0, "1 or more"),
     ("slots", 1, 0, "1 or more"),
@@ -285,9 +285,15 @@ class Inputs(Args):
     student: str | None = None
     scorer: str = "common.tiny:gold_scorer"
     pool: str | None = None
+    reference: str | None = None
+    enhancer: str | None = None
+    offline_data: str | None = None
 
 
-@pytest.mark.parametrize("name", ["model", "policy", "student", "scorer", "pool"])
+INPUTS = ["model", "policy", "student", "scorer", "pool", "reference", "enhancer", "offline_data"]
+
+
+@pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("relative", [False, True])
 def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -297,7 +303,9 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     path = lambda inside: inside if relative else str(tmp_path / inside)
     for inside in ("run", "run/versions/1", "run/../run/pool.jsonl"):
         args = Inputs(output_dir=str(folder), overwrite=True, **{name: path(inside)})
-        with pytest.raises(InputError, match=f"--overwrite would remove --{name} .*before it is read"):
+        with pytest.raises(
+            InputError, match=f"--overwrite would remove --{name.replace('_', '-')} .*before it is read"
+        ):
             find_run(args)
     assert all((folder / left).exists() for left in (*FINISHED, *POOL))
     for outside in ("run beside", "run/../pool.jsonl", "."):

@@ -1,0 +1,83 @@
+"""Iterative DPO on the tiny world, arm by arm: online against offline pairs, the reference, where training
+starts, the oracle, and the length penalty, by the true reward. Every arm and seed is a run of its own; finished
+ones are not run again.
+
+    python tests/benchmarks/dpo_arms.py --seeds 3
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import metrics  # noqa: E402
+
+BIASED = ["--scorer", "{biased}"]
+ARMS = {
+    "the recipe": [],
+    "offline, as many pairs": ["--iterations", "0", "--offline-data", "tiny", "--offline-pairs", "{pairs}"],
+    "start from SFT, all pairs": ["--start-from", "sft"],
+    "reference: last": ["--reference", "last"],
+    "the true reward as oracle": ["--scorer", "common.tiny:gold_scorer"],
+    "Advantage Model as oracle": ["--scorer", "{advantage_model}"],
+    "pairwise oracle": ["--scorer", "{pairwise}"],
+    "length bias": BIASED,
+    "length bias, penalty 0.1": [*BIASED, "--length-penalty", "0.1"],
+    "offline pairs first": ["--offline-data", "tiny", "--offline-pairs", "{pairs}"],
+    "an earlier version samples too": ["--enhancer", "previous"],
+}
+
+
+@dataclass
+class Args:
+    sft: str = "runs/sft"
+    """Finished runs on the tiny world."""
+    reward: str = "runs/reward"
+    advantage_model: str = "runs/advantage_model"
+    biased: str = "runs/reward_biased"
+    """Of reward.py --dataset tiny:length_bias=0.6."""
+    pairwise: str = "runs/reward_pairwise"
+    """Of reward.py --kind pairwise."""
+    pairs: int = 1480
+    """About as many as the recipe trains on in its three iterations."""
+    folder: str = "runs/dpo_arms"
+    """Where the runs go."""
+    seeds: int = 3
+    """Seeds 0, 1, ... of prompts, samples and order."""
+    only: tuple[int, ...] = tuple(range(len(ARMS)))
+    """Numbers of the arms to run."""
+
+
+def main(args: Args):
+    for number in args.only:
+        name, table = list(ARMS)[number], []
+        for seed in range(args.seeds):
+            out = Path(args.folder, f"{number}_{seed}")
+            flags = [x.format(**vars(args)) for x in ARMS[name]]
+            command = [sys.executable, str(ROOT / "dpo_iterative.py"), "--model", args.sft, *flags]
+            command += [] if "--scorer" in flags else ["--scorer", args.reward]
+            command += ["--seed", str(seed), "--output-dir", str(out), "--resume"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            seconds = metrics.read_jsonl(out / "metrics.jsonl")[-1]["time_s"]
+            for version, row in json.loads((out / "summary.json").read_text())["versions"].items():
+                line = {"seed": seed, "version": version, "score": f"{row['eval/score']:.2f}"}
+                line |= {"gold": f"{row['gold/score']:.2f}", "kl": row["eval/kl"], "gold over SFT": ""}
+                line |= {"win / tie / lose": "", "tokens": row["sample/length"], "seconds": seconds}
+                if "sft/gold_gain" in row:
+                    gain, low, high, *shares = (
+                        row[f"sft/gold_{x}"] for x in ("gain", "gain_low", "gain_high", "win", "tie", "lose")
+                    )
+                    line["gold over SFT"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+                    line["win / tie / lose"] = " / ".join(f"{x:.0%}" for x in shares)
+                table.append(line)
+        print(f"\n{name}", flush=True)
+        metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

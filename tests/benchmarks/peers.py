@@ -1,0 +1,89 @@
+"""What the benchmarks against other libraries share: models of random weights, a clock for transformers'
+trainers, and programs that take turns."""
+
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+
+def add_arguments(parser):
+    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", help="run this one here and print JSON")
+    parser.add_argument("--models", help="with --only: the folder of the models")
+
+
+def make_models(tokenizer, folder):
+    """`folder`/policy and `folder`/reward: Llamas of hidden size 256 and 6 layers. The end token's row of the
+    unembedding points along the mean hidden state, so that its logit is about the same everywhere:
+    log(V / 64)."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_labels=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
+        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.add_(0.05)
+        mean = model.model(torch.randint(len(words), (8, 64))).last_hidden_state.flatten(0, 1).mean(0)
+        model.lm_head.weight[words.eos_token_id] += mean / mean.square().sum() * math.log(len(words) / 64)
+    model.save_pretrained(f"{folder}/policy")
+    LlamaForSequenceClassification(config).save_pretrained(f"{folder}/reward")
+    for name in ("policy", "reward"):
+        words.save_pretrained(f"{folder}/{name}")
+
+
+def message(text, role="assistant"):
+    return {"role": role, "content": text}
+
+
+def clock():
+    """A callback for transformers' trainers whose `times` are the ends of the steps."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self):
+            self.times = []
+
+        def on_step_end(self, args, state, control, **kwargs):
+            self.times.append(time.perf_counter())
+
+    return Clock()
+
+
+def report(speed):
+    """What a program prints last, for take_turns."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(json.dumps({"per_s": speed, "peak_gb": peak}))
+
+
+def take_turns(file, names, against, flags, args):
+    """Run each of `names` (--only) --repeats times, one after the other, those that begin with trl by
+    --trl-python, and print the ratios of `against` {name: its base}, taken turn by turn."""
+    figures = {name: [] for name in names}
+    for _ in range(args.repeats):
+        for name in names:
+            command = [args.trl_python if name.startswith("trl") else sys.executable, file, "--only", name]
+            for flag in flags:
+                command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+            out = subprocess.run(command, capture_output=True, text=True)
+            if out.returncode:
+                sys.exit(out.stderr[-2000:])
+            figures[name].append(json.loads(out.stdout.strip().splitlines()[-1]))
+            speed, peak = figures[name][-1].values()
+            print(f"{name:12} {speed:8.2f} a second, peak {peak:.2f} GB", flush=True)
+    for name, base in against.items():
+        for key, what in (("per_s", "times the speed"), ("peak_gb", "of the peak memory")):
+            ratios = sorted(a[key] / b[key] for a, b in zip(figures[name], figures[base]))
+            middle = statistics.median(ratios)
+            print(f"{name} against {base}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) {what}")

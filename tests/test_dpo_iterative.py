@@ -1,0 +1,1157 @@
+"""dpo_iterative.py end to end: what a run leaves behind, the variants, resuming, oracles, and bad input."""
+
+import collections
+import dataclasses
+import inspect
+import itertools
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import ROOT, flags
+from safetensors.torch import load_file
+from scorers import (
+    CPU,
+    TOKENIZER,
+    A,
+    Plain,
+    assert_error,
+    column,
+    contents,
+    make_scorer,
+    read_json,
+    row,
+    rows_of,
+    smaller_model,
+    succeeds,
+    write_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import dpo_iterative as dpo
+from common import data, dist, metrics, models, pool, preferences, rollout, tiny
+from common.metrics import read_jsonl
+from common.run import InputError, parse
+
+GOLD = "common.tiny:gold_scorer"
+K, PROMPTS, ASKED, OFFLINE = 4, 12, 6, 24
+END, LOG2 = TOKENIZER.eos_token_id, math.log(2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -- a small run -------------------------------------------------------------------------
+OPTIONS = {"scorer": GOLD, "iterations": 2, "prompts_per_iteration": PROMPTS, "n_samples": K}
+OPTIONS |= {"chunk_prompts": 5, "eval_prompts": ASKED, "max_new_tokens": 8, "max_length": 64, "epochs": 2}
+OPTIONS |= {"batch_size": 4, "micro_batch_size": 2, "save_every": 3, "lr": 1e-3, "beta": 0.1}
+ONE_STEP = {"batch_size": 100, "micro_batch_size": 7, "epochs": 1, "warmup_ratio": 0, "save_every": 0}
+SHORT = {**ONE_STEP, "eval_prompts": 0}
+FILES = "args.json checkpoint frontier.png iterations.png length.png metrics.jsonl metrics.png model"
+FILES = {*FILES.split(), *"pairs.jsonl pool.jsonl reference.json samples.jsonl summary.json versions".split()}
+ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
+CLOCK = ("time_s", "perf/sample_s", "perf/score_s", "perf/pairs_per_s")
+SCORERS = """
+def same(prompts, responses, rows):
+    return [1.0] * len(responses)
+
+def longest(prompts, responses, rows):
+    return [float(len(response)) for response in responses]
+
+def never(prompts, responses, rows):
+    raise KeyError("nobody may ask")
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with prompts, of which two are held out too, comparisons of three kinds, oracles and a model
+    that ends its responses; flags for a run on them that takes a second."""
+    folder, asked = tmp_path_factory.mktemp("small"), tiny.rows("prompts", "test")[:10]
+    prompts = [*tiny.rows("prompts", "train")[:40], *asked[:2]]
+    write_rows(folder / "train.jsonl", [{"prompt": r["prompt"], "category": r["category"]} for r in prompts])
+    write_rows(folder / "test.jsonl", asked)
+    write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:400])
+    some = tiny.rows("preferences", "train")[:OFFLINE]
+    pairs = [{key: r[key] for key in ("prompt", "chosen", "rejected")} for r in some]
+    write_rows(folder / "pairs.jsonl", pairs)
+    write_rows(folder / "soft.jsonl", [{**r, "preference": (i % 5) / 4} for i, r in enumerate(pairs)])
+    write_rows(folder / "rankings.jsonl", tiny.rows("rankings", "train")[:OFFLINE])
+    smaller_model(folder / "base")
+    (folder / "mine.py").write_text(SCORERS)
+    some = {
+        "max_length": 64,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+        "max_steps": 60,
+        "lr": 1e-2,
+        "epochs": 9,
+    }
+    some |= {"sample_prompts": 0, "save_every": 0, "eval_every": 0, "model": folder / "base"}
+    some |= {"dataset": folder / "sft.jsonl", "output_dir": folder / "first"}
+    succeeds(processes.script("sft", *flags(**some), plots=False))
+    files = {"model": folder / "first", "dataset": folder / "train.jsonl"}
+    files |= {"eval_dataset": folder / "test.jsonl"}
+    return SimpleNamespace(folder=folder, options={**OPTIONS, **{k: str(v) for k, v in files.items()}})
+
+
+def run(small, folder, *more, moment=None, plots=False, **options):
+    given = {**small.options, "output_dir": folder, **options}
+    given = flags(**{key: value for key, value in given.items() if value is not None})
+    return processes.script("dpo_iterative", *given, *more, moment=moment, cwd=small.folder, plots=plots)
+
+
+def in_process(small, folder, **options):
+    dpo.main(dpo.Args(**{**small.options, "output_dir": str(folder), **options}))
+
+
+def without_plots(monkeypatch):
+    for name in ("plot_metrics", "plot_frontier"):
+        monkeypatch.setattr(metrics, name, lambda *_, **__: None)
+
+
+@pytest.fixture(scope="module")
+def whole(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return SimpleNamespace(folder=folder, ended=succeeds(run(small, folder, plots=True)))
+
+
+def offline_options(small, kind="pairs", **options):
+    return {
+        "iterations": 0,
+        "offline_data": str(small.folder / f"{kind}.jsonl"),
+        "eval_prompts": 0,
+        **options,
+    }
+
+
+@pytest.fixture(scope="module")
+def offline(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offline") / "run"
+    return SimpleNamespace(folder=folder, ended=succeeds(run(small, folder, **offline_options(small))))
+
+
+def of_iteration(folder, name, iteration=None):
+    rows = read_jsonl(folder / f"{name}.jsonl")
+    return [r for r in rows if iteration in (None, r["iteration"])]
+
+
+def question(r):
+    return r["prompt"][-1]["content"]
+
+
+def trained(folder):
+    """The rows of optimiser steps: {iteration: [row]}."""
+    out = collections.defaultdict(list)
+    for r in rows_of(folder, "loss/dpo"):
+        out[r["iteration"]].append(r)
+    return dict(out)
+
+
+def first_losses(folder):
+    return [rows[0]["loss/dpo"] for rows in trained(folder).values()]
+
+
+def best_and_worst(rows, penalty=0.0):
+    """{prompt: (best row, worst row)} of the pool's rows, as the script's first lines have it."""
+    groups, out = collections.defaultdict(list), {}
+    for r in rows:
+        groups[question(r)].append((r["score"] - penalty * len(r["response"]), r))
+    for asked, some in groups.items():
+        best, worst = (max if sign > 0 else min for sign in (1, -1))
+        (top, a), (low, b) = best(some, key=lambda x: x[0]), worst(some, key=lambda x: x[0])
+        if top > low and a["response"].strip() != b["response"].strip() and a["finished"] and a["response"]:
+            out[asked] = a, b
+    return out
+
+
+def plain_logprobs(folder, rows):
+    """log pi(y | x) of rows of the pool, by plain transformers."""
+    model, out = AutoModelForCausalLM.from_pretrained(folder), []
+    for r in rows:
+        x, n = (
+            torch.tensor(data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"]),
+            len(r["response_ids"]),
+        )
+        with torch.no_grad():
+            logits = model(input_ids=x[None]).logits[0, -n - 1 : -1]
+        out.append(-F.cross_entropy(logits, x[-n:], reduction="sum").item())
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def test_a_run_leaves_the_whole_run_directory(whole):
+    folder = whole.folder
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert {path.name for path in (folder / "versions").iterdir()} == {"0.json", "1", "1.json", "2", "2.json"}
+    for name in ("metrics.png", "iterations.png", "frontier.png", "length.png"):
+        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    written = read_json(folder / "args.json")
+    assert written["stage"] == "dpo_iterative" and written["args"]["n_samples"] == K
+    assert f"wrote {folder}/model" in whole.ended.out and "version 2:" in whole.ended.out
+    summary = folder / "summary.json"
+    others = [path for path in folder.rglob("*") if path.is_file() and path != summary]
+    assert all(path.stat().st_mtime_ns <= summary.stat().st_mtime_ns for path in others)
+
+
+def test_every_parameter_changes_in_every_iteration_and_the_model_is_the_last_version(small, whole):
+    names = ("versions/1", "versions/2", "model")
+    folders = small.folder / "first/model", *(whole.folder / name for name in names)
+    base, one, two, final = (load_file(folder / "model.safetensors") for folder in folders)
+    assert set(base) == set(one) == set(two) == set(final) and len(base) > 8
+    assert all(torch.equal(two[name], final[name]) for name in two)
+    for a, b in ((base, one), (one, two)):
+        assert not [name for name in a if torch.equal(a[name], b[name])]
+    model, tokenizer = (x.from_pretrained(folders[-1]) for x in (AutoModelForCausalLM, AutoTokenizer))
+    assert type(model) is LlamaForCausalLM and tokenizer.get_vocab() == TOKENIZER.get_vocab()
+
+
+def test_the_pool_holds_every_response_of_every_temperature(small, whole):
+    rows, temperatures = of_iteration(whole.folder, "pool"), [1.0, 0.7]
+    assert len(rows) == 2 * PROMPTS * K and all(list(r) == ROW for r in rows)
+    counts = collections.Counter((r["iteration"], question(r), r["temperature"]) for r in rows)
+    assert len(counts) == 2 * PROMPTS * 2 and set(counts.values()) == {K // 2}
+    assert len({question(r) for r in rows}) == 2 * PROMPTS  # fresh prompts in each iteration
+    held_out = {r["prompt"] for r in read_jsonl(small.folder / "test.jsonl")}
+    assert not held_out & {question(r) for r in rows}
+    for i, model in ((1, small.folder / "first"), (2, whole.folder / "versions" / "1")):
+        mine, half = of_iteration(whole.folder, "pool", i), PROMPTS * K // 2
+        assert {r["model"] for r in mine} == {str(model)}
+        assert [r["temperature"] for r in mine] == [t for t in temperatures for _ in range(half)]
+        assert [len(list(some)) for _, some in itertools.groupby(r["chunk"] for r in mine)] == [10, 10, 4] * 2
+        assert sorted({r["chunk"] for r in mine}) == [*range(6)]
+    for r in rows:
+        assert r["score"] == tiny.gold_score(question(r), r["response"])
+        assert r["scorer"].startswith(f"{GOLD}@")
+        assert TOKENIZER.decode(r["response_ids"], skip_special_tokens=True) == r["response"]
+    assert 0.5 < sum(r["finished"] for r in rows) / len(rows)
+
+
+def test_the_pairs_are_the_best_against_the_worst_response_of_each_prompt(whole):
+    for i in (1, 2):
+        pairs = of_iteration(whole.folder, "pairs", i)
+        want = best_and_worst(of_iteration(whole.folder, "pool", i))
+        assert len(pairs) == len(want) > PROMPTS / 2 and {r["source"] for r in pairs} == {f"iteration {i}"}
+        for r in pairs:
+            best, worst = want[question(r)]
+            assert (r["chosen"], r["chosen_score"]) == (best["response"], best["score"])
+            assert (r["rejected"], r["rejected_score"]) == (worst["response"], worst["score"])
+            assert r["chosen_score"] > r["rejected_score"] and r["category"] == question(r).split()[0]
+
+
+def test_pairs_of_a_run_are_read_by_the_scorers_and_by_offline_dpo(small, whole, tmp_path):
+    path, rows = whole.folder / "pairs.jsonl", read_jsonl(whole.folder / "pairs.jsonl")
+    read = preferences.load(str(path), "train", TOKENIZER, 64)
+    usable = [r for r in rows if r["rejected"]]  # a response without words is read by nobody
+    assert [c.texts for c in read] == [[r["chosen"], r["rejected"]] for r in usable]
+    assert [c.prompt for c in read] == [r["prompt"] for r in usable]
+    assert [c.grades for c in read] == [[r["chosen_score"], r["rejected_score"]] for r in usable]
+    assert len(read) > PROMPTS and all(c.ranks.tolist() == [0, 1] for c in read)
+    succeeds(run(small, tmp_path, **offline_options(small, **{**ONE_STEP, "offline_data": path})))
+    again = {(question(r), r["chosen"], r["rejected"]) for r in of_iteration(tmp_path, "pairs")}
+    assert again < {(question(r), r["chosen"], r["rejected"]) for r in usable}
+    assert len(again) == len(usable) - 1  # one of some 22 prompts is held out
+    assert first_losses(tmp_path) == [pytest.approx(LOG2, abs=1e-6)]
+
+
+def test_the_first_loss_is_log_2_and_the_figures_of_a_step_are_of_its_pairs(whole):
+    rows = trained(whole.folder)
+    assert rows[1][0]["loss/dpo"] == pytest.approx(LOG2, abs=1e-6)
+    assert abs(rows[1][0]["reward/chosen"]) < 1e-6 and abs(rows[1][0]["reward/rejected"]) < 1e-6
+    assert abs(rows[2][0]["loss/dpo"] - LOG2) > 1e-5  # the reference stays the SFT model
+    keys = {"loss/dpo", "train/accuracy", "reward/chosen", "reward/rejected", "reward/margin"}
+    keys |= {"logps/chosen", "logps/rejected", "optim/grad_norm", "optim/lr", "data/pairs"}
+    for i, some in rows.items():
+        n = len(of_iteration(whole.folder, "pairs", i))
+        steps = math.ceil(n / 4)
+        assert len(some) == 2 * steps and [r["step"] for r in some] == [
+            *range(some[0]["step"], some[0]["step"] + 2 * steps)
+        ]
+        sizes = [r["data/pairs"] for r in some]
+        assert sum(sizes[:steps]) == sum(sizes[steps:]) == n
+        assert all(keys <= set(r) and r["optim/grad_norm"] > 0 for r in some)
+        assert all(r["reward/margin"] == r["reward/chosen"] - r["reward/rejected"] for r in some)
+        assert max(r["optim/lr"] for r in some) == 1e-3 and some[-1]["optim/lr"] < some[1]["optim/lr"]
+    assert sum(r["loss/dpo"] for r in rows[1][-3:]) < 3 * LOG2  # it learns
+
+
+def test_the_rows_of_the_metrics_are_in_order_and_those_of_the_pool_are_its_figures(whole):
+    rows = read_jsonl(whole.folder / "metrics.jsonl")
+    kinds = ["eval/score", "pool/responses", "loss/dpo"]
+    order = [next(i for i, key in enumerate(kinds) if key in r) for r in rows]
+    first, second = (len(some) for some in trained(whole.folder).values())
+    assert order == [0, 1, *[2] * first, 0, 1, *[2] * second, 0]
+    assert [r["step"] for r in rows] == [0, 0, *range(1, first + 1), first, first] + [
+        *range(first + 1, first + second + 1),
+        first + second,
+    ]
+    assert all(math.isfinite(v) for r in rows for v in r.values())
+    for i, r in enumerate(rows_of(whole.folder, "pool/responses"), 1):
+        mine, pairs = (of_iteration(whole.folder, name, i) for name in ("pool", "pairs"))
+        mean = lambda values: sum(values) / len(values)
+        scores = collections.defaultdict(list)
+        for x in mine:
+            scores[question(x)].append(x["score"])
+        want = {"pool/responses": PROMPTS * K, "pool/score": mean([x["score"] for x in mine])}
+        want |= {"pool/best": mean([max(x) for x in scores.values()])}
+        want |= {"pool/worst": mean([min(x) for x in scores.values()])}
+        want |= {"pool/finished": mean([x["finished"] for x in mine])}
+        want |= {"pool/length": mean([len(x["response_ids"]) for x in mine])}
+        want |= {"pool/characters": mean([len(x["response"]) for x in mine]), "pairs/kept": len(pairs)}
+        for side in ("chosen", "rejected"):
+            want[f"pairs/{side}_score"] = mean([x[f"{side}_score"] for x in pairs])
+        both = best_and_worst(mine).values()
+        want["pairs/chosen_length"] = mean([len(a["response_ids"]) for a, _ in both])
+        want["pairs/rejected_length"] = mean([len(b["response_ids"]) for _, b in both])
+        assert {key: r[key] for key in want} == pytest.approx(want) and r["iteration"] == i
+        assert r["pairs/kept"] + r["pairs/same"] + r["pairs/tied"] + r["pairs/unfinished"] == PROMPTS
+
+
+def test_the_figures_of_a_version_are_those_of_its_samples(whole):
+    samples, evals = read_jsonl(whole.folder / "samples.jsonl"), rows_of(whole.folder, "eval/score")
+    assert [s["version"] for s in samples] == [v for v in (0, 1, 2) for _ in range(ASKED)]
+    assert len({question(s) for s in samples}) == ASKED and all(s["category"] for s in samples)
+    assert all(s["score"] == tiny.gold_score(question(s), s["response"]) for s in samples)
+    mean = lambda v, key: sum(s[key] for s in samples if s["version"] == v) / ASKED
+    for v, r in enumerate(evals):
+        assert r["iteration"] == v
+        assert r["eval/score"] == pytest.approx(mean(v, "score")) and r["eval/kl"] == pytest.approx(
+            mean(v, "kl")
+        )
+        assert r["sample/length"] == mean(v, "tokens") and ("sft/score_win" in r) == (v > 0)
+        assert ("eval/score_over_before" in r) == (v == 2)
+    first, last = ([s["score"] for s in samples if s["version"] == v] for v in (0, 2))
+    wins = sum(b - a > 0.1 for a, b in zip(first, last))  # --tie-margin
+    assert evals[2]["sft/score_win"] == pytest.approx(wins / ASKED)
+    assert evals[2]["sft/score_gain"] == pytest.approx(evals[2]["eval/score"] - evals[0]["eval/score"])
+    change = evals[2]["eval/score"] - evals[1]["eval/score"]
+    assert evals[2]["eval/score_over_before"] == pytest.approx(change)
+    summary = read_json(whole.folder / "summary.json")
+    steps = sum(len(some) for some in trained(whole.folder).values())
+    assert (summary["steps"], summary["pool"]) == (steps, 2 * PROMPTS * K)
+    plain = {key: value for key, value in evals[2].items() if key not in ("step", "iteration", "time_s")}
+    assert summary["versions"]["2"] == plain and set(summary["versions"]) == {*"012"}
+    assert summary["categories"][0]["prompts"] == ASKED
+
+
+def test_the_kl_of_a_sample_is_its_log_ratio_to_the_first_model(small, whole):
+    samples = read_jsonl(whole.folder / "samples.jsonl")
+    assert all(abs(s["kl"]) < 1e-5 for s in samples if s["version"] == 0)
+    last = [s for s in samples if s["version"] == 2 and s["finished"]]
+    for s in last:
+        s["response_ids"] = TOKENIZER(s["response"], add_special_tokens=False)["input_ids"] + [END]
+    last = [s for s in last if len(s["response_ids"]) == s["tokens"]]  # no special token inside
+    folders = whole.folder / "versions" / "2", small.folder / "first" / "model"
+    ours, first = (plain_logprobs(folder, last) for folder in folders)
+    assert len(last) > 2 and [s["kl"] for s in last] == pytest.approx((ours - first).tolist(), abs=1e-3)
+    assert max(abs(s["kl"]) for s in last) > 0.05
+
+
+def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
+    tiny_world = {"eval_dataset": "tiny", "iterations": 1, **ONE_STEP}
+    succeeds(run(small, tmp_path, plots=True, **tiny_world))
+    last = rows_of(tmp_path, "eval/score")[-1]
+    assert last["gold/score"] == last["eval/score"] and last["gold/perfect"] >= 1.0
+    assert last["sft/gold_win"] == last["sft/score_win"]
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    assert len(samples) == 2 * ASKED and all(s["gold"] == s["score"] for s in samples)
+
+
+# -- what is learnt, and from where ------------------------------------------------------
+def implicit(folder, first, both, beta=0.1):
+    """(mean reward of the chosen, of the rejected, loss) of pairs of pool rows under the model `folder`."""
+    rewards = [beta * (plain_logprobs(folder, side) - plain_logprobs(first, side)) for side in zip(*both)]
+    loss = -F.logsigmoid(rewards[0] - rewards[1]).mean()
+    return [x.mean().item() for x in (*rewards, loss)]
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompt": False, "beta": 0.5}], ids=str)
+def test_the_second_iteration_goes_on_from_the_first_with_the_sft_model_as_reference(
+    small, tmp_path, options
+):
+    succeeds(run(small, tmp_path, **SHORT, **options))
+    first, rows = small.folder / "first" / "model", trained(tmp_path)
+    both = [[*best_and_worst(of_iteration(tmp_path, "pool", i)).values()] for i in (1, 2)]
+    assert [rows[i][0]["data/pairs"] for i in (1, 2)] == [len(x) for x in both] and min(map(len, both)) > 6
+    start = [plain_logprobs(first, side).mean().item() for side in zip(*both[0])]
+    got = [rows[1][0][f"logps/{side}"] for side in ("chosen", "rejected")]
+    assert got == pytest.approx(start, abs=1e-3)
+    keys, beta = ("reward/chosen", "reward/rejected", "loss/dpo"), options.get("beta", 0.1)
+    want = implicit(tmp_path / "versions" / "1", first, both[1], beta)
+    assert [rows[2][0][key] for key in keys] == pytest.approx(want, abs=1e-4)
+    assert abs(want[2] - LOG2) > 1e-3  # the test can tell it from a model that is its own reference
+
+
+def test_from_sft_every_iteration_trains_the_first_model_on_all_pairs_so_far_and_the_offline_ones(
+    small, tmp_path
+):
+    offline_data = {"offline_data": small.folder / "pairs.jsonl", "offline_pairs": 5}
+    succeeds(run(small, tmp_path, start_from="sft", **offline_data, **SHORT))
+    sources = [collections.Counter(r["source"] for r in of_iteration(tmp_path, "pairs", i)) for i in (1, 2)]
+    kept = column(tmp_path, "pairs/kept")
+    assert sources[0] == {"iteration 1": kept[0], "pairs.jsonl": 5}
+    assert sources[1] == {"iteration 2": kept[1]}  # pairs.jsonl tells each pair once
+    assert [r["data/pairs"] for r in rows_of(tmp_path, "loss/dpo")] == [kept[0] + 5, sum(kept) + 5]
+    assert first_losses(tmp_path) == pytest.approx([LOG2] * 2, abs=1e-6)
+
+
+def test_from_last_an_iteration_trains_on_its_own_pairs_and_the_first_on_the_offline_ones(small, tmp_path):
+    offline_data = {"offline_data": small.folder / "pairs.jsonl"}
+    succeeds(run(small, tmp_path, **offline_data, **SHORT))
+    sources = [collections.Counter(r["source"] for r in of_iteration(tmp_path, "pairs", i)) for i in (1, 2)]
+    kept = column(tmp_path, "pairs/kept")
+    held_out = 1  # 5 % of 24
+    assert sources == [{"iteration 1": kept[0], "pairs.jsonl": OFFLINE - held_out}, {"iteration 2": kept[1]}]
+    assert [r["data/pairs"] for r in rows_of(tmp_path, "loss/dpo")] == [kept[0] + OFFLINE - held_out, kept[1]]
+    for key in ("pairs/loss", "pairs/accuracy", "pairs/margin"):  # of each version, on the held-out ones
+        assert len(column(tmp_path, key)) == 3
+
+
+def test_with_the_newest_policy_as_reference_every_iteration_begins_at_log_2(small, whole, tmp_path):
+    succeeds(run(small, tmp_path, reference="last", **SHORT))
+    assert first_losses(tmp_path) == pytest.approx([LOG2] * 2, abs=1e-6)
+    names = [version.partition("@")[0] for version in read_json(tmp_path / "reference.json")]
+    assert names == [str(small.folder / "first"), f"{tmp_path}/versions/1"]
+    assert abs(first_losses(whole.folder)[1] - LOG2) > 1e-5
+
+
+def test_another_model_as_reference_is_counted_from(small, tmp_path):
+    base = small.folder / "base"
+    succeeds(run(small, tmp_path, reference=base, iterations=1, **SHORT))
+    both = [*best_and_worst(of_iteration(tmp_path, "pool", 1)).values()]
+    want = implicit(small.folder / "first" / "model", base, both)
+    (got,) = rows_of(tmp_path, "loss/dpo")
+    keys = ("reward/chosen", "reward/rejected", "loss/dpo")
+    assert [got[key] for key in keys] == pytest.approx(want, abs=1e-3) and abs(want[2] - LOG2) > 0.01
+
+
+def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
+    for rows in trained(whole.folder).values():
+        rates, n = [r["optim/lr"] for r in rows], len(rows)  # 3 % of a few steps: the first one is warm-up
+        want = [5e-4, *(1e-3 * (1 + math.cos(math.pi * (place - 1) / (n - 1))) / 2 for place in range(1, n))]
+        assert rates == pytest.approx(want)
+
+
+# -- who answers -------------------------------------------------------------------------
+def ways(folder, iteration):
+    """{(model, temperature): responses to each prompt}"""
+    counts = collections.Counter(
+        (question(r), r["model"], r["temperature"]) for r in of_iteration(folder, "pool", iteration)
+    )
+    found = collections.defaultdict(set)
+    for (_, *way), n in counts.items():
+        found[tuple(way)].add(n)
+    assert all(len(n) == 1 for n in found.values())  # the same of every prompt
+    assert sum(counts.values()) == PROMPTS * K
+    return {way: n.pop() for way, n in found.items()}
+
+
+def test_the_version_before_answers_half_of_the_prompts_responses(small, tmp_path):
+    succeeds(run(small, tmp_path, enhancer="previous", iterations=3, **SHORT))
+    first, one, two = str(small.folder / "first"), *(f"{tmp_path}/versions/{i}" for i in (1, 2))
+    assert ways(tmp_path, 1) == {(first, t): 2 for t in (1.0, 0.7)}  # it is its own predecessor
+    assert ways(tmp_path, 2) == {(name, t): 1 for name in (one, first) for t in (1.0, 0.7)}
+    assert ways(tmp_path, 3) == {(name, t): 1 for name in (two, one) for t in (1.0, 0.7)}
+    for i in (1, 2, 3):
+        mine = of_iteration(tmp_path, "pool", i)
+        assert sorted({r["chunk"] for r in mine}) == [*range(12)]  # 3 of each of 4 ways
+        texts = collections.Counter((question(r), r["response"]) for r in mine)
+        assert len(texts) > 1.5 * PROMPTS  # no way repeats another one's draws
+
+
+def test_a_model_as_enhancer_answers_beside_the_newest_policy_and_odd_numbers_add_up(small, tmp_path):
+    other = str(small.folder / "base")
+    options = {"enhancer": other, "temperatures": (0.9,), "n_samples": K, "iterations": 2}
+    succeeds(run(small, tmp_path / "even", **options, **SHORT))
+    for i, newest in ((1, str(small.folder / "first")), (2, f"{tmp_path}/even/versions/1")):
+        assert ways(tmp_path / "even", i) == {(newest, 0.9): 2, (other, 0.9): 2}
+    options = {"temperatures": (1.0, 0.8, 0.6), "iterations": 1}
+    succeeds(run(small, tmp_path / "odd", **options, **SHORT))
+    first = str(small.folder / "first")
+    assert ways(tmp_path / "odd", 1) == {(first, 1.0): 2, (first, 0.8): 1, (first, 0.6): 1}
+
+
+@pytest.mark.parametrize("n_samples", [2, 3, 4, 5, 8])
+def test_the_enhancer_answers_as_many_as_the_newest_policy_to_one(n_samples):
+    args = dpo.Args(n_samples=n_samples, enhancer="other")
+    found = dpo.parts("newest", 0, args)
+    shares = [sum(n for name, _, n in found if name == who) for who in ("newest", "other")]
+    assert sum(shares) == n_samples and abs(shares[0] - shares[1]) <= 1
+
+
+# -- the reference -----------------------------------------------------------------------
+@pytest.fixture
+def watched(monkeypatch):
+    """What is loaded, and how many pairs are asked about, in a run in this process."""
+    seen, load, pair_logprobs = SimpleNamespace(loaded=[], asked=[]), pool.load, dpo.pair_logprobs
+
+    def noted_load(name, *args):
+        seen.loaded.append(name)
+        return load(name, *args)
+
+    def noted(model, pairs, *args):
+        seen.asked.append([dpo.pair_key(pair) for pair in pairs])
+        return pair_logprobs(model, pairs, *args)
+
+    monkeypatch.setattr(pool, "load", noted_load)
+    monkeypatch.setattr(dpo, "pair_logprobs", noted)
+    without_plots(monkeypatch)
+    return seen
+
+
+def test_the_reference_is_asked_once_about_each_pair(small, tmp_path, watched):
+    in_process(small, tmp_path / "run", start_from="sft", **SHORT)
+    once = [key for keys in watched.asked for key in keys]
+    kept = column(tmp_path / "run", "pairs/kept")
+    assert [len(keys) for keys in watched.asked] == kept and len(set(once)) == len(once)
+    (known,) = read_json(tmp_path / "run" / "reference.json").values()
+    assert set(known) == set(once)
+    both = best_and_worst(of_iteration(tmp_path / "run", "pool")).values()
+    want = [plain_logprobs(small.folder / "first" / "model", pair) for pair in both]
+    assert sorted(known.values()) == [pytest.approx(x.tolist(), abs=1e-3) for x in sorted(want, key=list)]
+
+
+def test_a_run_that_knows_its_reference_does_not_load_it_again(small, whole, tmp_path, watched):
+    assert run(small, tmp_path / "run", moment="pairs 2").code == -9
+    in_process(small, tmp_path / "run", resume=True)
+    assert watched.asked == []
+    versions = [f"{tmp_path}/run/versions/{i}" for i in (1, 2)]
+    first = small.options["model"]  # for the KL of version 2's samples
+    assert watched.loaded == [*versions, first]
+    assert_same_result(tmp_path / "run", whole.folder)
+
+
+@pytest.mark.parametrize("left", ["of another model", "cut", "not there"])
+def test_reference_log_probabilities_that_cannot_be_used_are_computed_anew(small, whole, tmp_path, left):
+    assert run(small, tmp_path, moment="pairs 1").code == -9
+    path = tmp_path / "reference.json"
+    ((version, known),) = read_json(path).items()
+    if left == "of another model":
+        path.write_text(json.dumps({f"{version}0": {key: [0.0, 0.0] for key in known}}))
+    elif left == "cut":
+        path.write_bytes(path.read_bytes()[:-50])
+    else:
+        path.unlink()
+    ended = succeeds(run(small, tmp_path, "--resume"))
+    words = "reference.json is of another reference: its pairs are computed anew"
+    assert (words in ended.out) == (left == "of another model")
+    assert_same_result(tmp_path, whole.folder)
+
+
+def test_a_model_that_changed_its_weights_is_another_reference(small, tmp_path, capsys):
+    folder, args = smaller_model(tmp_path / "model"), dpo.Args(output_dir=str(tmp_path), max_length=64)
+    pairs = dpo.offline_pairs(TOKENIZER, [], dpo.Args(offline_data=str(small.folder / "pairs.jsonl")))[0][:3]
+    ask = lambda: [
+        p.ref_logprobs.tolist() for p in dpo.with_reference(pairs, str(folder), TOKENIZER, args, CPU)
+    ]
+    one, again = ask(), ask()
+    assert capsys.readouterr().out == ""
+    smaller_model(folder, seed=1)
+    two = ask()
+    assert "its pairs are computed anew" in capsys.readouterr().out
+    assert one == again and all(abs(a - b) > 1e-3 for x, y in zip(one, two) for a, b in zip(x, y))
+
+
+def test_overwrite_with_other_random_weights_counts_from_these(small, tmp_path):
+    options = offline_options(small, model="tiny", **ONE_STEP)
+    succeeds(run(small, tmp_path, seed=0, **options))
+    succeeds(run(small, tmp_path, "--overwrite", seed=1, **options))
+    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
+
+
+def test_a_new_run_with_another_model_as_reference_does_not_speak_of_a_stale_file(small, tmp_path):
+    ended = succeeds(
+        run(small, tmp_path, **offline_options(small, reference=small.folder / "base", **ONE_STEP))
+    )
+    assert "is of another reference" not in ended.out
+
+
+def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_trained_with(small, tmp_path):
+    base = small.folder / "base"
+    succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
+    assert abs(first_losses(tmp_path)[0] - LOG2) > 0.01  # the policy is not the reference
+    assert abs(column(tmp_path, "pairs/loss")[0] - LOG2) > 0.01
+
+
+# -- offline DPO -------------------------------------------------------------------------
+def test_offline_dpo_trains_on_the_given_pairs_and_needs_no_oracle(small, offline):
+    folder = offline.folder
+    assert not {"pool", "sample"} & {
+        key.split("/")[0] for r in read_jsonl(folder / "metrics.jsonl") for key in r
+    }
+    assert of_iteration(folder, "pool") == read_jsonl(folder / "samples.jsonl") == []
+    pairs = of_iteration(folder, "pairs")
+    assert len(pairs) == OFFLINE - 1 and {(r["iteration"], r["source"]) for r in pairs} == {
+        (1, "pairs.jsonl")
+    }
+    given = {(r["prompt"], r["chosen"], r["rejected"]) for r in read_jsonl(small.folder / "pairs.jsonl")}
+    assert {(question(r), r["chosen"], r["rejected"]) for r in pairs} < given
+    assert first_losses(folder) == pytest.approx([LOG2], abs=1e-6) and set(trained(folder)) == {1}
+    before, after = (rows_of(folder, "pairs/accuracy")[i] for i in (0, 1))
+    assert (before["pairs/accuracy"], before["iteration"], after["iteration"]) == (0.5, 0, 1)
+    assert before["pairs/loss"] == pytest.approx(LOG2, abs=1e-6) and before["pairs/margin"] == 0
+    assert after["pairs/accuracy"] in (0, 1) and abs(after["pairs/margin"]) > 1e-3  # of one pair
+    names = {path.name for path in (folder / "versions").iterdir()}
+    assert names == {"0.json", "1", "1.json"} and read_json(folder / "summary.json")["pool"] == 0
+    one, two = (load_file(f / "model.safetensors") for f in (small.folder / "first/model", folder / "model"))
+    assert not [name for name in one if torch.equal(one[name], two[name])]
+
+
+def test_offline_dpo_never_looks_for_a_scorer_that_it_does_not_need(small, tmp_path):
+    for scorer in ("runs/reward", "mine:never"):
+        succeeds(
+            run(
+                small,
+                tmp_path / scorer.replace("/", " "),
+                scorer=scorer,
+                **offline_options(small, **ONE_STEP),
+            )
+        )
+    evaluated = offline_options(small, eval_prompts=2, scorer="runs/reward", **ONE_STEP)
+    assert_error(run(small, tmp_path / "with", **evaluated), "runs/reward", "python reward.py")
+
+
+def test_of_a_ranking_the_best_is_preferred_to_the_worst(small, tmp_path):
+    succeeds(run(small, tmp_path, **offline_options(small, "rankings", **ONE_STEP)))
+    given, pairs = {}, of_iteration(tmp_path, "pairs")
+    for r in read_jsonl(small.folder / "rankings.jsonl"):
+        given[r["prompt"]] = {x["text"]: x["score"] for x in r["responses"]}
+    assert len(pairs) > 15 and first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
+    for r in pairs:
+        scores = given[question(r)]
+        assert (r["chosen_score"], r["rejected_score"]) == (max(scores.values()), min(scores.values()))
+        assert (scores[r["chosen"]], scores[r["rejected"]]) == (r["chosen_score"], r["rejected_score"])
+    assert rows_of(tmp_path, "loss/dpo")[0]["data/pairs"] == len(pairs)
+
+
+def test_soft_labels_are_learnt_as_they_are(small, tmp_path):
+    options = {"label_smoothing": 0.1, "beta": 1.0}
+    succeeds(
+        run(
+            small,
+            tmp_path,
+            **offline_options(small, "soft", reference=small.folder / "base", **ONE_STEP),
+            **options,
+        )
+    )
+    pairs = of_iteration(tmp_path, "pairs")
+    given = {(r["prompt"], r["chosen"]): r["preference"] for r in read_jsonl(small.folder / "soft.jsonl")}
+    assert len(pairs) > 20 and {r["preference"] for r in pairs} == {0, 0.25, 0.5, 0.75, 1}
+    assert all(r["preference"] == given[question(r), r["chosen"]] for r in pairs)
+    h, both = [], []
+    for key in ("chosen", "rejected"):
+        rows = [
+            {"prompt": r["prompt"], "response_ids": TOKENIZER(r[key])["input_ids"] + [END]} for r in pairs
+        ]
+        first, base = (plain_logprobs(small.folder / name, rows) for name in ("first/model", "base"))
+        both.append(first - base)
+    h, p = both[0] - both[1], torch.tensor([r["preference"] for r in pairs], dtype=torch.float64)
+    p = 0.9 * p + 0.1 * (1 - p)
+    want = -(p * F.logsigmoid(h) + (1 - p) * F.logsigmoid(-h)).mean().item()
+    assert first_losses(tmp_path) == [pytest.approx(want, rel=1e-4)]
+    hard = -F.logsigmoid(h).mean().item()
+    assert abs(want - hard) > 0.05  # the test can tell it from labels that are not read
+
+
+def test_soft_labels_begin_at_log_2_too(small, tmp_path):
+    succeeds(run(small, tmp_path, **offline_options(small, "soft", **ONE_STEP)))
+    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
+
+
+def test_offline_pairs_of_the_tiny_world_are_judged_on_its_own_held_out_ones(small, monkeypatch):
+    given = preferences.load(str(small.folder / "pairs.jsonl"), "train", TOKENIZER, 64)
+    splits = {"train": given[:15], "test": given[15:]}
+    monkeypatch.setattr(preferences, "load", lambda spec, split, *_: splits[split])
+    train, judged = dpo.offline_pairs(TOKENIZER, [], dpo.Args(offline_data="tiny", offline_pairs=7))
+    texts = lambda some: [c.texts for c in some]
+    assert len(train) == 7 and all(c.texts in texts(splits["train"]) for c in train)
+    assert texts(judged) == texts(splits["test"])
+
+
+def test_no_pair_is_trained_on_whose_prompt_is_held_out(small, tmp_path):
+    rows = read_jsonl(small.folder / "pairs.jsonl")
+    held_out = [{"prompt": r["prompt"]} for r in rows[:5]]
+    write_rows(tmp_path / "held.jsonl", held_out)
+    given = offline_options(small, eval_dataset=tmp_path / "held.jsonl", **ONE_STEP)
+    ended = succeeds(run(small, tmp_path / "run", **given))
+    asked = {question(r) for r in of_iteration(tmp_path / "run", "pairs")}
+    assert (
+        asked
+        and not asked & {r["prompt"] for r in held_out}
+        and "the prompt is in the held-out set" in ended.out
+    )
+
+
+def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_path):
+    """Where prompts and offline pairs are those of one file, as of one hub data set."""
+    pairs = str(small.folder / "pairs.jsonl")
+    options = {"offline_data": pairs, "dataset": pairs, "prompts_per_iteration": 20, "iterations": 1}
+    succeeds(run(small, tmp_path, **options, **SHORT))
+    judged = preferences.load(pairs, "train", TOKENIZER, 64)
+    judged = {c.prompt[-1]["content"] for c in data.hold_out(judged)[1]}
+    assert judged and not judged & {question(r) for r in of_iteration(tmp_path, "pairs")}
+
+
+# -- oracles -----------------------------------------------------------------------------
+def marked(folder, scorer, **mark):
+    """A model folder whose configuration says what its kind is."""
+    for name, value in mark.items():
+        setattr(scorer.config, name, value)
+    dist.save_model(dist.shard(scorer, CPU), TOKENIZER, folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["reward", "advantage"])
+def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind):
+    scorer, one = tmp_path / "scorer", {"iterations": 1, **ONE_STEP}
+    if kind == "reward":
+        make_scorer(scorer)
+    else:
+        about = {"n_policies": 4, "n_others": 1}  # a score is 3/4 (r - e)
+        marked(scorer, models.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
+    succeeds(run(small, tmp_path / "run", scorer=scorer, **one))
+    rows, plain = of_iteration(tmp_path / "run", "pool"), Plain(scorer)
+    assert len({r["scorer"] for r in rows}) == 1 and rows[0]["scorer"].startswith(f"{scorer}@")
+    with torch.no_grad():
+        for r in rows:
+            ids = (
+                data.prompt_ids(TOKENIZER, r["prompt"])
+                + r["response_ids"]
+                + [END] * (r["response_ids"][-1] != END)
+            )
+            n = len(data.prompt_ids(TOKENIZER, r["prompt"]))
+            outputs = [
+                plain.model(input_ids=torch.tensor([some])).logits[0].tolist() for some in (ids, ids[:n])
+            ]
+            want = outputs[0][0] if kind == "reward" else 0.75 * (outputs[0][0] - outputs[1][1])
+            assert r["score"] == pytest.approx(want, abs=1e-4)
+    want = best_and_worst(rows)
+    assert {question(r): r["chosen"] for r in of_iteration(tmp_path / "run", "pairs")} == {
+        asked: best["response"] for asked, (best, _) in want.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def pairwise_oracle(small, tmp_path_factory):
+    """A short run of reward.py."""
+    folder = tmp_path_factory.mktemp("pairwise") / "run"
+    write_rows(small.folder / "judged.jsonl", tiny.rows("preferences", "test")[:20])
+    options = {"model": small.folder / "base", "sft_model": small.folder / "first", "kind": "pairwise"}
+    options |= {"dataset": small.folder / "pairs.jsonl", "eval_dataset": small.folder / "judged.jsonl"}
+    options |= {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "length_prompts": 2}
+    options |= {"max_new_tokens": 8, "save_every": 0, "eval_every": 0, "lr": 1e-2, "output_dir": folder}
+    succeeds(processes.script("reward", *flags(**options), cwd=small.folder, plots=False))
+    return folder
+
+
+def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(
+    small, pairwise_oracle, tmp_path
+):
+    succeeds(run(small, tmp_path, scorer=pairwise_oracle, **{**ONE_STEP, "iterations": 1}))
+    groups = collections.defaultdict(list)
+    for r in of_iteration(tmp_path, "pool"):
+        assert 0 <= r["score"] <= 1
+        groups[question(r)].append(r["score"])
+    assert all(sum(scores) / K == pytest.approx(0.5) for scores in groups.values())  # a tournament's mean
+    assert len({x for scores in groups.values() for x in scores}) > PROMPTS
+    evals = column(tmp_path, "eval/score")
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    assert evals[0] == 0.5 and evals[1] != 0.5  # against version 0's responses
+    assert (
+        all(0 <= s["score"] <= 1 for s in samples) and [s["score"] for s in samples[:ASKED]] == [0.5] * ASKED
+    )
+
+
+def test_an_sft_model_is_no_oracle(small, tmp_path):
+    ended = run(small, tmp_path / "run", scorer=small.folder / "first")
+    assert_error(ended, "first", "LlamaForCausalLM", "reward.py or advantage_model.py")
+    assert not (tmp_path / "run").exists()
+
+
+# -- the length penalty ------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def penalised(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("penalised")
+    for name, penalty in (("without", 0.0), ("with", 3.0)):
+        options = {"scorer": "mine:longest", "length_penalty": penalty, "iterations": 1}
+        succeeds(run(small, folder / name, **options, **SHORT))
+    return folder
+
+
+def test_with_a_length_penalty_the_chosen_responses_are_the_shorter_ones(penalised):
+    rows = [of_iteration(penalised / name, "pool") for name in ("without", "with")]
+    assert rows[0] == [
+        {**r, "model": r["model"].replace("with/", "without/")} for r in rows[1]
+    ]  # the pool has the oracle's own scores
+    long, short = ([r for r in of_iteration(penalised / name, "pairs")] for name in ("without", "with"))
+    assert min(len(long), len(short)) > 4
+    assert all(len(r["chosen"]) > len(r["rejected"]) for r in long)
+    assert all(len(r["chosen"]) < len(r["rejected"]) for r in short)
+    want = best_and_worst(rows[1], 3.0)
+    assert all(r["chosen_score"] == pytest.approx(-2 * len(r["chosen"])) for r in short)  # less the penalty
+    assert {question(r): r["chosen"] for r in short} == {q: best["response"] for q, (best, _) in want.items()}
+    lengths = [column(penalised / name, "pairs/chosen_length")[0] for name in ("without", "with")]
+    assert lengths[1] < lengths[0] - 1
+
+
+def test_pairs_made_with_a_length_penalty_can_be_read_again(penalised):
+    """Their chosen response may have the lower score of the oracle."""
+    path = penalised / "with" / "pairs.jsonl"
+    words = [r for r in read_jsonl(path) if r["rejected"]]
+    assert len(words) > 4 and len(preferences.load(str(path), "train", TOKENIZER, 64)) == len(words)
+
+
+# -- resuming ----------------------------------------------------------------------------
+def assert_same_result(folder, undisturbed):
+    paths = sorted(undisturbed.glob("*/**/model.safetensors"))
+    for path in paths:
+        got, want = (load_file(f / path.relative_to(undisturbed)) for f in (folder, undisturbed))
+        assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    names = ("pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json")
+    versions = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
+    for name in (*names, *versions):
+        got, want = ((f / name).read_text().replace(str(f), "") for f in (folder, undisturbed))
+        assert got == want, name
+    got, want = (
+        [{k: v for k, v in r.items() if k not in CLOCK} for r in read_jsonl(f / "metrics.jsonl")]
+        for f in (folder, undisturbed)
+    )
+    assert got == want and not list(folder.rglob("*.tmp")) and len(paths) == len(versions)
+    assert len(list((folder / "checkpoint").glob("step_*"))) == 1
+
+
+MOMENTS = [  # and what is left then: rows of the pool, checkpoint, versions, iterations in pairs.jsonl
+    ("studied 0", 0, None, "", 0),
+    ("pool 1", 10, None, "0.json", 0),  # after a chunk
+    ("pool 2 and a part", 19, None, "0.json", 0),  # in the middle of one
+    ("pool 5", 44, None, "0.json", 0),  # of the second temperature
+    ("scored 1", 48, None, "0.json", 0),
+    ("pairs 1", 48, None, "0.json", 1),
+    ("row 2", 48, None, "0.json", 1),  # before the first checkpoint
+    ("tensors 3", 48, None, "0.json", 1),
+    ("row 4", 48, "step_3", "0.json", 1),
+    ("pointer 6", 48, "step_3", "0.json", 1),
+    ("older 6", 48, "step_6", "0.json", 1),
+    ("export 1", 48, "step_6", "0.json 1.tmp", 1),
+    ("version 1", 48, "step_6", "0.json 1", 1),
+    ("studied 1", 48, "step_6", "0.json 1", 1),
+    ("pool 8", 68, "step_6", "0.json 1 1.json", 1),
+    ("scored 2", 96, "step_6", "0.json 1 1.json", 1),
+    ("pairs 2", 96, "step_6", "0.json 1 1.json", 2),
+    ("row 7", 96, "step_6", "0.json 1 1.json", 2),  # the checkpoint is the one of the iteration before
+    ("row 11", 96, "step_9", "0.json 1 1.json", 2),
+    ("version 2", 96, "step_12", "0.json 1 1.json 2", 2),
+    ("model", 96, "step_12", "0.json 1 1.json 2 2.json", 2),
+    ("summary", 96, "step_12", "0.json 1 1.json 2 2.json", 2),
+]
+
+
+@pytest.mark.parametrize("moment, rows, checkpoint, versions, paired", MOMENTS, ids=[m[0] for m in MOMENTS])
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
+    small, whole, tmp_path, moment, rows, checkpoint, versions, paired
+):
+    killed = run(small, tmp_path, moment=moment.removesuffix(" and a part"))
+    assert killed.code == -9 and not (tmp_path / "summary.json").exists()
+    path = tmp_path / "pool.jsonl"
+    if "part" in moment:
+        path.write_bytes(path.read_bytes()[:-50])
+    assert len(read_jsonl(path)) == rows
+    assert {p.name for p in (tmp_path / "versions").iterdir()} == set(versions.split())
+    assert {r["iteration"] for r in read_jsonl(tmp_path / "pairs.jsonl")} == {*range(1, paired + 1)}
+    latest = tmp_path / "checkpoint" / "latest"
+    assert (latest.read_text() if latest.exists() else None) == checkpoint
+    ended = succeeds(run(small, tmp_path, "--resume"))
+    assert ("the last line is cut" in ended.out) == ("part" in moment)
+    assert_same_result(tmp_path, whole.folder)
+
+
+@pytest.mark.parametrize("moment", ["pairs 1", "row 5", "older 6", "studied 1", "model"])
+def test_offline_dpo_killed_at_any_moment_resumes_to_the_same_bits(small, offline, tmp_path, moment):
+    assert run(small, tmp_path, moment=moment, **offline_options(small)).code == -9
+    succeeds(run(small, tmp_path, "--resume", **offline_options(small)))
+    assert_same_result(tmp_path, offline.folder)
+
+
+OTHERS = {
+    "start_from": "sft",
+    "reference": "last",
+    "enhancer": "previous",
+    "epochs": 1,
+    "length_penalty": 0.02,
+}
+
+
+@pytest.fixture(scope="module")
+def other(small, tmp_path_factory):
+    """A run with what the small one has not."""
+    folder, options = tmp_path_factory.mktemp("other") / "run", {**OTHERS}
+    options |= {"offline_data": small.folder / "pairs.jsonl", "offline_pairs": 7, "share_prompt": False}
+    succeeds(run(small, folder, **options))
+    return SimpleNamespace(folder=folder, options=options)
+
+
+@pytest.mark.parametrize("moment", ["row 4", "pool 17", "pairs 2", "studied 2"])
+def test_a_run_with_everything_else_resumes_to_the_same_bits(small, other, tmp_path, moment):
+    assert run(small, tmp_path, moment=moment, **other.options).code == -9
+    succeeds(run(small, tmp_path, "--resume", **other.options))
+    assert_same_result(tmp_path, other.folder)
+
+
+def test_a_run_killed_three_times_resumes_to_the_same_bits(small, whole, tmp_path):
+    for more, moment in (([], "pool 2"), (["--resume"], "row 5"), (["--resume"], "pairs 2")):
+        assert run(small, tmp_path, *more, moment=moment).code == -9
+    succeeds(run(small, tmp_path, "--resume"))
+    assert_same_result(tmp_path, whole.folder)
+
+
+def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, whole):
+    state = lambda: {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")}
+    before, ended = state(), succeeds(run(small, whole.folder, "--resume"))
+    assert state() == before and "finished" in ended.out
+
+
+def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, whole, tmp_path):
+    assert_error(run(small, whole.folder), "finished", "--overwrite", "--resume")
+    assert run(small, tmp_path, moment="pairs 1", seed=5).code == -9
+    before = contents(tmp_path)
+    assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
+    assert contents(tmp_path) == before
+    (tmp_path / "reference.json").unlink()
+    succeeds(run(small, tmp_path, "--overwrite"))
+    assert_same_result(tmp_path, whole.folder)
+
+
+def test_overwrite_removes_the_reference_log_probabilities(small, offline, tmp_path):
+    options = offline_options(small)
+    assert run(small, tmp_path, moment="row 2", **options).code == -9
+    path = tmp_path / "reference.json"
+    ((version, known),) = read_json(path).items()
+    path.write_text(json.dumps({version: {key: [0.0, 0.0] for key in known}}))
+    succeeds(run(small, tmp_path, "--overwrite", **options))
+    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
+
+
+def test_a_nan_loss_stops_before_the_step_and_leaves_pool_and_pairs(small, whole, tmp_path):
+    one_micro_batch = {"micro_batch_size": 4}
+    ended = run(small, tmp_path, moment="nan 2", **one_micro_batch)
+    assert_error(ended, "iteration 1, step 2", "nan", "pairs.jsonl", "not taken")
+    assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and of_iteration(tmp_path, "pairs")
+    assert not (tmp_path / "model").exists() and len(rows_of(tmp_path, "loss/dpo")) == 1
+    succeeds(run(small, tmp_path, "--resume", **one_micro_batch))
+    got, want = (column(f, "loss/dpo")[:4] for f in (tmp_path, whole.folder))
+    assert got == pytest.approx(want, abs=1e-4)
+
+
+# -- bad input ---------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def bad(small):
+    """Beside the good files, some that cannot be used, and some of which a part can."""
+    good = read_jsonl(small.folder / "pairs.jsonl")[:4]
+    talk = lambda asked, said: [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    apart = [{"chosen": talk("copy ant", "ant"), "rejected": talk("copy bear", "bear")}] * 2
+    empty = [{**good[0], "rejected": ""}, {**good[1], "chosen": ""}]
+    wrong = [*good, *apart, *empty, {"prompt": "copy ant", "chosen": "ant", "rejected": "ant"}]
+    files = {"apart": apart, "empty sides": empty, "partly": wrong, "columns": [{"prompt": "copy ant"}] * 2}
+    files |= {"no rows": [], "long": [{**good[0], "chosen": "ant " * 70}]}
+    files |= {"few": [{"prompt": r["prompt"]} for r in good], "pool": [row(A, "ant")]}
+    for name, rows in files.items():
+        write_rows(small.folder / f"{name}.jsonl", rows)
+    (small.folder / "unfinished").mkdir()
+    (small.folder / "unfinished" / "args.json").write_text("{}")
+    make_scorer(small.folder / "a scorer")
+    return small
+
+
+BAD = [
+    ({"iterations": 0}, ["--iterations 0", "--offline-data"]),
+    ({"n_samples": 1}, ["--n-samples 1", "2 or more"]),
+    ({"temperatures": (0.7, 0)}, ["--temperatures", "above 0"]),
+    ({"label_smoothing": 0.5}, ["--label-smoothing 0.5", "below 0.5"]),
+    ({"max_length": 8}, ["--max-length 8", "more than --max-new-tokens"]),
+    ({"prompts_per_iteration": 30}, ["2 iterations of 30", "need 60", "there are 40", "lower --iterations"]),
+    ({"scorer": "tiny"}, ["tiny", "causal language model", "reward.py"]),
+    ({"scorer": "mine:nothing"}, ["mine:nothing", "module:function"]),
+    ({"scorer": "runs/reward"}, ["runs/reward", "python reward.py"]),
+    ({"scorer": "unfinished"}, ["unfinished", "--resume"]),
+    ({"model": "runs/sft"}, ["runs/sft", "python sft.py"]),
+    ({"model": "a scorer"}, ["a scorer", "causal language model"]),
+    ({"reference": "a scorer"}, ["a scorer", "causal language model"]),
+    ({"reference": "runs/nothing"}, ["runs/nothing"]),
+    ({"enhancer": "a scorer"}, ["a scorer", "causal language model"]),
+    ({"enhancer": "unfinished"}, ["unfinished", "--resume"]),
+    ({"offline_data": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+    ({"offline_data": "no rows.jsonl"}, ["no rows.jsonl", "empty"]),
+    ({"offline_data": "columns.jsonl"}, ["columns.jsonl:1", "wanted chosen + rejected"]),
+    ({"offline_data": "pool.jsonl"}, ["pool.jsonl:1", "wanted chosen + rejected"]),
+    ({"offline_data": "apart.jsonl"}, ["apart.jsonl:1", "chosen and rejected have different prompts"]),
+    ({"offline_data": "empty sides.jsonl"}, ["empty sides.jsonl:1", "an empty side"]),
+    ({"offline_data": "long.jsonl"}, ["long.jsonl:1", "longer than 64 tokens"]),
+    ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+    ({"start_from": "first"}, ["--start-from", "first"]),
+    ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
+]
+
+
+def named(x):
+    return "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else ""
+
+
+@pytest.mark.parametrize("options, words", BAD, ids=named)
+def test_bad_input_is_one_line_that_says_what_and_where(bad, tmp_path, options, words):
+    assert_error(run(bad, tmp_path / "out", **options), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_offline_rows_that_cannot_be_used_are_left_out_and_named(bad, tmp_path):
+    given = offline_options(bad, "partly", **ONE_STEP)
+    ended = succeeds(run(bad, tmp_path, **given))
+    assert len(of_iteration(tmp_path, "pairs")) == 3  # of four, one is held out
+    assert "dropped 5 of 9 rows" in ended.out
+    for words in (
+        "different prompts (partly.jsonl:5, partly.jsonl:6)",
+        "responses are the same (partly.jsonl:9)",
+    ):
+        assert words in ended.out
+    assert "2: an empty side (partly.jsonl:7, partly.jsonl:8)" in ended.out
+
+
+def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the_pool(small, tmp_path):
+    ended = run(small, tmp_path, scorer="mine:same", **ONE_STEP)
+    assert_error(
+        ended, "iteration 1: nothing to learn from", f"no pair in {PROMPTS} prompts", "one score only"
+    )
+    rows = of_iteration(tmp_path, "pool")
+    assert len(rows) == PROMPTS * K and {r["score"] for r in rows} == {1.0}
+    assert not (tmp_path / "pairs.jsonl").exists() and not (tmp_path / "versions" / "1").exists()
+    ended = succeeds(run(small, tmp_path, "--resume", **ONE_STEP))
+    assert f"{PROMPTS * K} responses that another scorer scored are scored again" in ended.out
+    kept = [r["response"] for r in of_iteration(tmp_path, "pool", 1)]
+    assert kept == [r["response"] for r in rows] and (tmp_path / "model").exists()
+
+
+def test_if_no_best_response_ended_this_is_one_line(small, tmp_path):
+    ended = run(small, tmp_path, max_new_tokens=1, **ONE_STEP)
+    assert_error(ended, "iteration 1: nothing to learn from", "did not end within --max-new-tokens")
+    assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and not (tmp_path / "pairs.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"temperatures": (1.0, math.inf)}, ["--temperatures"]),
+        ({"temperatures": (math.nan,)}, ["--temperatures"]),
+        ({"temperatures": ()}, ["--temperatures", "one or more"]),
+        ({"temperatures": (-1.0,)}, ["--temperatures"]),
+        ({"label_smoothing": -0.1}, ["--label-smoothing -0.1"]),
+        ({"label_smoothing": math.nan}, ["--label-smoothing"]),
+        ({"top_p": 0.0}, ["--top-p 0.0"]),
+        ({"top_p": 1.5}, ["--top-p 1.5"]),
+        ({"max_length": 32}, ["--max-length 32"]),
+        ({"iterations": -1}, ["--iterations -1"]),
+        ({"iterations": -1, "offline_data": "tiny"}, ["--iterations -1"]),
+        ({"n_samples": 0}, ["--n-samples 0"]),
+        ({"beta": 0.0}, ["--beta 0.0", "more than 0"]),
+        ({"epochs": 0.0}, ["--epochs 0.0"]),
+        ({"length_penalty": -1.0}, ["--length-penalty -1.0"]),
+        ({"prompts_per_iteration": 0}, ["--prompts-per-iteration 0"]),
+        ({"offline_pairs": 0}, ["--offline-pairs 0"]),
+        ({"batch_size": 0}, ["--batch-size 0"]),
+        ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
+        ({"score_batch_size": 0}, ["--score-batch-size 0"]),
+        ({"chunk_prompts": 0}, ["--chunk-prompts 0"]),
+        ({"slots": 0}, ["--slots 0"]),
+        ({"eval_prompts": -1}, ["--eval-prompts -1"]),
+        ({"save_every": -1}, ["--save-every -1"]),
+        ({"lr": -1.0}, ["--lr -1.0"]),
+        ({"warmup_ratio": 1.5}, ["--warmup-ratio 1.5"]),
+        ({"tie_margin": -0.1}, ["--tie-margin -0.1"]),
+    ],
+    ids=named,
+)
+def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+    with pytest.raises(InputError) as error:
+        dpo.check(dpo.Args(**options))
+    assert all(word in str(error.value) for word in words)
+
+
+def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
+    before = contents(whole.folder)
+    for options in ({"dataset": "nothing.jsonl"}, {"scorer": "first"}, {"offline_data": "apart.jsonl"}):
+        assert_error(run(bad, whole.folder, "--overwrite", **options))
+    assert_error(run(bad, whole.folder, "--overwrite", prompts_per_iteration=30), "need 60")
+    inside = {"offline_data": whole.folder / "pairs.jsonl", "enhancer": whole.folder / "versions" / "1"}
+    inside |= {"model": whole.folder, "reference": whole.folder / "versions" / "1"}
+    for name, path in inside.items():
+        flag = f"--{name.replace('_', '-')} {path}"
+        ended = run(bad, whole.folder, "--overwrite", **{name: path})
+        assert_error(ended, f"--overwrite would remove {flag}")
+    assert contents(whole.folder) == before
+
+
+def test_a_folder_of_an_old_run_may_be_named_as_the_references_default_is(small, tmp_path):
+    """`sft` and `last` are words, no paths."""
+    for name in ("sft", "last"):
+        folder, argv = tmp_path / name, flags(**{**small.options, "iterations": 1, **SHORT})
+        for more in ([], ["--overwrite"]):
+            argv_ = [*argv, "--output-dir", name, "--reference", name, *more]
+            succeeds(processes.script("dpo_iterative", *argv_, cwd=tmp_path, plots=False))
+        assert (folder / "model").exists()
+
+
+def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):
+    ended = processes.python(ROOT / "dpo_iterative.py", cwd=tmp_path)  # without runs/sft
+    assert_error(ended, "runs/sft", "python sft.py")
+    assert len(ended.err.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+# -- arguments and recipes ---------------------------------------------------------------
+def test_every_argument_is_read_somewhere_beside_its_check():
+    mine = (
+        inspect.getsource(dpo)
+        .replace(inspect.getsource(dpo.check), "")
+        .replace(inspect.getsource(dpo.Args), "")
+    )
+    others = "".join(inspect.getsource(module) for module in (pool, rollout, data, models))
+    read = {*re.findall(r"\bargs\.(\w+)", mine + others), "resume", "overwrite"}  # common/run.py's two
+    assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
+    assert len(read) > 30
+
+
+def test_recipes_have_the_papers_numbers():
+    assert list(dpo.RECIPES) == ["tiny", "rlhf_workflow", "zephyr"]
+    assert dpo.RECIPES["tiny"][1] == dpo.Args() == parse(dpo.RECIPES, [])
+    args = parse(dpo.RECIPES, [])
+    assert (args.model, args.scorer, args.dataset) == ("runs/sft", "runs/reward", "tiny")
+    assert (args.reference, args.start_from, args.iterations) == ("sft", "last", 3)
+    args = parse(dpo.RECIPES, ["rlhf_workflow"])
+    assert (args.beta, args.lr, args.batch_size, args.epochs) == (0.1, 5e-7, 128, 2.0)
+    assert (args.warmup_ratio, args.n_samples, args.iterations) == (0.03, 8, 3)
+    assert (args.prompts_per_iteration, args.temperatures) == (20_000, (1.0, 0.7))
+    assert (args.max_new_tokens, args.top_p, args.length_penalty) == (2048, 1.0, 0.0)
+    assert (args.label_smoothing, args.offline_data) == (0.0, None)
+    assert (args.reference, args.start_from) == ("sft", "last")
+    args = parse(dpo.RECIPES, ["zephyr"])
+    assert (args.beta, args.lr, args.batch_size, args.epochs) == (0.01, 5e-7, 128, 1.0)
+    assert (args.warmup_ratio, args.iterations, args.label_smoothing) == (0.1, 0, 0.0)
+    assert args.offline_data == "HuggingFaceH4/ultrafeedback_binarized[train_prefs]"
+    args = parse(dpo.RECIPES, ["rlhf_workflow", "--length-penalty", "0.001", "--temperatures", "0.5"])
+    assert (args.length_penalty, args.temperatures, args.beta) == (0.001, (0.5,), 0.1)
+
+
+@pytest.mark.parametrize("name", dpo.RECIPES)
+def test_the_arguments_of_a_recipe_pass_the_check(name):
+    dpo.check(dpo.RECIPES[name][1])
+
+
+def test_an_unknown_recipe_is_one_line_with_the_nearest_name(small):
+    ended = processes.script("dpo_iterative", "zefyr", cwd=small.folder)
+    assert_error(ended, "zefyr", "did you mean 'zephyr'", "rlhf_workflow")
