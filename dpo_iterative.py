@@ -558,7 +558,8 @@ def main(args: Args):
         metrics.plot_metrics(args.output_dir, {**panels, "accuracy": ["train/accuracy", "pairs/accuracy"]})
         curves = {"oracle": "eval/score", "true reward": "gold/score"}
         metrics.plot_frontier(args.output_dir, "eval/kl", curves)
-        metrics.plot_frontier(args.output_dir, "eval/score", {"length": "sample/length"}, "length.png")
+        ends = {f"version {v}": studies[v]["samples"] for v in (0, last) if studies[v]["samples"]}
+        metrics.plot_lengths(args.output_dir, ends)
         after = {str(version): figures(studies, version, args) for version in studies}
         table = metrics.regressions(studies[0]["samples"], studies[last]["samples"])
         numbers = {"steps": step, "pool": len(responses), "versions": after, "categories": table}

@@ -1,5 +1,6 @@
 """metrics.jsonl, progress bars and plots. Every key is defined by a formula in the README."""
 
+import contextlib
 import json
 import math
 import os
@@ -78,50 +79,62 @@ def print_table(rows: list[dict]):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
-def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
-    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`, the
-    step or the iteration."""
+@contextlib.contextmanager
+def figure(path, panels=1, size=(4.8, 3.4)):
+    """`panels` axes side by side, each of `size` inches, written to `path` at the end."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    drawing, axes = plt.subplots(1, panels, figsize=(size[0] * panels, size[1]), squeeze=False)
+    yield axes[0]
+    drawing.tight_layout()
+    drawing.savefig(path, dpi=90)
+    plt.close(drawing)
+
+
+def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
+    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`, the
+    step or the iteration."""
     rows = read_jsonl(Path(folder) / "metrics.jsonl")
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.2), squeeze=False)
-    for axis, (title, keys) in zip(axes[0], panels.items()):
-        for key in keys:
-            points = [(row[x], row[key]) for row in rows if key in row]
-            if points:
-                axis.plot(*zip(*points), marker="o" if len(points) < 10 else None, markersize=3, label=key)
-        axis.set(title=title, xlabel=x)
-        if axis.lines:
-            axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(Path(folder) / name, dpi=90)
-    plt.close(figure)
+    with figure(Path(folder) / name, len(panels), (4.2, 3.2)) as axes:
+        for axis, (title, keys) in zip(axes, panels.items()):
+            for key in keys:
+                points = [(row[x], row[key]) for row in rows if key in row]
+                marker = "o" if len(points) < 10 else None
+                if points:
+                    axis.plot(*zip(*points), marker=marker, markersize=3, label=key)
+            axis.set(title=title, xlabel=x)
+            if axis.lines:
+                axis.legend(fontsize=8)
+            axis.grid(alpha=0.3)
 
 
 def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"):
     """Draw `folder`/name from metrics.jsonl: the metrics `ys` {label: key} against the metric `x`, in the
     order in which they were logged: a scorer and the true reward against the KL show over-optimisation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
-    figure, axis = plt.subplots(figsize=(4.8, 3.4))
-    for label, key in ys.items():
-        points = [(row[x], row[key]) for row in rows if key in row]
-        if points:
-            axis.plot(*zip(*points), "o-", markersize=3, label=label)
-    axis.set(xlabel=x, title="held-out prompts")
-    axis.legend(fontsize=8)
-    axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(Path(folder) / name, dpi=90)
-    plt.close(figure)
+    with figure(Path(folder) / name) as (axis,):
+        for label, key in ys.items():
+            points = [(row[x], row[key]) for row in rows if key in row]
+            if points:
+                axis.plot(*zip(*points), "o-", markersize=3, label=label)
+        axis.set(xlabel=x, title="held-out prompts")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+
+
+def plot_lengths(folder, policies: dict[str, list[dict]]):
+    """Draw `folder`/length.png: the score against the tokens of every held-out response of some policies
+    {name: rows with `tokens` and `score`}."""
+    with figure(Path(folder) / "length.png") as (axis,):
+        for name, rows in policies.items():
+            x, y = ([row[key] for row in rows] for key in ("tokens", "score"))
+            axis.scatter(x, y, s=6, alpha=0.3, label=f"{name}: r = {correlation(x, y):.2f}")
+        axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
 
 
 # -- measures of samples ---------------------------------------------------------------------------
@@ -207,29 +220,21 @@ def plot_best_of_n(folder, curves: list[dict]):
     temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
 
     curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ..."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 3.6))
-    names = list(dict.fromkeys(curve["policy"] for curve in curves))
-    for curve in curves:
-        n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
-        label = f"{curve['policy']}, T = {curve['temperature']:g}"
-        if curve["chosen"]:
-            axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
-            axes[0].plot(n, curve["median"], color=color, linestyle="--", label="median")
-        rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
-        style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
-        axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
-    for axis, title in zip(axes, ("largest and median score of N samples", "largest, by temperature")):
-        axis.set(title=title, xlabel="N")
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(Path(folder) / "best_of_n.png", dpi=90)
-    plt.close(figure)
+    with figure(Path(folder) / "best_of_n.png", 2, (4.8, 3.6)) as axes:
+        names = list(dict.fromkeys(curve["policy"] for curve in curves))
+        for curve in curves:
+            n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
+            label = f"{curve['policy']}, T = {curve['temperature']:g}"
+            if curve["chosen"]:
+                axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
+                axes[0].plot(n, curve["median"], color=color, linestyle="--", label="median")
+            rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
+            style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
+            axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
+        for axis, title in zip(axes, ("largest and median score of N samples", "largest, by temperature")):
+            axis.set(title=title, xlabel="N")
+            axis.legend(fontsize=7)
+            axis.grid(alpha=0.3)
 
 
 # -- measures of a scorer on labelled pairs --------------------------------------------------------
@@ -376,11 +381,6 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
     first run), mean and standard deviation of scores by category, and length correlations.
 
     runs: {name: rows}, the first being this run's; one without labelled pairs is left out."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     runs = {name: rows for name, rows in runs.items() if pairs_of(rows)}
     if not runs:
         return
@@ -389,39 +389,36 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
     means = {key: category_scores(value) for key, value in scored.items()}
     names = sorted(set().union(*means.values())) if name in scored else []
     panels = 1 + (name in scored) + (len(names) > 1) + bool(length)
-    figure, axes = plt.subplots(1, panels, figsize=(4.4 * panels, 3.4), squeeze=False)
-    axes = iter(axes[0])
-    axis, widest = next(axes), 0.1
-    for key, value in runs.items():
-        pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
-        size = max(1, math.ceil(len(pairs) / 10))
-        tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-        x, y = ([statistics.fmean(pair[i] for pair in part) for part in tenths] for i in (0, 1))
-        axis.plot(x, y, "o-", markersize=3, label=key)
-        widest = max([widest, *x])
-    line = torch.linspace(0, widest, 50)
-    axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="1 / (1 + exp(-difference))")
-    axis.set(title="accuracy", xlabel="score difference (tenths of the pairs)", ylim=(0.4, 1.02))
-    axis.legend(fontsize=7)
-    if name in scored:
-        axis, pairs = next(axes), pairs_of(rows)
-        for side, label in ((2, "better"), (3, "worse")):
-            axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
-        axis.set(title=f"{name}: scores", xlabel="score")
+    with figure(Path(folder) / "scores.png", panels, (4.4, 3.4)) as axes:
+        axes = iter(axes)
+        axis, widest = next(axes), 0.1
+        for key, value in runs.items():
+            pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
+            size = max(1, math.ceil(len(pairs) / 10))
+            tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+            x, y = ([statistics.fmean(pair[i] for pair in part) for part in tenths] for i in (0, 1))
+            axis.plot(x, y, "o-", markersize=3, label=key)
+            widest = max([widest, *x])
+        line = torch.linspace(0, widest, 50)
+        axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="1 / (1 + exp(-difference))")
+        axis.set(title="accuracy", xlabel="score difference (tenths of the pairs)", ylim=(0.4, 1.02))
         axis.legend(fontsize=7)
-    if len(names) > 1:
-        axis = next(axes)
-        for shift, (key, mine) in enumerate(means.items()):
-            x = [names.index(name) + 0.2 * shift for name in mine]
-            mean, deviation = zip(*mine.values())
-            axis.errorbar(x, mean, deviation, fmt="o", markersize=4, capsize=3, label=key)
-        axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
-        axis.set(title="scores by category, mean and deviation")
-        axis.legend(fontsize=7)
-    if length:
-        axis = next(axes)
-        axis.hist(length, bins=20, range=(-1, 1))
-        axis.set(title=f"length and score, {len(length)} prompts", xlabel="correlation over samples")
-    figure.tight_layout()
-    figure.savefig(Path(folder) / "scores.png", dpi=90)
-    plt.close(figure)
+        if name in scored:
+            axis, pairs = next(axes), pairs_of(rows)
+            for side, label in ((2, "better"), (3, "worse")):
+                axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
+            axis.set(title=f"{name}: scores", xlabel="score")
+            axis.legend(fontsize=7)
+        if len(names) > 1:
+            axis = next(axes)
+            for shift, (key, mine) in enumerate(means.items()):
+                x = [names.index(name) + 0.2 * shift for name in mine]
+                mean, deviation = zip(*mine.values())
+                axis.errorbar(x, mean, deviation, fmt="o", markersize=4, capsize=3, label=key)
+            axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
+            axis.set(title="scores by category, mean and deviation")
+            axis.legend(fontsize=7)
+        if length:
+            axis = next(axes)
+            axis.hist(length, bins=20, range=(-1, 1))
+            axis.set(title=f"length and score, {len(length)} prompts", xlabel="correlation over samples")

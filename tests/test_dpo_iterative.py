@@ -116,7 +116,7 @@ def in_process(small, folder, **options):
 
 
 def without_plots(monkeypatch):
-    for name in ("plot_metrics", "plot_frontier"):
+    for name in ("plot_metrics", "plot_frontier", "plot_lengths"):
         monkeypatch.setattr(metrics, name, lambda *_, **__: None)
 
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT))
 from common import metrics  # noqa: E402
 
 RM, AM = ["--scorer", "{reward}"], ["--scorer", "{advantage_model}"]
+GATE = ["--safety-scorer", "{safety}"]
 HALF = ["--dataset", "tiny:commands=copy+ends+first+loop"]
 HALF += ["--forget-dataset", "tiny:commands=rest+reverse+next+double"]
 ARMS = {
@@ -34,6 +35,8 @@ ARMS = {
     "AM-PPO-SR, c = 32": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-clusters", "32"],
     "pretrained gradient 0.1": [*RM, "--ptx-dataset", "tiny:kind=text", "--ptx-coef", "0.1"],
     "its measure, coefficient 0": [*RM, "--ptx-dataset", "tiny:kind=text"],
+    "safety gate": [*RM, *GATE],
+    "from rejection sampling, safety gate": [*RM, *GATE, "--model", "{rejection_sampling}"],
 }
 
 
@@ -46,6 +49,8 @@ class Args:
     rejection_sampling: str = "runs/rejection_sampling"
     biased: str = "runs/reward_biased"
     """Of reward.py --dataset tiny:length_bias=0.6."""
+    safety: str = "runs/reward_safety"
+    """Of reward.py --dataset tiny:label=safety."""
     folder: str = "runs/ppo_arms"
     """Where the runs go."""
     seeds: int = 3
