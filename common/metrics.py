@@ -42,7 +42,7 @@ def read_jsonl(path) -> list[dict]:
     """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
     file: no rows."""
     rows = []
-    for line in Path(path).read_text("utf-8").split("\n") if Path(path).exists() else []:
+    for line in Path(path).read_text("utf-8", "replace").split("\n") if Path(path).exists() else []:
         if not line:
             continue
         try:

@@ -143,8 +143,8 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
 
 
 def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
-    """(prompt messages, two texts, P(the first is the better one) by the row's label) of a preference row; of a
-    ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
+    """(prompt messages, two texts, P(the first is the better one) by the row's label) of a preference row; of
+    a ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
     are a pair without a label. ValueError says why there is none."""
     responses = values.get("responses")
     if responses is None:
@@ -153,7 +153,8 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
         return prompt, texts, 1.0 if label is None else label
-    if isinstance(responses, list) and not any(isinstance(r, dict) and "score" in r for r in responses):
+    objects = isinstance(responses, list) and all(isinstance(r, dict) for r in responses)
+    if objects and not any("score" in r for r in responses):
         values = {**values, "responses": [{**r, "score": i} for i, r in enumerate(responses[:2])]}
         return *_ranking(values)[:2], None
     prompt, texts, grades = _ranking(values)

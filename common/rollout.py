@@ -9,6 +9,7 @@ Where responses are only ranked it may be a pairwise preference model (common/pa
 """
 
 import collections
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -197,6 +198,8 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
             code = inspect.getsource(function)
         except (OSError, TypeError):
             code = ""
+        with contextlib.suppress(InputError):  # the argument may be a model, which can change
+            code = [code, models.identity(argument)] if argument else code
         function = function(argument) if argument and callable(function) else function
         if not callable(function):
             raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")

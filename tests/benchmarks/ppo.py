@@ -12,61 +12,23 @@ not count."""
 import argparse
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 sys.path.insert(0, ROOT)
+import peers  # noqa: E402
+
 SKIP, EPISODES = 2, 8
-
-
-def make_models(tokenizer, folder):
-    """`folder`/policy and `folder`/reward. The end token's row of the unembedding points along the mean hidden
-    state, so that its logit is about the same everywhere: log(V / 64)."""
-    import math
-
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_labels=1,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
-        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.add_(0.05)
-        mean = model.model(torch.randint(len(words), (8, 64))).last_hidden_state.flatten(0, 1).mean(0)
-        model.lm_head.weight[words.eos_token_id] += mean / mean.square().sum() * math.log(len(words) / 64)
-    model.save_pretrained(f"{folder}/policy")
-    LlamaForSequenceClassification(config).save_pretrained(f"{folder}/reward")
-    for name in ("policy", "reward"):
-        words.save_pretrained(f"{folder}/{name}")
 
 
 def trl(args):
     import torch
     from datasets import Dataset
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        TrainerCallback,
-    )
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-    clock = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            clock.append(time.perf_counter())
-
+    clock = peers.clock()
     tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/policy", padding_side="left")
     with open(args.dataset) as file:
         rows = [json.loads(line)["prompt"] for line in file]
@@ -89,9 +51,9 @@ def trl(args):
     )
     PPOTrainer(
         args=config, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
-        value_model=value, train_dataset=Dataset.from_dict({"input_ids": ids}), callbacks=[Clock()],
+        value_model=value, train_dataset=Dataset.from_dict({"input_ids": ids}), callbacks=[clock],
     ).train()  # fmt: skip
-    return EPISODES * (len(clock) - SKIP) / (clock[-1] - clock[SKIP - 1])
+    return EPISODES * (len(clock.times) - SKIP) / (clock.times[-1] - clock.times[SKIP - 1])
 
 
 def ours(args):
@@ -127,37 +89,17 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--dataset", required=True, help="prompts, as ppo.py takes them")
-    parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--rollouts", type=int, default=7)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["trl", "ours"], help="run this one here and print JSON")
-    parser.add_argument("--models", help="with --only: the folder of the models")
+    peers.add_arguments(parser)
     args = parser.parse_args()
     if args.only:
-        speed = {"trl": trl, "ours": ours}[args.only](args)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        return print(json.dumps({"episodes_per_s": speed, "peak_gb": peak}))
+        return peers.report({"trl": trl, "ours": ours}[args.only](args))
     args.models = tempfile.mkdtemp()
-    make_models(args.tokenizer, args.models)
+    peers.make_models(args.tokenizer, args.models)
     make_prompts(args.dataset, args.models, args.tokenizer, EPISODES * args.rollouts)
-    args.dataset, figures = f"{args.models}/prompts.jsonl", {"trl": [], "ours": []}
-    for _ in range(args.repeats):
-        for name in figures:
-            command = [args.trl_python if name == "trl" else sys.executable, __file__, "--only", name]
-            for flag in ("models", "dataset", "rollouts"):
-                command += [f"--{flag}", str(getattr(args, flag))]
-            out = subprocess.run(command, capture_output=True, text=True)
-            if out.returncode:
-                sys.exit(out.stderr[-2000:])
-            figures[name].append(json.loads(out.stdout.strip().splitlines()[-1]))
-            speed, peak = figures[name][-1].values()
-            print(f"{name:5} {speed:6.2f} episodes/s, peak {peak:.2f} GB", flush=True)
-    pairs = list(zip(figures["ours"], figures["trl"]))
-    for key, what in (("episodes_per_s", "times the episodes per second"), ("peak_gb", "of the peak memory")):
-        ratios = sorted(a[key] / b[key] for a, b in pairs)
-        print(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) {what}")
+    args.dataset = f"{args.models}/prompts.jsonl"
+    peers.take_turns(__file__, ["trl", "ours"], {"ours": "trl"}, ("models", "dataset", "rollouts"), args)
 
 
 if __name__ == "__main__":

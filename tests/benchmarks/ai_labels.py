@@ -1,0 +1,58 @@
+"""How well a labeler agrees with people, prompt by prompt: preamble, examples and chain of thought, the table
+of "RLAIF" (arXiv:2309.00267). Every setting is a run of its own; finished ones are not run again.
+
+    python tests/benchmarks/ai_labels.py --model HuggingFaceTB/SmolLM2-135M-Instruct --dataset hh_test.jsonl.gz --rows 200
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import metrics  # noqa: E402
+
+
+@dataclass
+class Args:
+    model: str
+    """The labeler."""
+    dataset: str
+    """Pairs or rankings with human labels."""
+    rows: int = 200
+    """So many of them."""
+    thoughts: tuple[bool, ...] = (False, True)
+    """Without and with chain of thought, whose rationales cost most of the time."""
+    max_new_tokens: int = 64
+    """Longest rationale."""
+    folder: str = "runs/ai_labels"
+    """Where the runs go."""
+
+
+def main(args: Args):
+    table = []
+    for thoughts, preamble, examples in itertools.product(args.thoughts, ("base", "detailed"), (0, 2)):
+        out = Path(args.folder, f"{preamble}_{examples}{'_thoughts' * thoughts}")
+        command = [sys.executable, "-m", "common.ai_feedback", "label", "--model", args.model]
+        command += ["--dataset", args.dataset, "--max-rows", str(args.rows), "--preamble", preamble]
+        command += ["--examples", str(examples), "--output-dir", str(out), "--resume"]
+        command += ["--chain-of-thought", "--max-new-tokens", str(args.max_new_tokens)] if thoughts else []
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        found = json.loads((out / "summary.json").read_text())
+        share, low, high = (found[f"alignment{end}"] for end in ("", "_low", "_high"))
+        name = f"{preamble}{' + thoughts' * thoughts}, {examples} examples"
+        line = {"prompt": name, "alignment": f"{share:.1%} [{low:.1%}, {high:.1%}]", "n": found["alignment/n"]}
+        line |= {"one order": f"{found['alignment/one_order']:.1%}", "failed": found["failed"]}
+        line |= {"order decides": f"{found['position/decides']:.0%}", "first": f"{found['position/first']:.2f}"}
+        table.append({**line, "mass": f"{found['mass']:.2f}"})
+        print(line, flush=True)
+    metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,1256 @@
+"""common/ai_feedback.py: labels, ratings and revisions of a labeler whose answers are known, and of small
+random models against plain softmax; the run directory; the scripts that read what it writes."""
+
+import collections
+import math
+import re
+import threading
+from types import SimpleNamespace
+
+import gold_labeler
+import processes
+import pytest
+import torch
+from gold_labeler import GoldLabeler
+from processes import ROOT, flags
+from scorers import (
+    A,
+    B,
+    CPU,
+    TOKENIZER,
+    assert_error,
+    contents,
+    make_scorer,
+    read_json,
+    rows_of,
+    smaller_model,
+    succeeds,
+    write_rows,
+)
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as backends
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from common import ai_feedback as ai
+from common import data, dist, preferences, rollout, tiny
+from common.metrics import read_jsonl
+from common.run import InputError, parse
+from common.sampler import sample
+
+TESTS = ROOT / "tests"
+PLAIN = ai.Args(model="m")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def args_of(task="label", **options):
+    return ai.Args(**{"task": task, "model": "gold_labeler:exact", **options})
+
+
+def run(folder, dataset, task="label", **options):
+    """The command in this process; the rows and the figures that it leaves."""
+    options = {"output_dir": str(folder), "dataset": str(dataset), **options}
+    ai.main(args_of(task, **options))
+    return SimpleNamespace(
+        rows=read_jsonl(folder / "rows.jsonl"),
+        failed=read_jsonl(folder / "failed.jsonl"),
+        summary=read_json(folder / "summary.json"),
+        text=(folder / "rows.jsonl").read_text(),
+    )
+
+
+def script(folder, dataset, task="label", cwd=TESTS, **options):
+    """The command as a process."""
+    options = {"model": "gold_labeler:exact", "dataset": dataset, "output_dir": folder, **options}
+    options = {name: value for name, value in options.items() if value is not None}
+    return processes.script("common.ai_feedback", task, *flags(**options), cwd=cwd)
+
+
+def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0):
+    row = data.Row(f"rows:{number}", {})
+    return ai.Item(number, row, [{"role": "user", "content": prompt}], list(texts), human)
+
+
+def labels(labeler, items, principles=(), templates=ai.TEMPLATES, **options):
+    return ai.label(items, labeler, templates, principles, args_of(**options))
+
+
+def text_of(question):
+    return ai.fill(question.template, question.values)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Forty pairs of the tiny world."""
+    some = tiny.rows("preferences", "train")[:40]
+    names = ("prompt", "chosen", "rejected", "category", "is_safety")
+    return write_rows(
+        tmp_path_factory.mktemp("pairs") / "pairs.jsonl", [{n: r[n] for n in names} for r in some]
+    )
+
+
+@pytest.fixture(scope="module")
+def responses(tmp_path_factory):
+    """Twenty responses of the tiny world."""
+    some = tiny.rows("sft", "train")[:20]
+    rows = [{"prompt": r["prompt"], "response": r["completion"], "category": r["category"]} for r in some]
+    return write_rows(tmp_path_factory.mktemp("responses") / "responses.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    some = [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "train")[:40]]
+    return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", some)
+
+
+# -- label: probabilities ------------------------------------------------------------------
+def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
+    """copy ant bear: "ant bear" has gold 2, "ant" has gold 1. With a place bias of 2 the log-odds of "1" are
+    1 + 2 in one order and -1 + 2 in the other."""
+    labeler = GoldLabeler(place_bias=2.0, mass=0.5)
+    (found,) = labels(labeler, [item()])
+    assert found["orders"] == pytest.approx([0.95257413, 1 - 0.73105858], abs=1e-8)
+    assert found["preference"] == pytest.approx((0.95257413 + 0.26894142) / 2, abs=1e-8)
+    assert found["mass"] == pytest.approx(0.5) and set(found) == {"preference", "orders", "mass"}
+    first, second = labeler.asked
+    assert [first.values["first"], first.values["second"]] == ["ant bear", "ant"]
+    assert [second.values["first"], second.values["second"]] == ["ant", "ant bear"]
+    assert first.template == second.template and first.opening == ai.TEMPLATES["ending"]
+
+
+@pytest.mark.parametrize("b", [-3.0, 0.5, 3.0])
+def test_a_place_bias_never_changes_the_winner_of_both_orders_but_that_of_one(b):
+    found = []
+    for texts in (("ant bear", "ant"), ("ant", "ant bear")):  # gold differs by d = 1 and by -1
+        (row,) = labels(GoldLabeler(place_bias=b), [item(texts=texts)])
+        found.append(row)
+    for d, row in zip((1, -1), found):
+        assert row["preference"] == pytest.approx((sigmoid(d + b) + sigmoid(d - b)) / 2)
+        assert (row["preference"] > 0.5) == (d > 0)
+        assert row["orders"] == pytest.approx([sigmoid(d + b), sigmoid(d - b)])
+    # One order alone: with a bias of more than 1 its winner is a matter of place
+    wrong = [(row["orders"][0] > 0.5) != (d > 0) for d, row in zip((1, -1), found)]
+    assert sum(wrong) == (abs(b) > 1)
+    # Texts swapped: the probability of the same text is the same
+    assert found[0]["preference"] == pytest.approx(1 - found[1]["preference"])
+
+
+def test_mass_below_the_least_in_either_order_is_no_answer():
+    class Lopsided(GoldLabeler):
+        def probabilities(self, questions, options):
+            return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
+
+    assert labels(Lopsided(), [item()], min_mass=0.2)[0]["mass"] == pytest.approx(0.2)
+    assert labels(Lopsided(), [item()], min_mass=0.21) == [{"failed": "neither 1 nor 2"}]
+    assert labels(gold_labeler.mute(), [item(), item()]) == [{"failed": "neither 1 nor 2"}] * 2
+    assert labels(GoldLabeler(), []) == []
+
+
+# -- label: measures -----------------------------------------------------------------------
+def labelled(human, orders):
+    return {"human": human, "preference": sum(orders) / 2, "ai": {"orders": orders, "mass": 1.0}}
+
+
+ROWS = [
+    labelled(1.0, [0.9, 0.7]),  # right in both orders
+    labelled(0.0, [0.4, 0.2]),  # right in both
+    labelled(0.75, [0.8, 0.4]),  # right; the order decides
+    labelled(1.0, [0.7, 0.3]),  # a tie; the order decides
+    labelled(0.0, [0.8, 0.6]),  # wrong in both
+    labelled(0.5, [0.9, 0.9]),  # the human has no opinion
+    labelled(None, [0.1, 0.3]),  # unlabelled
+]
+
+
+def test_alignment_counts_ties_half_and_has_wilsons_interval():
+    """3.5 of 5 are right. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n + z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7:
+    (0.7 + 0.38416) / 1.76832 = 0.613102; sqrt(0.042 + 0.038416) = 0.283577; 1.96 * 0.283577 / 1.76832 =
+    0.314314."""
+    found = ai.measures(ROWS, 2, 3)
+    assert found["alignment"] == 0.7 and found["alignment/n"] == 5
+    assert found["alignment_low"] == pytest.approx(0.298788, abs=2e-4)
+    assert found["alignment_high"] == pytest.approx(0.927416, abs=2e-4)
+    # single orders: 2 + 2 + 1 + 1 + 0 of 10
+    assert found["alignment/one_order"] == 0.6
+    assert (found["rows"], found["failed"], found["shortened"], found["mass"]) == (7, 2, 3, 1.0)
+
+
+def test_the_interval_of_alignment_stays_within_0_and_1_and_shrinks():
+    few, many = (ai.measures(ROWS[:1] * n, 0, 0) for n in (3, 100))
+    assert few["alignment"] == many["alignment"] == 1
+    assert few["alignment_low"] == pytest.approx(3 / (3 + 1.96**2), abs=1e-3)  # known for p = 1: n / (n + z2)
+    assert many["alignment_low"] == pytest.approx(100 / (100 + 1.96**2), abs=1e-3)
+    assert all(x["alignment_high"] == pytest.approx(1, abs=1e-3) for x in (few, many))
+
+
+def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
+    """Of each row: P(first text) shown first, and shown second. The mean probability of the first place is
+    that of a and of 1 - b."""
+    found = ai.measures(ROWS, 0, 0)
+    assert found["position/decides"] == pytest.approx(2 / 7)
+    a, b = (0.9, 0.4, 0.8, 0.7, 0.8, 0.9, 0.1), (0.7, 0.2, 0.4, 0.3, 0.6, 0.9, 0.3)
+    assert found["position/first"] == pytest.approx((sum(a) + 7 - sum(b)) / 14)
+
+
+def test_an_unbiased_labeler_has_no_place_and_a_biased_one_has(pairs, tmp_path):
+    exact = run(tmp_path / "exact", pairs).summary
+    assert exact["position/decides"] == 0 and exact["position/first"] == pytest.approx(0.5)
+    assert exact["alignment"] == exact["alignment/one_order"] > 0.6
+    biased = run(tmp_path / "biased", pairs, model="gold_labeler:biased").summary
+    assert biased["position/decides"] > 0.3 and biased["position/first"] > 0.7
+    assert biased["alignment"] == exact["alignment"] > biased["alignment/one_order"]
+
+
+def test_measures_of_nothing_are_counts_alone():
+    assert ai.measures([], 4, 0) == {"rows": 0, "failed": 4, "shortened": 0}
+
+
+# -- label: rows -----------------------------------------------------------------------------
+def test_human_labels_come_from_pairs_soft_labels_and_rankings_and_may_be_missing(tmp_path):
+    ranking = [{"text": "ant", "score": 1}, {"text": "bear", "score": 3}, {"text": "ant bear", "score": 2}]
+    dialogue = "\n\nHuman: copy ant bear\n\nAssistant: "
+    rows = [
+        {"prompt": "copy ant bear", "chosen": "ant bear", "rejected": "ant"},
+        {"prompt": "copy ant bear", "chosen": "ant", "rejected": "ant bear", "preference": 0.25},
+        {"prompt": "copy ant bear", "responses": ranking},
+        {
+            "instruction": "copy ant bear",
+            "responses": [{"text": "ant"}, {"text": "ant bear"}, {"text": "cat"}],
+        },
+        {"chosen": f"{dialogue}ant bear", "rejected": f"{dialogue}cat"},
+    ]
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows)).rows
+    assert [r["row"] for r in found] == [0, 1, 2, 3, 4]
+    assert all(r["prompt"] == [{"role": "user", "content": "copy ant bear"}] for r in found)
+    assert [(r["chosen"], r["rejected"], r["human"]) for r in found[:2]] == [
+        ("ant bear", "ant", 1.0),
+        ("ant", "ant bear", 0.25),
+    ]
+    assert [r["preference"] for r in found[:2]] == pytest.approx([sigmoid(1), sigmoid(-1)])
+    score = {r["text"]: r["score"] for r in ranking}
+    drawn = found[2]["chosen"], found[2]["rejected"]
+    assert drawn[0] != drawn[1] and found[2]["human"] == (score[drawn[0]] > score[drawn[1]])
+    assert (found[3]["chosen"], found[3]["rejected"], found[3]["human"]) == ("ant", "ant bear", None)
+    assert (found[4]["chosen"], found[4]["rejected"], found[4]["human"]) == ("ant bear", "cat", 1.0)
+
+
+def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
+    texts = [{"text": t, "score": s} for t, s in zip("abcd", (1, 1, 2, 3))]
+    values = {"prompt": "p", "responses": texts}
+    found = [preferences.pair_of(values, f"file:{i}") for i in range(200)]
+    assert found == [preferences.pair_of(values, f"file:{i}") for i in range(200)]
+    drawn = {(*pair, label) for _, pair, label in found}
+    score = {r["text"]: r["score"] for r in texts}
+    every = [(a, b) for a in "abcd" for b in "abcd" if score[a] != score[b]]
+    assert drawn == {(a, b, float(score[a] > score[b])) for a, b in every}  # all of them, in both orders
+    for scores, why in (((2, 2), "no response is better"), ((2, None), "no list of")):
+        with pytest.raises(ValueError, match=why):
+            some = [{"text": t, "score": s} for t, s in zip("ab", scores)]
+            preferences.pair_of({"prompt": "p", "responses": some}, "file:1")
+
+
+def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl(tmp_path, monkeypatch):
+    rows = [
+        {"prompt": "copy ant bear", "chosen": f"ant {w}", "rejected": "cat"} for w in ("bear", "um", "eel")
+    ]
+
+    class Shy(GoldLabeler):
+        def probabilities(self, questions, options):
+            out = super().probabilities(questions, options)
+            shy = ["um" in text_of(question) for question in questions]
+            return torch.where(torch.tensor(shy)[:, None], 0.04 * out, out)
+
+    monkeypatch.setattr(gold_labeler, "shy", Shy, raising=False)
+    path = write_rows(tmp_path / "pairs.jsonl", rows)
+    found = run(tmp_path / "run", path, model="gold_labeler:shy")
+    assert [r["row"] for r in found.rows] == [0, 2] and found.summary["rows"] == 2
+    assert [(r["row"], r["failed"]) for r in found.failed] == [(1, "neither 1 nor 2")]
+    assert found.summary["failed"] == 1 and found.summary["mass"] == pytest.approx(1)
+    assert "preference" not in found.failed[0]
+    low = run(tmp_path / "low", path, model="gold_labeler:shy", min_mass=0.03)
+    assert len(low.rows) == 3 and low.failed == []
+
+
+def test_the_rows_are_soft_labels_for_load(pairs, tmp_path):
+    found = run(tmp_path / "run", pairs, model="gold_labeler:noisy").rows
+    comparisons = preferences.load(str(tmp_path / "run" / "rows.jsonl"), "train", TOKENIZER, 64)
+    assert len(comparisons) == len(found) == 40
+    unlike = 0
+    for c, r in zip(comparisons, found):
+        assert c.texts == [r["chosen"], r["rejected"]] and c.prompt == r["prompt"]
+        assert c.preference == r["preference"] and c.category == r["category"]
+        assert c.ranks.tolist() == [int(c.preference < 0.5), int(c.preference > 0.5)]
+        unlike += r["preference"] < 0.5
+    assert unlike > 3  # the labeler's word counts, not the human's
+
+
+def test_max_rows_takes_a_sample_whose_rows_know_their_places(pairs, tmp_path):
+    all_rows = {r["row"]: r for r in run(tmp_path / "all", pairs).rows}
+    some = run(tmp_path / "some", pairs, max_rows=10).rows
+    places = [r["row"] for r in some]
+    assert len(places) == 10 and places == sorted(places) and places != list(range(10))
+    assert some == [all_rows[i] for i in places]
+
+
+# -- constitution ----------------------------------------------------------------------------
+@pytest.fixture
+def constitution(tmp_path):
+    path = tmp_path / "principles.txt"
+    path.write_text("\n  Be kind.\nBe {first}, brief.\n\nBe true.\n")
+    return path
+
+
+PRINCIPLES = ("Be kind.", "Be {first}, brief.", "Be true.")
+
+
+def asked_by(monkeypatch, make=GoldLabeler):
+    """The labelers of the commands that follow, for --model gold_labeler:noted."""
+    made = []
+    monkeypatch.setattr(gold_labeler, "noted", lambda: made.append(make()) or made[-1], raising=False)
+    return made
+
+
+def principles_asked(labeler):
+    """{prompt and responses: principle}"""
+    out = {}
+    for question in labeler.asked:
+        match = re.search(r"better by this principle: (.*)\n", text_of(question))
+        key = (question.values["prompt"], *sorted((question.values["first"], question.values["second"])))
+        assert out.setdefault(key, match[1]) == match[1]  # the same in both orders
+    return out
+
+
+def test_each_pair_is_judged_by_one_principle_that_the_seed_draws(pairs, constitution, tmp_path, monkeypatch):
+    made = asked_by(monkeypatch)
+    options = {"model": "gold_labeler:noted", "constitution": str(constitution)}
+    for name, more in (("a", {}), ("b", {"chunk_rows": 7}), ("c", {"seed": 1})):
+        run(tmp_path / name, pairs, **options, **more)
+    a, b, c = map(principles_asked, made)
+    assert set(a.values()) == set(PRINCIPLES) and a == b != c
+    assert ai.TEMPLATES["base"] not in text_of(made[0].asked[0])
+
+
+def test_a_resumed_run_draws_the_same_principles(pairs, constitution, tmp_path, monkeypatch):
+    made = asked_by(monkeypatch)
+    options = {"model": "gold_labeler:noted", "constitution": str(constitution), "chunk_rows": 1}
+    run(tmp_path / "run", pairs, **options)
+    lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run" / "rows.jsonl").write_text("".join(lines[:13]))
+    run(tmp_path / "run", pairs, resume=True, **options)
+    whole, rest = map(principles_asked, made)
+    assert len(rest) == len(whole) - 13 and all(whole[key] == value for key, value in rest.items())
+
+
+@pytest.mark.parametrize("text", ["", "\n  \n", None])
+def test_a_constitution_without_principles_is_an_error(text, pairs, tmp_path):
+    path = tmp_path / "principles.txt"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InputError, match="--constitution .*principles.txt: no file with a principle"):
+        run(tmp_path / "run", pairs, constitution=str(path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_a_constitution_pairs_have_no_principle_and_revisions_the_default_ones():
+    assert ai.read_principles(args_of("label")) == () and ai.read_principles(args_of("rate")) == ()
+    assert ai.read_principles(args_of("revise")) == ai.PRINCIPLES
+
+
+# -- templates -------------------------------------------------------------------------------
+def test_each_name_is_replaced_once_and_texts_with_braces_stay():
+    values = {"first": "{second} {first}", "second": "{x} {} {{first}} {0}"}
+    assert ai.fill("{first}|{second}|{other}|{{first}}", values) == (
+        "{second} {first}|{x} {} {{first}} {0}|{other}|{{second} {first}}"
+    )
+    labeler = GoldLabeler()
+    labels(
+        labeler, [item(texts=("ant {second}", "{prompt} {principle} { }"))], ("by {first}",), constitution="x"
+    )
+    text = text_of(labeler.asked[0])
+    assert "Response 1:\nant {second}\n\nResponse 2:\n{prompt} {principle} { }\n\n" in text
+    assert "by this principle: by {first}\n" in text
+
+
+def test_a_toml_file_replaces_templates_and_leaves_the_others(tmp_path, pairs, monkeypatch):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'base = "Which one?"\nending = "Winner:"\npair = """{prompt}|{second}|{first}"""\n'
+        'question = "Hm?"\nrate = "{prompt}: {response}"\nrating = "Mark:"\n'
+    )
+    made = asked_by(monkeypatch)
+    run(tmp_path / "run", pairs, model="gold_labeler:noted", template=str(path), max_rows=1)
+    question = made[0].asked[0]
+    v = question.values
+    assert text_of(question) == f"Which one?\n\n{v['prompt']}|{v['second']}|{v['first']}\n\nHm?"
+    assert question.opening == "Winner:"
+    templates = ai.load_templates(path)
+    assert templates["critique"] == ai.TEMPLATES["critique"] and ai.TEMPLATES["rating"] == "Rating:"
+    labeler = GoldLabeler()
+    ai.rate([item("copy ant", ["ant"])], labeler, templates, (), PLAIN)
+    assert (text_of(labeler.asked[0]), labeler.asked[0].opening) == ("copy ant: ant", "Mark:")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ('bases = "x"', "'bases' is no text of base, detailed"),
+        ("base = 3", "'base' is no text of"),
+        ('[base]\nx = "y"', "'base' is no text of"),
+        ('pair = "{prompt} {first}"', r"pair lacks \{second\}"),
+        ('by_principle = "hm"', r"by_principle lacks \{principle\}"),
+        ('rate = "{first}"', r"rate lacks \{prompt\}, \{response\}"),
+        ('critique = "{prompt} {response}"', r"critique lacks \{principle\}"),
+        ('revise = "{prompt} {response}"', r"revise lacks \{critique\}"),
+        ('base = "x', "wanted TOML"),
+        (b'base = "\xff"', "wanted TOML"),
+        (None, "No such file"),
+    ],
+)
+def test_a_template_file_that_is_wrong_says_where(text, words, tmp_path):
+    path = tmp_path / "mine.toml"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(InputError, match=f"--template .*mine.toml: .*{words}"):
+        ai.load_templates(path)
+
+
+def test_every_built_in_template_holds_its_fields_and_no_other():
+    for name, text in ai.TEMPLATES.items():
+        assert set(re.findall(r"\{(\w+)\}", text)) == ai.FIELDS.get(name, set()), name
+
+
+@pytest.mark.parametrize("chain_of_thought", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 8])
+def test_so_many_solved_examples_stand_before_the_pair(n, chain_of_thought):
+    labeler = GoldLabeler()
+    labels(labeler, [item()], examples=n, chain_of_thought=chain_of_thought)
+    text = text_of(labeler.asked[0])
+    for i, example in enumerate(ai.EXAMPLES):
+        thoughts = f"Comparison of the responses: {example.thoughts}\n" if chain_of_thought else ""
+        block = (
+            f"Conversation:\n{example.prompt}\n\nResponse 1:\n{example.first}\n\nResponse 2:\n"
+            f"{example.second}\n\nWhich response is better, 1 or 2?\n{thoughts}"
+            f"Better response: {example.better}\n\n"
+        )
+        assert (block in text) == (i < n)
+        assert example.thoughts not in text or (chain_of_thought and i < n)
+    own = "Conversation:\ncopy ant bear\n\nResponse 1:\nant bear\n\nResponse 2:\nant\n\n"
+    assert text.startswith(ai.TEMPLATES["base"]) and text.endswith(own + "Which response is better, 1 or 2?")
+    assert len(ai.EXAMPLES) == 8 and [e.better for e in ai.EXAMPLES].count("1") == 4
+
+
+def test_the_detailed_preamble_is_told_in_place_of_the_short_one():
+    labeler = GoldLabeler()
+    labels(labeler, [item()], preamble="detailed")
+    text = text_of(labeler.asked[0])
+    assert (
+        text.startswith(ai.TEMPLATES["detailed"] + "\n\nConversation:") and ai.TEMPLATES["base"] not in text
+    )
+
+
+def test_a_conversation_of_several_messages_is_lines_of_roles():
+    turns = [
+        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
+    ]
+    assert ai.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
+    assert ai.transcript(turns[-1:]) == "copy ant"
+
+
+# -- chain of thought --------------------------------------------------------------------------
+class Thinker:
+    """Writes `texts`, one of them a pass; P("1") is what `odds` says of the rationale in the opening."""
+
+    def __init__(self, texts, odds):
+        self.texts, self.odds, self.passes, self.openings = list(texts), odds, [], []
+
+    def generate(self, questions, max_new_tokens, temperature, seed):
+        self.passes.append((temperature, seed, [q.opening for q in questions]))
+        text = self.texts[len(self.passes) - 1]
+        return [(text(q) if callable(text) else text, False) for q in questions]
+
+    def probabilities(self, questions, options):
+        self.openings.append([q.opening for q in questions])
+        p = [next(v for k, v in self.odds.items() if k in q.opening) for q in questions]
+        return torch.tensor([[x, 1 - x] for x in p], dtype=torch.float64)
+
+
+def test_a_chain_of_thought_is_two_passes_and_greedy():
+    labeler = Thinker(["so it is"], {"so it is": 0.8})
+    (found,) = labels(labeler, [item()], chain_of_thought=True, temperature=0.9)
+    ((temperature, _, openings),) = labeler.passes
+    assert temperature == 0 and openings == ["Comparison of the responses:"] * 2
+    assert labeler.openings == [["Comparison of the responses: so it is\nBetter response:"] * 2]
+    assert found["orders"] == pytest.approx([0.8, 0.2]) and found["preference"] == pytest.approx(0.5)
+    assert found["rationales"] == ["so it is"] * 2
+
+
+def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
+    text = lambda q: "" if q.values["first"] == "cat" else "hm"
+    found = labels(
+        Thinker([text], {":": 0.8}), [item(), item(texts=("ant", "cat")), item()], chain_of_thought=True
+    )
+    assert found[1] == {"failed": "no rationale"} and "preference" in found[0] and "preference" in found[2]
+
+
+def test_several_chains_average_the_probabilities_of_sampled_rationales():
+    labeler = Thinker(["one", "two", "three"], {"one": 0.9, "two": 0.6, "three": 0.3})
+    (found,) = labels(labeler, [item()], chain_of_thought=True, chains=3, temperature=0.9)
+    assert [t for t, _, _ in labeler.passes] == [0.9] * 3
+    assert len({seed for _, seed, _ in labeler.passes}) == 3
+    assert found["orders"] == pytest.approx([0.6, 0.4]) and found["mass"] == pytest.approx(1)
+    again = Thinker(["one", "two", "three"], labeler.odds)
+    labels(again, [item()], chain_of_thought=True, chains=3, temperature=0.9)
+    assert again.passes == labeler.passes
+    other = Thinker(["one", "two", "three"], labeler.odds)
+    labels(other, [item()], chain_of_thought=True, chains=3, temperature=0.9, seed=1)
+    assert {s for _, s, _ in other.passes}.isdisjoint(s for _, s, _ in labeler.passes)
+
+
+# -- the language model ----------------------------------------------------------------------
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
+DOTS = [(".", "."), ("..", "."), ("[", "..."), ("[...", "]"), ("Ġ", "[...]")]
+MERGES = {  # how " 10" is written
+    "bytes": [],  # " ", "1", "0"
+    "spaced": [("Ġ", str(i)) for i in range(1, 10)] + DOTS,  # " 1", "0"; and " [...]", the mark of a cut
+    "whole": [("1", "0")],  # " ", "10"
+    "one": [("1", "0"), ("Ġ", "10"), *[("Ġ", str(i)) for i in range(1, 10)]],  # " 10"
+}
+
+
+def tokens_of(kind):
+    vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, MERGES[kind])]
+    backend = Tokenizer(backends.BPE({token: i for i, token in enumerate(vocabulary)}, MERGES[kind]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "<end>", "extra_special_tokens": SPECIAL[2:]}
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    result.chat_template = TEMPLATE
+    return result
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{kind of MERGES: a folder with a small random Llama and this tokenizer}"""
+    folder = tmp_path_factory.mktemp("labelers")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for kind in MERGES:
+        words = tokens_of(kind)
+        torch.manual_seed(3)
+        config = LlamaConfig(
+            vocab_size=len(words),
+            max_position_embeddings=2048,
+            initializer_range=0.4,
+            eos_token_id=1,
+            **shape,
+        )
+        for part in (LlamaForCausalLM(config), words):
+            part.save_pretrained(folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_of(folders):
+    return {kind: ai.LanguageModel(str(folders / kind), CPU) for kind in MERGES}
+
+
+def plain_p(labeler, text, opening, *ids):
+    """P of the last of the ids after the others, by a plain forward of one row."""
+    words = labeler.tokenizer
+    before = words(f"<user>{text}<end><assistant>{opening}", add_special_tokens=False)["input_ids"]
+    before = torch.tensor([[*before, *ids[:-1]]])
+    with torch.no_grad():
+        return labeler.model(before).logits[0, -1].double().softmax(-1)[ids[-1]].item()
+
+
+def token(labeler, text):
+    found = labeler.tokenizer.convert_tokens_to_ids(text)
+    assert found is not None
+    return found
+
+
+ASKED = [
+    ai.Question("Rate {x}, now", {"x": x}, "Rating:")
+    for x in ("it", "a much longer text than the other ones", "12 34", "é 漢字", "")
+]
+TEN = tuple(map(str, range(1, 11)))
+
+
+def test_probabilities_of_one_token_options_are_the_softmax_of_a_plain_forward(model_of):
+    got = model_of["spaced"].probabilities(ASKED, ("1", "2"))
+    assert got.shape == (5, 2) and got.dtype == torch.float64
+    for question, row in zip(ASKED, got.tolist()):
+        for option, p in zip("12", row):
+            want = plain_p(
+                model_of["spaced"], text_of(question), "Rating:", token(model_of["spaced"], f"Ġ{option}")
+            )
+            assert p == pytest.approx(want, rel=1e-4)
+    assert (got[:, 0] - got[:, 1]).abs().max() > 1e-4
+
+
+def test_where_the_space_is_a_token_of_its_own_the_probability_is_given_it(model_of):
+    (got,) = model_of["bytes"].probabilities(ASKED[:1], ("1", "2")).tolist()
+    labeler, text = model_of["bytes"], text_of(ASKED[0])
+    want = [plain_p(labeler, text, "Rating:", token(labeler, "Ġ"), token(labeler, x)) for x in "12"]
+    assert got == pytest.approx(want, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind, space, digit", [("bytes", ["Ġ"], ""), ("spaced", [], "Ġ")])
+def test_where_10_is_two_tokens_its_probability_is_that_of_both_and_1_ends_there(
+    kind, space, digit, model_of
+):
+    labeler = model_of[kind]
+    got = labeler.probabilities(ASKED, TEN)
+    start, zero = [token(labeler, x) for x in space], token(labeler, "0")
+    for question, row in zip(ASKED, got.tolist()):
+        text = text_of(question)
+        one, nine = (token(labeler, f"{digit}{x}") for x in "19")
+        p_one = plain_p(labeler, text, "Rating:", *start, one)
+        p_zero = plain_p(labeler, text, "Rating:", *start, one, zero)
+        assert row[9] == pytest.approx(p_one * p_zero, rel=1e-4)
+        assert row[0] == pytest.approx(p_one * (1 - p_zero), rel=1e-4)
+        assert row[8] == pytest.approx(plain_p(labeler, text, "Rating:", *start, nine), rel=1e-4)
+    assert (got[:, 9] > 0).all() and (got.sum(1) <= 1).all()
+
+
+@pytest.mark.parametrize("kind, start, ten", [("whole", ["Ġ"], "10"), ("one", [], "Ġ10")])
+def test_where_10_is_one_token_it_is_an_option_like_any_other(kind, start, ten, model_of):
+    labeler, question = model_of[kind], ASKED[1]
+    (got,) = labeler.probabilities([question], TEN).tolist()
+    start = [token(labeler, x) for x in start]
+    one = "1" if kind == "whole" else "Ġ1"
+    want = [plain_p(labeler, text_of(question), "Rating:", *start, token(labeler, x)) for x in (one, ten)]
+    assert [got[0], got[9]] == pytest.approx(want, rel=1e-4)
+
+
+def test_a_tokenizer_that_cannot_write_the_options_is_an_input_error(pairs, tmp_path):
+    smaller_model(tmp_path / "model")  # the tiny world's words, in which 1 and 2 are unknown
+    with pytest.raises(InputError, match="tokenizer cannot write 1, 2 apart"):
+        run(tmp_path / "run", pairs, model=str(tmp_path / "model"))
+    with pytest.raises(InputError, match="tokenizer cannot write 1, 2, .*, 10 apart"):
+        ai.LanguageModel(str(tmp_path / "model"), CPU).probabilities(ASKED, TEN)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_batches_of_any_size_give_the_same_probabilities(size, folders, model_of):
+    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, batch_size=size)
+    want = model_of["spaced"].probabilities(ASKED, TEN)
+    torch.testing.assert_close(labeler.probabilities(ASKED, TEN), want, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(labeler.probabilities(ASKED[::-1], TEN), want.flip(0), rtol=1e-4, atol=1e-9)
+    assert labeler.probabilities([], TEN).shape == (0, 10) and labeler.generate([], 4, 1.0, 0) == []
+
+
+def test_special_tokens_in_texts_are_left_out(model_of):
+    labeler = model_of["spaced"]
+    clean = ai.Question("Say {x}", {"x": "a b"}, "Well c:")
+    dirty = ai.Question("Say {x}", {"x": "a<end><user> b<pad>"}, "Well<assistant> c:")
+    assert labeler.encode(dirty, 4) == labeler.encode(clean, 4)
+    assert torch.equal(labeler.probabilities([dirty], TEN), labeler.probabilities([clean], TEN))
+    ids = labeler.encode(dirty, 4)
+    assert [ids.count(labeler.tokenizer.convert_tokens_to_ids(x)) for x in SPECIAL] == [0, 1, 1, 1]
+
+
+def test_texts_that_are_too_long_are_cut_in_their_middle_and_counted(folders):
+    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, max_length=100)
+    long = "begin " + "x" * 300 + " end"
+    question = ai.Question("Of {a} and {b}:", {"a": long, "b": "a short text"}, "Rating:")
+    ids = labeler.encode(question, 10)
+    text = labeler.tokenizer.decode(ids)
+    match = re.fullmatch(
+        r"<user>Of (begin x+) \[\.\.\.\] (x+ end) and a short text:<end><assistant>Rating:", text
+    )
+    assert match and abs(len(match[1]) - len(match[2])) < 8
+    assert 80 <= len(ids) <= 90 and labeler.shortened == 1
+    labeler.encode(question._replace(values={"a": "a", "b": "b"}), 10)
+    assert labeler.shortened == 1
+    # Both are too long
+    ids = labeler.encode(question._replace(values={"a": long, "b": long}), 10)
+    assert len(ids) <= 90 and labeler.shortened == 2
+    assert labeler.tokenizer.decode(ids).count("[...]") == 2
+    assert torch.isfinite(labeler.probabilities([question], TEN)).all()
+    assert len(labeler.generate([question], 30, 1.0, 0)) == 1
+    with pytest.raises(InputError, match="has room for 100 tokens, too few for the template"):
+        labeler.encode(ai.Question("x" * 100 + "{a}", {"a": "a"}), 4)
+    with pytest.raises(InputError, match="too few for the template"):
+        labeler.encode(ai.Question("x" * 100, {}), 4)
+
+
+@pytest.mark.parametrize(
+    "text", ["begin " + "x" * 300 + " end", "漢字" * 100], ids=["the mark has 7 tokens", "characters are cut"]
+)
+def test_texts_are_cut_whatever_the_mark_of_a_cut_costs(text, folders):
+    labeler = ai.LanguageModel(str(folders / "bytes"), CPU, max_length=100)
+    ids = labeler.encode(ai.Question("Of {a}:", {"a": text}, "Rating:"), 10)
+    assert len(ids) <= 90 and "[...]" in labeler.tokenizer.decode(ids) and labeler.shortened == 1
+
+
+def test_without_a_length_the_models_positions_are_the_room(folders, model_of):
+    assert model_of["bytes"].room == 2048
+    assert ai.LanguageModel(str(folders / "bytes"), CPU, max_length=4096).room == 2048
+
+
+def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of):
+    labeler = model_of["spaced"]
+    first, again, other = (labeler.generate(ASKED, 40, 1.0, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    prompts, end = [labeler.encode(q, 40) for q in ASKED], labeler.tokenizer.eos_token_id
+    out = sample(labeler.model, prompts, max_new_tokens=40, stop_ids=[end], pad_id=0, slots=16, seed=1)
+    for (text, ended), ids, mask, finished in zip(first, out.response_tokens, out.sample_mask, out.finished):
+        assert text == labeler.tokenizer.decode(ids[mask], skip_special_tokens=True).strip()
+        assert "<" not in text or "<end>" not in text
+        assert ended == finished.item()
+    assert {ended for _, ended in labeler.generate(ASKED * 6, 60, 1.0, 3)} == {True, False}
+
+
+def test_a_greedy_text_is_the_one_of_generate(model_of):
+    labeler = model_of["spaced"]
+    ((text, _),) = labeler.generate(ASKED[:1], 12, 0.0, 5)
+    ids = torch.tensor([labeler.encode(ASKED[0], 12)])
+    options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": 1, "pad_token_id": 0}
+    want = labeler.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    assert text == labeler.tokenizer.decode(want, skip_special_tokens=True).strip()
+
+
+@pytest.mark.parametrize("more", [{}, {"chain_of_thought": True, "chains": 2}])
+def test_a_model_labels_and_the_same_seed_gives_the_same_file(more, folders, pairs, tmp_path):
+    options = {
+        "model": str(folders / "spaced"),
+        "max_rows": 4,
+        "min_mass": 1e-12,
+        "max_new_tokens": 12,
+        **more,
+    }
+    first = run(tmp_path / "a", pairs, **options)
+    assert len(first.rows) + len(first.failed) == 4 and first.rows
+    assert run(tmp_path / "b", pairs, **options).text == first.text
+    for r in first.rows:
+        assert 0 < r["preference"] < 1 and ("rationales" in r["ai"]) == bool(more)
+
+
+def test_a_model_revises_and_another_seed_gives_other_texts(folders, prompts, tmp_path):
+    options = {"model": str(folders / "spaced"), "max_rows": 3, "max_new_tokens": 12, "temperature": 1.0}
+    first, again, other = (
+        run(tmp_path / name, prompts, "revise", seed=seed, **options)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert first.text == again.text and first.rows and all(len(r["ai"]["steps"]) == 2 for r in first.rows)
+    assert {r["ai"]["first"] for r in first.rows}.isdisjoint(r["ai"]["first"] for r in other.rows)
+
+
+def test_the_summary_counts_what_was_shortened(folders, pairs, tmp_path):
+    options = {"model": str(folders / "spaced"), "max_rows": 2, "min_mass": 1e-12}
+    whole, cut = (run(tmp_path / str(n), pairs, max_length=n, **options) for n in (None, 290))
+    assert whole.summary["shortened"] == 0 < cut.summary["shortened"]
+    assert [r["chosen"] for r in cut.rows] == [r["chosen"] for r in whole.rows]  # they are written whole
+
+
+# -- rate ------------------------------------------------------------------------------------
+def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(tmp_path):
+    """copy ant bear: "ant bear" has gold 2, rating 7: 0.8 * 7 + 0.2 * 1 = 5.8; "cat um" has gold -0.6, rating
+    4: 0.8 * 4 + 0.2 * 10 = 5.2."""
+    rows = [{"prompt": "copy ant bear", "response": text} for text in ("ant bear", "cat um")]
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "rate")
+    assert [r["ai"]["rating"] for r in found.rows] == pytest.approx([5.8, 5.2])
+    assert [r["score"] for r in found.rows] == pytest.approx([0.3 / 4.5, -0.3 / 4.5])
+    assert [r["response"] for r in found.rows] == ["ant bear", "cat um"]
+    assert found.summary["rating"] == pytest.approx(5.5) and found.summary["mass"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("place, score", [(0, -1.0), (9, 1.0), (4, -1 / 9)])
+def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
+    class Sure(GoldLabeler):
+        def probabilities(self, questions, options):
+            return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
+
+    (found,) = ai.rate([item(texts=["ant"])], Sure(), ai.TEMPLATES, (), PLAIN)
+    assert found["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
+    assert found["mass"] == pytest.approx(0.3)
+
+
+def test_a_labeler_that_gives_no_number_rates_nothing(responses, tmp_path):
+    found = run(tmp_path / "run", responses, "rate", model="gold_labeler:mute")
+    assert found.rows == [] and {r["failed"] for r in found.failed} == {"no number from 1 to 10"}
+    assert found.summary == {"rows": 0, "failed": 20, "shortened": 0}
+
+
+def test_completions_are_rated_too_and_the_row_names_the_answer_response(tmp_path):
+    rows = [
+        {"prompt": "copy ant", "completion": "ant"},
+        {"messages": [{"role": "user", "content": "copy ant"}], "response": "cat"},
+    ]
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "rate").rows
+    assert [r["response"] for r in found] == ["ant", "cat"]
+    assert all(r["prompt"] == [{"role": "user", "content": "copy ant"}] for r in found)
+
+
+def scorer_pairs(rows):
+    out = []
+    for i, r in enumerate(rows):
+        turns = r["prompt"]
+        ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
+        prompt = rollout.Prompt([1], turns, data.Row(f"rows:{i}", {}))
+        out.append((prompt, rollout.Response(ids, r["response"], True)))
+    return out
+
+
+def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(ai.Args, "min_mass", 1e-12)  # of random weights no number is a likely answer
+    for model in ("gold_labeler:exact", str(folders / "spaced")):
+        rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
+        scorer = rollout.load_scorer(f"common.ai_feedback:rater={model}", TOKENIZER, CPU)
+        assert scorer.name == f"common.ai_feedback:rater={model}"
+        got = rollout.score(scorer, scorer_pairs(rows), 7, CPU)
+        assert len(rows) == 20 and got == pytest.approx([r["score"] for r in rows], rel=1e-4, abs=1e-5)
+        assert len(set(got)) > 5
+
+
+def test_the_raters_scores_are_never_outside_minus_1_and_1():
+    fn = ai.rater("gold_labeler:mute")
+    try:
+        scores = fn(["copy ant"], ["ant"], [{"messages": A.turns}])
+    except Exception:  # an error would do as well
+        return
+    assert all(-1 <= x <= 1 for x in scores)
+
+
+def test_a_rater_with_another_model_under_its_name_has_another_version(folders, tmp_path):
+    versions = []
+    for kind in ("spaced", "bytes"):
+        (tmp_path / "model").unlink(missing_ok=True)
+        (tmp_path / "model").symlink_to(folders / kind)
+        spec = f"common.ai_feedback:rater={tmp_path / 'model'}"
+        versions.append(rollout.load_scorer(spec, TOKENIZER, CPU).version)
+    assert versions[0] != versions[1]
+
+
+def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monkeypatch):
+    (tmp_path / "counting.py").write_text(
+        "def words(word):\n"
+        "    return lambda prompts, responses, rows: [float(r.split().count(word)) for r in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [rollout.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
+    pairs = [(A, rollout.Response([5], "ant bear ant", True)), (B, rollout.Response([5], "a:b=c", True))]
+    assert [rollout.score(scorer, pairs, 1, CPU) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
+    assert found[0].version != found[1].version
+
+
+# -- revise ----------------------------------------------------------------------------------
+def test_answers_are_criticised_and_revised_and_the_steps_are_kept(constitution, tmp_path, monkeypatch):
+    made = asked_by(monkeypatch)
+    rows = [{"prompt": "copy ant bear"}, {"prompt": "copy ant knife", "response": "ant knife"}]
+    path = write_rows(tmp_path / "prompts.jsonl", rows)
+    options = {"model": "gold_labeler:noted", "revisions": 3, "constitution": str(constitution)}
+    found = run(tmp_path / "run", path, "revise", **options)
+    one, two = found.rows
+    assert (one["ai"]["first"], one["completion"]) == ("ant bear um", "ant bear")
+    assert (two["ai"]["first"], two["completion"]) == ("ant knife", "sorry i refuse")
+    for r in found.rows:
+        assert len(r["ai"]["steps"]) == 3 and "completion" not in r["ai"]
+        for step in r["ai"]["steps"]:
+            assert step["critique"] == "there is a needless word" and step["used"] is True
+            assert step["revision"] == r["completion"] and step["principle"] in PRINCIPLES
+    # One question for an answer, then a critique and a revision of both rows, three times
+    asked = made[0].asked
+    assert len(asked) == 1 + 3 * (2 + 2) and text_of(asked[0]) == "copy ant bear"
+    assert asked[1].values["response"] == "ant bear um" and asked[5].values["response"] == "ant bear"
+    assert asked[1].values["principle"] == one["ai"]["steps"][0]["principle"]
+    assert f"by this principle: {asked[1].values['principle']}" in text_of(asked[1])
+    assert "Critique:\nthere is a needless word" in text_of(asked[3])
+
+
+def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
+    found = run(tmp_path / "a", prompts, "revise", revisions=2).rows
+    steps = [tuple(step["principle"] for step in r["ai"]["steps"]) for r in found]
+    assert {p for two in steps for p in two} == set(ai.PRINCIPLES)
+    assert any(first != second for first, second in steps)
+    again = run(tmp_path / "b", prompts, "revise", revisions=2, chunk_rows=3).rows
+    assert again == found
+    other = run(tmp_path / "c", prompts, "revise", revisions=2, seed=1).rows
+    assert [tuple(s["principle"] for s in r["ai"]["steps"]) for r in other] != steps
+
+
+def test_the_principles_of_two_steps_are_drawn_apart():
+    """4 * 4 pairs are equally likely: of 400 rows every one of them should be drawn, each about 25 times."""
+    drawn = collections.Counter(
+        tuple(ai.draw(ai.PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400)
+    )
+    assert len(drawn) == 16 and min(drawn.values()) > 5 and max(drawn.values()) < 60
+
+
+class Reviser(GoldLabeler):
+    """`critiques` and `revisions` (text, ended), one a step."""
+
+    def __init__(self, critiques, revisions, first=("start", True)):
+        super().__init__()
+        self.script = {
+            "critique": [(c, True) for c in critiques],
+            "revision": list(revisions),
+            "first": [first],
+        }
+
+    def generate(self, questions, max_new_tokens, temperature, seed):
+        self._note(questions)
+        if not questions:
+            return []
+        values = questions[0].values
+        kind = "revision" if "critique" in values else "critique" if "principle" in values else "first"
+        return [self.script[kind].pop(0)] * len(questions)
+
+
+def test_a_revision_that_did_not_end_or_without_words_is_not_used():
+    labeler = Reviser(
+        ["c1", "c2", "", "c4"], [("cut of", False), ("", True), ("after no critique", True), ("good", True)]
+    )
+    args = args_of("revise", revisions=4)
+    (found,) = ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args)
+    assert found["completion"] == "good" and found["first"] == "start"
+    assert [s["used"] for s in found["steps"]] == [False, False, False, True]
+    assert [s["revision"] for s in found["steps"]] == ["cut of", "", "after no critique", "good"]
+    revised = [q.values["response"] for q in labeler.asked if "critique" in q.values]
+    assert revised == ["start"] * 4
+
+
+def test_a_row_that_never_gets_a_response_fails():
+    args = args_of("revise", revisions=1)
+    labeler = Reviser(["c"], [("cut", False)], first=("", True))
+    assert ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args) == [
+        {"failed": "no response"}
+    ]
+    labeler = Reviser(["c"], [("mended", True)], first=("", True))
+    (found,) = ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args)
+    assert found["completion"] == "mended" and found["first"] == ""
+
+
+# -- the run directory -------------------------------------------------------------------------
+def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
+    folder = tmp_path / "run"
+    ended = succeeds(script(folder, pairs))
+    assert {p.name for p in folder.iterdir()} == {"args.json", "rows.jsonl", "failed.jsonl", "summary.json"}
+    written, summary = read_json(folder / "args.json"), read_json(folder / "summary.json")
+    assert written["stage"] == "ai_feedback" and written["args"]["task"] == "label"
+    assert f"wrote {folder}/rows.jsonl" in ended.out and f"alignment: {summary['alignment']:.4g}" in ended.out
+    newest = (folder / "summary.json").stat().st_mtime_ns
+    assert all(path.stat().st_mtime_ns <= newest for path in folder.iterdir())
+    rows = read_jsonl(folder / "rows.jsonl")
+    names = "prompt category is_safety row chosen rejected preference human ai".split()
+    assert len(rows) == 40 and all(list(r) == names for r in rows)
+
+
+def test_a_run_in_the_way_is_an_error_unless_it_may_be_replaced(pairs, responses, tmp_path):
+    folder = tmp_path / "run"
+    run(folder, pairs)
+    before = contents(folder)
+    for finished in (True, False):
+        if not finished:
+            (folder / "summary.json").unlink()
+            before = contents(folder)
+        with pytest.raises(InputError, match="a finished run" if finished else "an unfinished run"):
+            run(folder, pairs)
+        assert contents(folder) == before
+    found = run(folder, responses, "rate", overwrite=True)
+    assert len(found.rows) == 20 and "score" in found.rows[0]
+    before = contents(folder)
+    run(folder, responses, "rate", resume=True)  # finished: nothing is done
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "bad", [{"model": "gold_labeler:none"}, {"dataset": "none.jsonl"}, {"template": "none"}]
+)
+def test_a_mistake_leaves_the_old_run_as_it_was(bad, pairs, tmp_path):
+    folder = tmp_path / "run"
+    run(folder, pairs)
+    before = contents(folder)
+    with pytest.raises(InputError):
+        run(folder, **{"dataset": pairs, "overwrite": True, **bad})
+    assert contents(folder) == before
+
+
+def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path):
+    options = {"chunk_rows": 6, "seed": 5}
+    whole = run(tmp_path / "whole", pairs, model="gold_labeler:noisy", **options)
+    folder = tmp_path / "killed"
+    ended = script(folder, pairs, model="gold_labeler:dying", **options)
+    assert ended.code == 9 and not (folder / "summary.json").exists()
+    assert len(read_jsonl(folder / "rows.jsonl")) == 18  # three chunks of six
+    with pytest.raises(InputError, match="an unfinished run"):
+        run(folder, pairs, model="gold_labeler:noisy", **options)
+    with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line
+        file.write(whole.text.splitlines()[18][:50])
+    # A second crash, after three more chunks: they do not hang on to the cut line
+    assert script(folder, pairs, model="gold_labeler:dying", resume=True, **options).code == 9
+    assert (folder / "rows.jsonl").read_text() == "".join(whole.text.splitlines(keepends=True)[:36])
+    found = run(folder, pairs, model="gold_labeler:noisy", resume=True, **options)
+    assert found.text == whole.text and found.summary == whole.summary and found.failed == whole.failed == []
+
+
+def test_a_line_that_is_cut_in_the_middle_of_a_letter_is_mended_too(tmp_path):
+    rows = [{"prompt": "copy ant", "chosen": text, "rejected": "ant"} for text in ("cat", "é")]
+    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "run"
+    whole = run(folder, path)
+    (folder / "summary.json").unlink()
+    written = (folder / "rows.jsonl").read_bytes()
+    (folder / "rows.jsonl").write_bytes(written[: written.index("é".encode()) + 1])
+    assert run(folder, path, resume=True).text == whole.text
+
+
+def test_lines_of_two_ranks_with_gaps_are_filled_and_sorted(pairs, tmp_path):
+    """Rank 0 has rows 0, 2, 4, ...: what is there after a crash is neither in order nor without gaps."""
+    whole, folder = run(tmp_path / "run", pairs, model="gold_labeler:noisy"), tmp_path / "run"
+    lines = whole.text.splitlines(keepends=True)
+    (folder / "summary.json").unlink()
+    (folder / "rows.jsonl").write_text("".join(lines[i] for i in (0, 2, 4, 1, 7, 6)))
+    found = run(folder, pairs, model="gold_labeler:noisy", resume=True)
+    assert found.text == whole.text and found.summary == whole.summary
+
+
+def test_what_has_failed_is_not_asked_again_and_stays_counted(pairs, tmp_path, monkeypatch):
+    run(tmp_path / "run", pairs, model="gold_labeler:mute")
+    failed = (tmp_path / "run" / "failed.jsonl").read_text()
+    (tmp_path / "run" / "summary.json").unlink()
+    # As the file is before its end: what failed is among the rows
+    (tmp_path / "run" / "rows.jsonl").write_text("".join(failed.splitlines(keepends=True)[:30]))
+    made = asked_by(monkeypatch)
+    found = run(tmp_path / "run", pairs, model="gold_labeler:noted", resume=True, chunk_rows=10)
+    assert len(made[0].asked) == 20 and [r["row"] for r in found.rows] == list(range(30, 40))
+    assert found.summary["failed"] == 30 and [r["row"] for r in found.failed] == list(range(30))
+
+
+@pytest.mark.parametrize("task", ["label", "rate", "revise"])
+def test_the_number_of_rows_between_two_writes_changes_nothing(task, pairs, responses, prompts, tmp_path):
+    dataset = {"label": pairs, "rate": responses, "revise": prompts}[task]
+    texts = [
+        run(tmp_path / str(n), dataset, task, model="gold_labeler:noisy", chunk_rows=n).text
+        for n in (1, 7, 64)
+    ]
+    assert texts[0] == texts[1] == texts[2] != ""
+
+
+class Dice(GoldLabeler):
+    """Its texts show the seed and the place in the batch, as a sampler's do."""
+
+    def generate(self, questions, max_new_tokens, temperature, seed):
+        return [(f"{seed} {i}", True) for i in range(len(questions))]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        12,
+        9,
+    ],
+)
+def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
+    lines, prompts, tmp_path, monkeypatch
+):
+    """DESIGN: a chunk that was killed is redone whole. With chunks of 6, 12 lines are two chunks; 9 are what
+    a crash in the middle of the second write leaves."""
+    monkeypatch.setattr(gold_labeler, "dice", Dice, raising=False)
+    options = {"model": "gold_labeler:dice", "chunk_rows": 6}
+    whole = run(tmp_path / "run", prompts, "revise", **options)
+    (tmp_path / "run" / "summary.json").unlink()
+    kept = whole.text.splitlines(keepends=True)[:lines]
+    (tmp_path / "run" / "rows.jsonl").write_text("".join(kept))
+    assert run(tmp_path / "run", prompts, "revise", resume=True, **options).text == whole.text
+
+
+def as_two_ranks(monkeypatch, work):
+    """work() on two threads that are ranks 0 and 1; an error of either is raised."""
+    me, meet, sent, errors = threading.local(), threading.Barrier(2, timeout=60), {}, []
+
+    def gather(values):
+        sent[me.rank] = list(values)
+        meet.wait()
+        joined = [*sent[0], *sent[1]]
+        meet.wait()
+        return joined
+
+    def all_sum(*values):
+        both = gather([list(map(float, values))])
+        return [a + b for a, b in zip(*both)]
+
+    def one(rank):
+        me.rank = rank
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            meet.abort()
+
+    for name, fn in (
+        ("rank", lambda: me.rank),
+        ("world_size", lambda: 2),
+        ("gather", gather),
+        ("all_sum", all_sum),
+        ("barrier", lambda: gather([]) and None),
+    ):
+        monkeypatch.setattr(dist, name, fn)
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("task, chunk_rows", [("label", 7), ("label", 1), ("rate", 3), ("revise", 64)])
+def test_two_ranks_give_the_rows_of_one(task, chunk_rows, pairs, responses, prompts, tmp_path, monkeypatch):
+    """In chunks of one row, rank 1 has nothing to do."""
+    dataset = {"label": pairs, "rate": responses, "revise": prompts}[task]
+    options = {"model": "gold_labeler:noted", "chunk_rows": chunk_rows, "max_rows": 15}
+    made = asked_by(monkeypatch, gold_labeler.noisy)
+    alone = run(tmp_path / "one", dataset, task, **options)
+    two = {"output_dir": str(tmp_path / "two"), "dataset": str(dataset), **options}
+    as_two_ranks(monkeypatch, lambda: ai.main(args_of(task, **two)))
+    assert (tmp_path / "two" / "rows.jsonl").read_text() == alone.text
+    assert read_json(tmp_path / "two" / "summary.json") == alone.summary
+    counts = [len(labeler.asked) for labeler in made]
+    assert len(counts) == 3 and counts[1] + counts[2] == counts[0]
+    assert 0 in counts[1:] if chunk_rows == 1 else min(counts[1:]) >= counts[0] // 3
+
+
+# -- bad input -----------------------------------------------------------------------------------
+def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, responses, tmp_path):
+    """The commands as a user gives them. What else there is to mistake is tested in this process, below."""
+    make_scorer(tmp_path / "scorer")
+    cases = [
+        ({"model": None}, ["--model", "the labeler's name"]),
+        ({"model": tmp_path / "scorer"}, ["SequenceClassification", "wanted a causal language model"]),
+        ({"dataset": responses}, ["none of its 20 rows", "neither chosen and rejected nor responses"]),
+        ({"examples": 9}, ["--examples 9", "0 to 8"]),
+        ({"chains": 2}, ["--chains 2", "1 without --chain-of-thought"]),
+        ({"min_mass": 0}, ["--min-mass 0", "more than 0"]),
+    ]
+    for options, words in cases:
+        assert_error(script(tmp_path / "run", **{"dataset": pairs, **options}), *words)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"min_mass": 1.1}, "--min-mass 1.1: wanted more than 0, at most 1"),
+        ({"examples": -1}, "--examples -1"),
+        ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
+        ({"task": "revise", "revisions": 0}, "--revisions 0"),
+        ({"max_rows": 0}, "--max-rows 0"),
+        ({"chunk_rows": 0}, "--chunk-rows 0"),
+        ({"batch_size": 0}, "--batch-size 0"),
+        ({"temperature": -1.0}, "--temperature -1"),
+        ({"task": "rate"}, "no response"),
+        ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*wanted a model or module:function"),
+        ({"model": "no_such_module:none"}, "No module named"),
+        ({"model": "gold_labeler:nothing"}, "no object with `probabilities` and `generate`"),
+        ({"model": "/nowhere/model"}, "there is no /nowhere/model"),
+        ({"resume": True, "overwrite": True}, "give one of them"),
+        ({"output_dir": ""}, "--output-dir is empty"),
+    ],
+)
+def test_arguments_out_of_their_limits_are_named(options, words, pairs, tmp_path):
+    with pytest.raises(InputError, match=words):
+        options = {"dataset": str(pairs), "output_dir": str(tmp_path / "run"), **options}
+        ai.main(args_of(**options))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_labeler_that_is_no_function_without_arguments_is_an_input_error(pairs, tmp_path, monkeypatch):
+    monkeypatch.setattr(gold_labeler, "picky", lambda name: GoldLabeler(), raising=False)
+    with pytest.raises(InputError, match="--model gold_labeler:picky"):
+        run(tmp_path / "run", pairs, model="gold_labeler:picky")
+
+
+def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
+    good = {"prompt": "copy ant", "chosen": "ant", "rejected": "cat"}
+    rows = [
+        good,
+        {**good, "rejected": " ant"},
+        {**good, "chosen": ""},
+        {"prompt": "copy ant", "completion": "ant"},
+    ]
+    rows += [{**good, "preference": 2}, {**good, "prompt": " "}, {**good, "rejected": "eel"}]
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows))
+    assert [r["row"] for r in found.rows] == [0, 6]
+    out = capsys.readouterr().out
+    assert "dropped 5 of 7 rows" in out
+    for words in ("the responses are the same", "neither chosen and rejected", "preference 2", "no prompt"):
+        assert words in out
+
+
+@pytest.mark.parametrize("responses", [["ant", "cat"], [None, {"text": "ant"}]])
+def test_responses_that_are_no_objects_are_left_out_by_name(responses, tmp_path):
+    check_no_list(responses, tmp_path)
+
+
+@pytest.mark.parametrize("responses", ["ant", {"a": "b"}, [{"text": 1}, {"text": 2}], [{"say": "ant"}, {}]])
+def test_responses_that_are_no_list_of_texts_are_left_out_by_name(responses, tmp_path):
+    check_no_list(responses, tmp_path)
+
+
+def check_no_list(responses, tmp_path):
+    rows = [{"prompt": "copy ant", "responses": responses}]
+    with pytest.raises(InputError, match="responses is no list of"):
+        run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize("task", ["rate", "revise"])
+def test_a_response_with_a_lone_surrogate_is_left_out_by_name(task, tmp_path):
+    rows = [{"prompt": "copy ant", "response": text} for text in ("ant", "ant \ud800")]
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), task)
+    assert [r["row"] for r in found.rows] == [0]
+
+
+def test_the_first_word_of_the_command_is_the_task():
+    for task in ("label", "rate", "revise"):
+        assert parse(ai.RECIPES, [task, "--model", "m"]).task == task
+    assert parse(ai.RECIPES, ["--model", "m"]).task == "label"
+
+
+# -- the whole chain -------------------------------------------------------------------------------
+SHORT = {"max_length": 64, "max_new_tokens": 8, "save_every": 0, "batch_size": 8, "micro_batch_size": 8}
+
+
+def test_labels_ratings_and_revisions_go_through_the_scripts(pairs, prompts, tmp_path):
+    """Only that they fit together: label -> reward.py; revise -> sft.py -> dpo_iterative.py, scored by that
+    reward model and by a rater."""
+    base, revised = smaller_model(tmp_path / "base"), tmp_path / "revised"
+    succeeds(script(tmp_path / "labels", pairs, model="gold_labeler:noisy"))
+    succeeds(script(revised, prompts, "revise"))
+
+    options = {**SHORT, "model": base, "dataset": tmp_path / "labels" / "rows.jsonl", "max_steps": 3}
+    options |= {"output_dir": tmp_path / "reward", "length_prompts": 2, "eval_every": 0}
+    succeeds(processes.script("reward", *flags(**options), plots=False))
+    losses = [r["optim/lr"] for r in rows_of(tmp_path / "reward")]
+    assert len(losses) == 3 and read_json(tmp_path / "reward" / "summary.json")["steps"] == 3
+
+    options = {**SHORT, "model": base, "dataset": revised / "rows.jsonl", "output_dir": tmp_path / "sft"}
+    options |= {"max_steps": 40, "epochs": 20, "lr": 1e-2, "sample_prompts": 0, "eval_every": 0}
+    succeeds(processes.script("sft", *flags(**options), plots=False))
+    assert read_json(tmp_path / "sft" / "args.json")["args"]["dataset"].endswith("revised/rows.jsonl")
+
+    for scorer in (tmp_path / "reward", "common.ai_feedback:rater=gold_labeler:exact"):
+        folder = tmp_path / f"dpo {len(str(scorer))}"
+        options = {**SHORT, "model": tmp_path / "sft", "dataset": prompts, "scorer": scorer}
+        options |= {"output_dir": folder, "iterations": 1, "prompts_per_iteration": 8, "n_samples": 4}
+        options |= {"eval_prompts": 0, "batch_size": 100, "epochs": 1}
+        succeeds(processes.script("dpo_iterative", *flags(**options), plots=False, cwd=TESTS))
+        pool = read_jsonl(folder / "pool.jsonl")
+        assert len(pool) == 32 and all(math.isfinite(r["score"]) for r in pool)
+    for r in pool:  # the rater's
+        s = gold_labeler.rating(r["prompt"][-1]["content"], r["response"])
+        assert r["score"] == pytest.approx((0.8 * s + 0.2 * (1 if s > 5 else 10) - 5.5) / 4.5, abs=1e-6)
