@@ -680,6 +680,7 @@ def main(args: Args):
         metrics.plot_metrics(args.output_dir, panels)
         curves = {"scorer": "eval/score", "true reward": "gold/score"}
         metrics.plot_frontier(args.output_dir, "eval/kl", curves)
+        metrics.plot_categories(args.output_dir, dict(zip(("before", "after"), both_rows)))
         figures = {"before": now["before"], "after": after, "categories": table}
         write_json(f"{args.output_dir}/summary.json", {"iterations": now["iteration"], **figures})  # last
         print(f"wrote {args.output_dir}/model")

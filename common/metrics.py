@@ -137,6 +137,24 @@ def plot_lengths(folder, policies: dict[str, list[dict]]):
         axis.grid(alpha=0.3)
 
 
+def plot_categories(folder, policies: dict[str, list[dict]]):
+    """Draw `folder`/categories.png: the mean true reward (where it is known, else the score) of the held-out
+    responses of some policies, by category. Rows without categories: nothing is drawn."""
+    some = next(iter(policies.values()))
+    key = "gold" if some and "gold" in some[0] else "score"
+    names = sorted({row["category"] for row in some} - {None})
+    if len(names) < 2:
+        return
+    with figure(Path(folder) / "categories.png", size=(6.4, 3.4)) as (axis,):
+        for shift, (policy, rows) in enumerate(policies.items()):
+            mine = [[row[key] for row in rows if row["category"] == name] for name in names]
+            x = [i + shift * 0.8 / len(policies) for i in range(len(names))]
+            axis.bar(x, [statistics.fmean(values) for values in mine], 0.8 / len(policies), label=policy)
+        axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
+        axis.set(title="true reward" if key == "gold" else "score", ylabel="mean, held-out responses")
+        axis.legend(fontsize=8)
+
+
 # -- measures of samples ---------------------------------------------------------------------------
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.

@@ -403,6 +403,28 @@ def test_a_category_named_all_has_its_own_prompts_only():
     assert [line["prompts"] for line in table] == [5, 3, 2]
 
 
+def test_plot_of_categories_has_a_bar_for_each_policy_and_category(tmp_path, monkeypatch):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.axes import Axes
+
+    drawn, bar = [], Axes.bar
+    monkeypatch.setattr(Axes, "bar", lambda self, x, y, *a, **k: drawn.append(y) or bar(self, x, y, *a, **k))
+    rows = [{"category": name, "score": 9.0, "gold": x} for name, x in (("b", 1.0), ("a", 2.0), ("b", 3.0))]
+    metrics.plot_categories(tmp_path, {"before": rows, "after": [{**r, "gold": -r["gold"]} for r in rows]})
+    assert drawn == [[2.0, 2.0], [-2.0, -2.0]] and (tmp_path / "categories.png").stat().st_size > 1000
+    scores = [{"category": r["category"], "score": r["gold"] + 1} for r in rows]
+    metrics.plot_categories(tmp_path, {"before": scores})
+    assert drawn[2:] == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize("rows", [[], [{"category": None, "score": 1.0}], [{"category": "a", "score": 1.0}]])
+def test_without_two_categories_there_is_no_plot_of_them(rows, tmp_path):
+    metrics.plot_categories(tmp_path, {"before": rows, "after": rows})
+    assert not list(tmp_path.iterdir())
+
+
 def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path, monkeypatch):
     import matplotlib
 

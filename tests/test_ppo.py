@@ -649,7 +649,7 @@ def undisturbed(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, ended=ended)
 
 
-FILES = ["args.json", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
+FILES = ["args.json", "categories.png", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
 FILES += ["rehearsal.jsonl", "samples.jsonl", "summary.json"]
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
     policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
@@ -795,6 +795,7 @@ def watched(small, tmp_path_factory):
     patch.setattr(ppo, "evaluate", watched_evaluate)
     patch.setattr(ppo.metrics, "plot_metrics", lambda *_: None)
     patch.setattr(ppo.metrics, "plot_frontier", lambda *_: None)
+    patch.setattr(ppo.metrics, "plot_categories", lambda *_: None)
     folder = tmp_path_factory.mktemp("watched")
     ppo.main(ppo.Args(**options_of(small, folder, **options)))
     patch.undo()
