@@ -355,6 +355,7 @@ def train(model, pairs, tokenizer, iteration, log, first_step, args, device):
             state["logged_rows"] = log.n_rows
             dist.save_checkpoint(checkpoint, first_step + done + 1, {"policy": (model, optimizer)}, state)
     bar.close()
+    optimizer.zero_grad(set_to_none=True)  # what follows needs no gradients
     path = f"{args.output_dir}/versions/{iteration}"
     dist.save_model(model, tokenizer, path, getattr(torch, args.save_dtype))
     return first_step + n_steps
@@ -491,11 +492,13 @@ def main(args: Args):
     checkpoint, last = f"{args.output_dir}/checkpoint", max(1, args.iterations)
 
     # 5. loop
+    model = None  # the newest policy, where it is loaded
     for version in range(last + 1):
         # study the newest policy
-        latest, model = str(versions / str(version)) if version else args.model, None
+        latest = str(versions / str(version)) if version else args.model
         if version not in studies:
-            model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
+            if model is None:
+                model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
             before = studies[0]["samples"] if version else []
             fixed = args.model if reference == "last" else reference
             about = (tokenizer, held_out, judged, scorer, fixed, args, device)
@@ -545,6 +548,8 @@ def main(args: Args):
             model = None
             model = pool.load(start, tokenizer, args, device, args.gradient_checkpointing)
         step = train(model, learnt, tokenizer, iteration, log, step, args, device)
+        if args.save_dtype != "float32":  # go on from what is in versions/, as a resumed run does
+            model = None
 
     # 6. save
     if dist.is_main():
