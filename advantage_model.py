@@ -346,7 +346,7 @@ def main(args: Args):
         raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
     model = dist.shard(model, device)
     if args.share_prompt:
-        models.check_shared_prompt(model)
+        models.check_shared_prompt(model, args.max_length)
     key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}

@@ -23,6 +23,7 @@ rate's schedule begin anew in each iteration, as in the authors' scripts.
 """
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
@@ -78,7 +79,7 @@ class Args:
     slots: int = 256
     """Responses that decode together on one rank; memory for keys and values grows with it."""
     chunk_prompts: int = 512
-    """Prompts between two writes to the pool: what a crash can cost."""
+    """Prompts between two writes to the pool while sampling: what a crash can cost."""
     length_penalty: float = 0.0
     """lambda: taken off a score for each character of a response before the best and worst are chosen."""
     start_from: Literal["last", "sft"] = "last"
@@ -152,6 +153,7 @@ def parts(latest, version, args):
         (name, temperature, n)
         for name, of_sampler in zip(samplers, equal_parts(args.n_samples, len(samplers)))
         for temperature, n in zip(args.temperatures, equal_parts(of_sampler, len(args.temperatures)))
+        if n
     ]
 
 
@@ -163,12 +165,12 @@ def equal_parts(n, k):
 def sample_into_pool(responses, model, latest, tokenizer, prompts, version, args, device):
     """The next iteration's responses, all that the pool does not hold yet. model: the newest policy if it is
     loaded already; returned if it still is."""
-    n_chunks, loaded = math.ceil(len(prompts) / args.chunk_prompts), latest if model else None
-    for number, (name, temperature, n) in enumerate(parts(latest, version, args)):
-        of_part = (version + 1, args, n, number * n_chunks)
-        chunks = pool.chunks_to_sample(responses, prompts, *of_part)
+    ways, loaded = parts(latest, version, args), latest if model else None
+    plan = [(temperature, n) for _, temperature, n in ways]
+    todo = pool.chunks_to_sample(responses, prompts, version + 1, args, plan)
+    for (name, temperature, n), chunks in zip(ways, todo):
         if chunks and loaded != name:
-            model, loaded = None, name  # the one before is gone before the next one comes
+            model, loaded = None, name
             model = pool.load(name, tokenizer, args, device, args.gradient_checkpointing)
         if chunks:
             about = {"iteration": version + 1, "model": name, "temperature": temperature}
@@ -248,7 +250,7 @@ def with_reference(pairs, name, tokenizer, args, device):
             known = json.loads(path.read_text())
     known = dist.gather([known if isinstance(known, dict) else {}])[0]  # rank 0's
     seed = args.seed if name == "tiny" else None  # its weights are a function of it
-    version = rollout.version_of(name, [models.identity(name), seed])
+    version = rollout.version_of(name, [models.identity(name), seed, args.share_prompt])
     if known and version not in known and args.reference != "last":
         if dist.is_main():
             print(f"{path} is of another reference: its pairs are computed anew")
@@ -259,6 +261,8 @@ def with_reference(pairs, name, tokenizer, args, device):
         model = pool.load(name, tokenizer, args, device)
         found = pair_logprobs(model, list(todo.values()), tokenizer.pad_token_id, args, device)
         logprobs |= {key: x.tolist() for key, x in zip(todo, found)}
+        model = None
+        gc.collect()  # now, not when the optimiser has taken its place already
         if dist.is_main():
             write_json(path, known)
     return [pair._replace(ref_logprobs=torch.tensor(logprobs[key])) for key, pair in zip(keys, pairs)]
@@ -272,6 +276,8 @@ def pair_key(pair) -> str:
 @torch.no_grad()
 def pair_logprobs(model, pairs, pad_id, args, device):
     """log pi(y | x) of both responses of each pair: a list of (2,), on every rank."""
+    if args.share_prompt:
+        models.check_shared_prompt(model, args.max_length)
     place, found = {id(pair): i for i, pair in enumerate(pairs)}, []
     for batch in preferences.batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device):
         logprobs = preferences.response_logprobs(model, batch).view(-1, 2).tolist()
@@ -321,7 +327,7 @@ def train(model, pairs, tokenizer, iteration, log, first_step, args, device):
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
     n_steps = max(1, round(args.epochs * steps_per_epoch))
     if args.share_prompt:
-        models.check_shared_prompt(model)
+        models.check_shared_prompt(model, args.max_length)
     betas, decay = (0.9, 0.95), args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
     done, order_of = 0, None
@@ -367,6 +373,7 @@ def study(model, version, before, tokenizer, held_out, judged, scorer, reference
     the implicit reward's figures on the pairs}. before: version 0's samples. A pairwise oracle's score is the
     probability that the response beats version 0's. reference: the one that training has, or --model."""
     found, pad_id = {"samples": [], "pairs": {}}, tokenizer.pad_token_id
+    found["scorer"] = scorer and scorer.version
     asked = rollout.a_part(held_out, args.eval_prompts)
     if judged:
         judged = with_reference(judged, reference, tokenizer, args, device)
@@ -393,14 +400,14 @@ def study(model, version, before, tokenizer, held_out, judged, scorer, reference
     is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
     samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
     documents = [rollout.document(*pair) for pair in pairs]
-    for name in ("logprob", "ref_logprob"):
-        if name == "ref_logprob" and version > 0:
-            model = pool.load(args.model, tokenizer, args, device)
-        found_now = models.seq_logprobs(model, documents, pad_id, args.score_batch_size, device)
-        for row, x in zip(samples, found_now):
-            row[name] = x
-    for row in samples:
-        row["kl"] = row.pop("logprob") - row.pop("ref_logprob")  # k1, of a whole response
+    ours = theirs = models.seq_logprobs(model, documents, pad_id, args.score_batch_size, device)
+    if version:
+        first = pool.load(args.model, tokenizer, args, device)
+        theirs = models.seq_logprobs(first, documents, pad_id, args.score_batch_size, device)
+        first = None
+        gc.collect()
+    for row, a, b in zip(samples, ours, theirs):
+        row["kl"] = a - b  # k1, of a whole response
     return found | {"samples": samples}
 
 
@@ -408,11 +415,12 @@ def figures(studies, version, args):
     """Means of a version's samples, its figures on the held-out pairs, and its samples against those of the
     first version and of the one before."""
     samples, out = studies[version]["samples"], dict(studies[version]["pairs"])
+    same = {v for v, found in studies.items() if found["scorer"] == studies[version]["scorer"]}  # comparable
     columns = {"eval/score": "score", "gold/score": "gold", "gold/perfect": "perfect", "eval/kl": "kl"}
     out |= metrics.means(samples, {**columns, "sample/length": "tokens", "sample/finished": "finished"})
-    if version and samples:
+    if version and samples and 0 in same:
         out |= metrics.against(studies[0]["samples"], samples, args.tie_margin, "sft/")
-    if version > 1 and samples:
+    if version > 1 and samples and version - 1 in same:
         earlier = studies[version - 1]["samples"]
         for key, column in (("eval/score", "score"), ("gold/score", "gold")):
             if key in out:
@@ -427,7 +435,7 @@ def report(studies, version, args):
     print(f"version {version}:")
     for key, value in figures(studies, version, args).items():
         print(f"  {key}: {value:.4g}")
-    if version:
+    if version and studies[version]["scorer"] == studies[version - 1]["scorer"]:
         metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
 
 
@@ -465,14 +473,14 @@ def main(args: Args):
         if name not in (None, "last"):
             models.check_causal_lm(name, tokenizer if name != args.model else None)
     prompts, held_out = rollout.train_and_held_out(args, tokenizer)
+    offline, judged = offline_pairs(tokenizer, held_out, args)
+    prompts = data.without_prompts_of(prompts, judged, args.dataset)
     n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
     if n * args.iterations > len(prompts):
         raise InputError(
             f"{args.dataset}: {args.iterations} iterations of {n} fresh prompts need "
             f"{n * args.iterations}, there are {len(prompts)}: lower --iterations or --prompts-per-iteration"
         )
-    offline, judged = offline_pairs(tokenizer, held_out, args)
-    prompts = data.without_prompts_of(prompts, judged, args.dataset)
 
     # 3. models: the oracle stays, policies and the reference come and go
     scorer = None
@@ -500,8 +508,8 @@ def main(args: Args):
             if model is None:
                 model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
             before = studies[0]["samples"] if version else []
-            fixed = args.model if reference == "last" else reference
-            about = (tokenizer, held_out, judged, scorer, fixed, args, device)
+            fixed_reference = args.model if reference == "last" else reference
+            about = (tokenizer, held_out, judged, scorer, fixed_reference, args, device)
             found = studies[version] = study(model, version, before, *about)
             log.log(step, version, **figures(studies, version, args))
             found |= {"step": step, "logged_rows": log.n_rows}
@@ -512,7 +520,7 @@ def main(args: Args):
         if version == last or iteration in made:
             continue
 
-        pairs, earlier = offline if iteration == 1 else [], []
+        pairs, earlier = (offline if iteration == 1 else []), []
         if args.iterations:
             # sample responses to fresh prompts
             began = time.time()
@@ -540,8 +548,8 @@ def main(args: Args):
                 earlier += best_against_worst(responses, asked, t, args)[0]
 
         # log probabilities under the reference, once; then train
-        counted_from = latest if reference == "last" else reference
-        learnt = with_reference([*pairs, *earlier], counted_from, tokenizer, args, device)
+        pi_0 = latest if reference == "last" else reference
+        learnt = with_reference([*pairs, *earlier], pi_0, tokenizer, args, device)
         write_pairs(pairs, iteration, args)
         start = latest if args.start_from == "last" else args.model
         if model is None or start != latest:
@@ -629,7 +637,7 @@ RECIPES = {
             batch_size=128,  # 8 GPUs with 8 pairs, 2 of them accumulated
             micro_batch_size=8,
             max_length=1024,
-            eval_prompts=0,  # with --scorer, more than 0
+            eval_prompts=0,  # ours: the sampler refuses Mistral's window of attention
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),

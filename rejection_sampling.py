@@ -83,7 +83,7 @@ class Args:
     slots: int = 256
     """Responses that decode together on one rank; memory for keys and values grows with it."""
     chunk_prompts: int = 512
-    """Prompts between two writes to the pool: what a crash can cost."""
+    """Prompts between two writes to the pool while sampling: what a crash can cost."""
     epochs: float = 3.0
     """Passes over the selected responses."""
     lr: float = 1e-3
@@ -448,7 +448,7 @@ def main(args: Args):
         began = time.time()
         n = args.prompts_per_iteration or len(prompts)
         now = rollout.fresh_prompts(prompts, n, iteration, args.seed)
-        chunks = pool.chunks_to_sample(responses, now, iteration, args, args.n_samples)
+        (chunks,) = pool.chunks_to_sample(responses, now, iteration, args, [(None, args.n_samples)])
         if chunks:
             sampler, told = policy if args.student else latest, studies[version]
             if args.student or model is None:

@@ -316,7 +316,7 @@ def main(args: Args):
     if args.kind == "pairwise":
         models.check_packing(model)
     elif args.share_prompt:
-        models.check_shared_prompt(model)
+        models.check_shared_prompt(model, args.max_length)
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
     key |= {"data": prints[1]}

@@ -115,6 +115,8 @@ def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"
     """Draw `folder`/name from metrics.jsonl: the metrics `ys` {label: key} against the metric `x`, in the
     order in which they were logged: a scorer and the true reward against the KL show over-optimisation."""
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
+    if not rows:
+        return
     with figure(Path(folder) / name) as (axis,):
         for label, key in ys.items():
             points = [(row[x], row[key]) for row in rows if key in row]
@@ -128,6 +130,8 @@ def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"
 def plot_lengths(folder, policies: dict[str, list[dict]]):
     """Draw `folder`/length.png: the score against the tokens of every held-out response of some policies
     {name: rows with `tokens` and `score`}."""
+    if not policies:
+        return
     with figure(Path(folder) / "length.png") as (axis,):
         for name, rows in policies.items():
             x, y = ([row[key] for row in rows] for key in ("tokens", "score"))

@@ -274,9 +274,10 @@ def check_packing(model):
 
 
 @torch.no_grad()
-def check_shared_prompt(model):
+def check_shared_prompt(model, max_length=None):
     """InputError if responses that share their prompt in one row get other scores, or log probabilities, than
-    in rows of their own: some models read neither 4-D masks nor positions. Every rank must call it."""
+    in rows of their own: some models read neither 4-D masks nor positions. max_length: of a prompt with one
+    response, which a window of attention must hold; None: no window will do. Every rank must call it."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
     prompt, first, second = ([(k * i + 1) % vocabulary for i in range(k)] for k in (3, 4, 5))
     branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5, device=device)
@@ -296,7 +297,8 @@ def check_shared_prompt(model):
     # A window of attention would show in long rows only
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if window or not (shared - alone).abs().max() < close * (1 + alone.abs().max()):
+    too_narrow = window and (max_length is None or window < max_length)
+    if too_narrow or not (shared - alone).abs().max() < close * (1 + alone.abs().max()):
         raise InputError(f"{config.model_type}: responses cannot share a prompt, use --no-share-prompt")
 
 

@@ -85,6 +85,11 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
         for i, (prompt, a, b) in enumerate(pairs)
         for order in (0, 1)
     ]
+    longest = max(len(d.ids) for _, _, d in rows)
+    config = getattr(model, "config", None)
+    room = getattr(config and config.get_text_config(), "max_position_embeddings", math.inf)
+    if longest > room:
+        raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
     found = []
     for some in dist.batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
         input_ids = data.collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids

@@ -59,17 +59,26 @@ def write(path, pool):
     dist.barrier()
 
 
-def chunks_to_sample(pool, prompts, iteration, args, n, first=0) -> list[tuple[int, list]]:
-    """[(number, prompts)] of the chunks of --chunk-prompts prompts, numbered from `first`, that the pool does
-    not hold whole, with n responses to each prompt. What it holds of these, because a crash came in the
-    middle of a write, is left out: a chunk is sampled whole."""
-    size = args.chunk_prompts
-    starts = enumerate(range(0, len(prompts), size), first)
-    chunks = {i: prompts[start : start + size] for i, start in starts}
-    held = collections.Counter(row["chunk"] for row in pool if row["iteration"] == iteration)
-    todo = [(i, some) for i, some in chunks.items() if held[i] != len(some) * n]
-    numbers = {i for i, _ in todo}
-    kept = [row for row in pool if row["iteration"] != iteration or row["chunk"] not in numbers]
+def chunks_to_sample(pool, prompts, iteration, args, plan) -> list[list[tuple[int, list]]]:
+    """For each (temperature or None: any, responses to a prompt) of the plan, [(number, prompts)] of the
+    chunks of --chunk-prompts prompts that the pool does not hold whole. Other rows of this iteration, of a
+    chunk that a crash cut or of another plan, are left out: a chunk is sampled whole."""
+    size, held, whole, todo = args.chunk_prompts, collections.defaultdict(list), set(), []
+    for row in pool:
+        if row["iteration"] == iteration:
+            held[row["chunk"]].append((key_of(row), row["temperature"]))
+    starts = range(0, len(prompts), size)
+    for part, (temperature, n) in enumerate(plan):
+        todo.append([])
+        for number, start in enumerate(starts, part * len(starts)):
+            some = prompts[start : start + size]
+            wanted = collections.Counter({prompt.key: n for prompt in some})
+            same = all(temperature in (None, t) for _, t in held[number])
+            if same and collections.Counter(key for key, _ in held[number]) == wanted:
+                whole.add(number)
+            else:
+                todo[-1].append((number, some))
+    kept = [row for row in pool if row["iteration"] != iteration or row["chunk"] in whole]
     if len(kept) < len(pool):
         pool[:] = kept
         write(f"{args.output_dir}/pool.jsonl", pool)

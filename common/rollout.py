@@ -240,8 +240,9 @@ def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> l
     not finite, and a function that raises or gives another number of scores."""
     mine = range(len(pairs))[dist.rank() :: dist.world_size()]
     if scorer.pairwise:
-        return _round_robin(scorer, pairs, batch_size, device)
-    if scorer.function is not None:
+        won = _round_robin(scorer, pairs, batch_size, device)
+        found = [(i, won[i]) for i in mine]
+    elif scorer.function is not None:
         found = _ask(scorer, [pairs[i] for i in mine], batch_size)
         found = list(zip(mine, found))
     else:

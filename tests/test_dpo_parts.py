@@ -50,7 +50,7 @@ def test_responses_are_divided_equally_among_temperatures(n, temperatures, count
     assert dpo.parts("newest", 2, args) == [("newest", t, k) for t, k in zip(temperatures, counts)]
 
 
-@pytest.mark.parametrize("n, counts", [(8, [2, 2, 2, 2]), (6, [2, 2, 1, 1]), (4, [1, 1, 1, 1])])
+@pytest.mark.parametrize("n, counts", [(8, [2, 2, 2, 2]), (6, [2, 1, 2, 1]), (4, [1, 1, 1, 1])])
 def test_an_enhancer_gives_half_of_the_responses_at_the_same_temperatures(n, counts):
     args = make_args(n_samples=n, enhancer="explorer")
     ways = [("newest", 1.0), ("newest", 0.7), ("explorer", 1.0), ("explorer", 0.7)]
@@ -362,6 +362,30 @@ def test_only_pairs_that_are_not_known_are_computed_and_each_once(tmp_path, load
     assert torch.equal(got[0], got[4]) and torch.equal(got[6], got[4])
 
 
+def test_a_reference_that_cannot_share_prompts_is_refused_before_anything_is_kept(tmp_path, monkeypatch):
+    def refuse(model, max_length):
+        raise InputError("use --no-share-prompt")
+
+    monkeypatch.setattr(models, "check_shared_prompt", refuse)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        referenced(make_pairs(2), "tiny", tmp_path)
+    assert not (tmp_path / "reference.json").exists()
+
+
+def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
+    import gc
+    import weakref
+
+    alive, load = [], pool.load
+    monkeypatch.setattr(pool, "load", lambda *args: alive.append(weakref.ref(m := load(*args))) or m)
+    gc.disable()
+    try:
+        referenced(make_pairs(2), "tiny", tmp_path)
+        assert len(alive) == 1 and alive[0]() is None
+    finally:
+        gc.enable()
+
+
 def test_under_another_reference_all_are_computed_anew_and_this_is_said(tmp_path, loaded, capsys):
     pairs, names = make_pairs(), [save(tmp_path / str(seed), seed) for seed in (0, 1)]
     loaded.clear()
@@ -626,9 +650,14 @@ def sample(score, gold=None, tokens=4, finished=True, kl=0.0):
 
 
 STUDIES = {
-    0: {"pairs": {"pairs/loss": 0.7}, "samples": [sample(x, 1.0) for x in (0.0, 1.0, 2.0, 3.0)]},
+    0: {
+        "scorer": "a@1",
+        "pairs": {"pairs/loss": 0.7},
+        "samples": [sample(x, 1.0) for x in (0.0, 1.0, 2.0, 3.0)],
+    },
     1: {
         "pairs": {"pairs/loss": 0.5, "pairs/accuracy": 0.75},
+        "scorer": "a@1",
         "samples": [
             sample(1.0, 2.0, 3, kl=1.0),  # wins by 1
             sample(1.05, 1.0, 5, kl=2.0),  # ties
@@ -636,7 +665,7 @@ STUDIES = {
             sample(2.5, 0.0, 10, kl=6.0),  # loses by 0.5
         ],
     },
-    2: {"pairs": {}, "samples": [sample(2.0, 2.0) for _ in range(4)]},
+    2: {"scorer": "a@1", "pairs": {}, "samples": [sample(2.0, 2.0) for _ in range(4)]},
 }
 
 
@@ -673,13 +702,22 @@ def test_figures_from_the_second_version_on_tell_the_gain_over_the_one_before_to
     assert "eval/score_over_before" not in dpo.figures(STUDIES, 1, make_args())
 
 
+def test_figures_compare_no_scores_of_different_oracles():
+    """A run that is gone on with under another --scorer."""
+    studies = {**STUDIES, 0: {**STUDIES[0], "scorer": "b@1"}}
+    keys = set(dpo.figures(studies, 2, make_args()))
+    assert "eval/score_over_before" in keys and not any(key.startswith("sft/") for key in keys)
+    keys = set(dpo.figures({**STUDIES, 1: {**STUDIES[1], "scorer": "b@1"}}, 2, make_args()))
+    assert "sft/score_gain" in keys and "eval/score_over_before" not in keys
+
+
 def test_figures_without_samples_are_those_of_the_held_out_pairs_alone():
-    studies = {v: {"pairs": {"pairs/loss": 0.5}, "samples": []} for v in range(3)}
+    studies = {v: {"scorer": None, "pairs": {"pairs/loss": 0.5}, "samples": []} for v in range(3)}
     assert [dpo.figures(studies, v, make_args()) for v in range(3)] == [{"pairs/loss": 0.5}] * 3
 
 
 def test_figures_without_a_true_reward_have_none():
-    studies = {v: {"pairs": {}, "samples": [sample(v), sample(v + 1)]} for v in range(3)}
+    studies = {v: {"scorer": "a@1", "pairs": {}, "samples": [sample(v), sample(v + 1)]} for v in range(3)}
     figures = dpo.figures(studies, 2, make_args())
     assert not any("gold" in key for key in figures) and figures["eval/score_over_before"] == 1
 

@@ -826,6 +826,13 @@ def test_check_shared_prompt_of_the_tiny_policy(leak):
         models.check_shared_prompt(policy)
 
 
+def test_check_shared_prompt_takes_a_window_that_holds_a_prompt_with_a_response(tmp_path):
+    policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
+    models.check_shared_prompt(policy, 40)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        models.check_shared_prompt(policy, 41)
+
+
 def test_check_shared_prompt_refuses_a_policy_with_a_window(tmp_path):
     policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
     with pytest.raises(InputError, match="--no-share-prompt"):

@@ -270,3 +270,12 @@ def test_preferences_read_the_token_that_documents_teach(opening):
     fake = types.SimpleNamespace(next_token_logprobs=next_token_logprobs)
     (value,) = pairwise.preferences(fake, words, [(PROMPT, "x", "y")], 4, "cpu")
     assert value > 10
+
+
+def test_texts_longer_than_the_positions_of_the_model_are_an_error():
+    config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(max_position_embeddings=9))
+    fake = types.SimpleNamespace(config=config)
+    with pytest.raises(ValueError, match="the model has 9 positions"):
+        pairwise.preferences(
+            fake, tiny.tokenizer(), [([{"role": "user", "content": "copy ant"}], "ant", "cat")], 4, "cpu"
+        )

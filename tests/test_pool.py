@@ -21,7 +21,8 @@ def make_args(**options):
 # -- chunks ------------------------------------------------------------------------------
 def chunks(folder, held, iteration=1, n=7):
     args = make_args(output_dir=str(folder), chunk_prompts=3)
-    return pool.chunks_to_sample(held, MANY[:n], iteration, args, 2)
+    (found,) = pool.chunks_to_sample(held, MANY[:n], iteration, args, [(None, 2)])
+    return found
 
 
 def test_whole_chunks_are_not_sampled_again_and_a_part_of_one_is_dropped(tmp_path):
@@ -38,6 +39,22 @@ def test_whole_chunks_are_not_sampled_again_and_a_part_of_one_is_dropped(tmp_pat
 def test_of_a_whole_iteration_nothing_is_sampled_or_written(tmp_path):
     held = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY[:7]) for k in range(2)]
     assert chunks(tmp_path, held) == [] and len(held) == 14 and not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_several_temperatures_has_chunks_of_its_own(tmp_path):
+    """Chunks 0 to 2 are of the first temperature, 3 to 5 of the second."""
+    args, plan = make_args(output_dir=str(tmp_path), chunk_prompts=3), [(1.0, 2), (0.5, 1)]
+    held = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY[:7]) for k in range(2)]
+    held += [{**row(p, "x", chunk=4), "temperature": 0.5} for p in MANY[3:6]]
+    first, second = pool.chunks_to_sample(held, MANY[:7], 1, args, plan)
+    assert first == [] and second == [(3, MANY[:3]), (5, MANY[6:7])] and len(held) == 17
+    # Under another plan, other temperatures or sizes of chunks, none of the old rows stays beside new ones
+    found = pool.chunks_to_sample(held[:], MANY[:7], 1, args, [(0.7, 2), (0.5, 1)])
+    assert [number for number, _ in found[0]] == [0, 1, 2] and found[1] == second
+    again = held[:]
+    args.chunk_prompts = 7
+    found = pool.chunks_to_sample(again, MANY[:7], 1, args, plan)
+    assert found == [[(0, MANY[:7])], [(1, MANY[:7])]] and again == []
 
 
 # -- the pool's file ---------------------------------------------------------------------
