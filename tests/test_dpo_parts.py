@@ -1,16 +1,19 @@
 """dpo_iterative.py: its parts, each by hand or against plain transformers. Whole runs are in
 test_dpo_iterative.py."""
 
+import gc
 import json
 import math
+import weakref
 
 import pytest
 import torch
 from scorers import CPU, TOKENIZER, A, B, C, comparisons, prompt, row
 
 import dpo_iterative as dpo
-from common import data, dist, losses, pool, preferences, tiny
+from common import data, dist, losses, models, pool, preferences, tiny
 from common.metrics import read_jsonl
+from common.run import InputError
 
 END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 LOG2 = math.log(2)
@@ -373,9 +376,6 @@ def test_a_reference_that_cannot_share_prompts_is_refused_before_anything_is_kep
 
 
 def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
-    import gc
-    import weakref
-
     alive, load = [], pool.load
     monkeypatch.setattr(pool, "load", lambda *args: alive.append(weakref.ref(m := load(*args))) or m)
     gc.disable()
