@@ -51,8 +51,8 @@ class Prompt(NamedTuple):
 
 def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
-    and named. Columns: `prompt`, `instruction` (+ `input`) or `messages`, or `chosen` as a whole dialogue;
-    an assistant's turn at the end is left out. InputError if nothing is left."""
+    and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
+    `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
     rows, dropped, found = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
     for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
         try:
@@ -109,8 +109,9 @@ def a_part(prompts, n) -> list[Prompt]:
 
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows. ValueError says why there are none."""
-    if row.get("messages") or row.get("conversations"):
-        turns = row.get("messages") or data.sharegpt(row["conversations"])
+    given = row.get("messages") or row.get("context_messages")
+    if given or row.get("conversations"):
+        turns = given or data.sharegpt(row["conversations"])
     elif row.get("prompt") is not None:
         turns = data.turns(row["prompt"], "user")
     elif row.get("instruction") is not None:
@@ -118,7 +119,7 @@ def prompt_turns(row: dict) -> list[dict]:
     elif row.get("chosen"):
         turns = data.dialogue(row["chosen"])
     else:
-        wanted = "prompt, instruction, messages, or chosen as a dialogue"
+        wanted = "prompt, instruction, messages, context_messages, or chosen as a dialogue"
         raise ValueError(f"columns {sorted(map(str, row))[:8]} are no prompt row, wanted {wanted}")
     while isinstance(turns, list) and turns and data.role(turns[-1]) == "assistant":
         turns = turns[:-1]

@@ -58,6 +58,7 @@ FORMATS = {
     "prompt that is null": ({"prompt": None, "instruction": "cat"}, [user("cat")]),
     "messages": ({"messages": TALK}, TALK),
     "messages with an answer": ({"messages": [*TALK, bot("dog")], "prompt": "ant"}, TALK),
+    "RLHFlow's context messages": ({"context": "cat", "context_messages": [user("cat")]}, [user("cat")]),
     "messages with a system turn": ({"messages": [SYSTEM, user("cat")]}, [SYSTEM, user("cat")]),
     "conversations": (
         {"conversations": [{"from": "human", "value": "cat"}, {"from": "gpt", "value": "dog"}]},
@@ -95,7 +96,7 @@ UNUSABLE = {
     "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
     "the text holds a special token": {"prompt": "copy <|end|> ant"},
     "no prompt": {"prompt": " "},
-    "are no prompt row, wanted prompt, instruction, messages, or chosen": {"text": "ant"},
+    "are no prompt row, wanted prompt, instruction, messages, context_messages, or chosen": {"text": "ant"},
     "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
     "a message is not {role, content}": {"prompt": 5},
     "a lone surrogate": {"prompt": "\ud800"},
