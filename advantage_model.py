@@ -198,12 +198,13 @@ def update(model, optimizer, comparisons, pad_id, args, device):
 @torch.no_grad()
 def outputs_of(model, comparisons, pad_id, args, device):
     """(r of each response, e) of each comparison, on every rank."""
-    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
-    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+
+    def outputs(batch):
         rewards, expected = read_head(model, batch)
-        parts = zip(batch.comparisons, rewards.split(batch.sizes), expected.tolist())
-        found += [(place[id(c)], part.tolist(), e) for c, part, e in parts]
-    return [(rewards, e) for _, rewards, e in sorted(dist.gather(found), key=lambda x: x[0])]
+        return [(part.tolist(), e) for part, e in zip(rewards.split(batch.sizes), expected.tolist())]
+
+    how = (pad_id, args.micro_batch_size, args.share_prompt, device)
+    return preferences.of_each(comparisons, preferences.batches(comparisons, *how), outputs)
 
 
 def evaluate(model, held_out, pad_id, args, device):

@@ -278,11 +278,9 @@ def pair_logprobs(model, pairs, pad_id, args, device):
     """log pi(y | x) of both responses of each pair: a list of (2,), on every rank."""
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
-    place, found = {id(pair): i for i, pair in enumerate(pairs)}, []
-    for batch in preferences.batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device):
-        logprobs = preferences.response_logprobs(model, batch).view(-1, 2).tolist()
-        found += [(place[id(pair)], x) for pair, x in zip(batch.comparisons, logprobs)]
-    return [torch.tensor(x) for _, x in sorted(dist.gather(found))]
+    batches = preferences.batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device)
+    both = lambda batch: preferences.response_logprobs(model, batch).view(-1, 2).tolist()  # noqa: E731
+    return [torch.tensor(x) for x in preferences.of_each(pairs, batches, both)]
 
 
 # -- train -----------------------------------------------------------------------------------------

@@ -190,12 +190,14 @@ def update(model, optimizer, comparisons, tokenizer, args, device, largest_gap, 
 @torch.no_grad()
 def scores_of(model, comparisons, tokenizer, args, device):
     """The scores of each comparison's responses, on every rank."""
-    place, found, pad_id = {id(c): i for i, c in enumerate(comparisons)}, [], tokenizer.pad_token_id
-    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+
+    def scores(batch):
         at = (batch.response_ends, batch.position_ids, batch.attention_mask)
-        scores = model.head_outputs(batch.input_ids, *at)[:, 0].split(batch.sizes)
-        found += [(place[id(c)], part.tolist()) for c, part in zip(batch.comparisons, scores)]
-    return [scores for _, scores in sorted(dist.gather(found))]
+        parts = model.head_outputs(batch.input_ids, *at)[:, 0].split(batch.sizes)
+        return [part.tolist() for part in parts]
+
+    how = (tokenizer.pad_token_id, args.micro_batch_size, args.share_prompt, device)
+    return preferences.of_each(comparisons, preferences.batches(comparisons, *how), scores)
 
 
 def evaluate(model, held_out, tokenizer, args, device):

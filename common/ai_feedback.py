@@ -22,14 +22,11 @@ Every rank holds the whole labeler, and a share of the rows. A labeler may also 
 gives an object with the two methods of LanguageModel.
 """
 
-import importlib
 import itertools
-import json
 import math
 import os
 import random
 import re
-import sys
 import tomllib
 import zlib
 from dataclasses import dataclass
@@ -40,7 +37,6 @@ import torch
 
 from common import data, dist, metrics, models, preferences, rollout, tiny
 from common.run import InputError, check_flags, find_run, launch, start_run, write_json
-from common.sampler import sample
 
 # -- the prompts: --template FILE (TOML) replaces any of them -----------------------------------------
 TEMPLATES = {
@@ -191,17 +187,17 @@ class LanguageModel:
     """A causal LM on this rank's device, whole. Texts that do not fit are cut in their middle, and counted in
     `shortened`."""
 
-    def __init__(self, name, device, chat_template=None, max_length=None, batch_size=16):
+    def __init__(self, name, device, chat_template=None, max_length=None, batch_size=16, dtype=None):
         from transformers import AutoModelForCausalLM
 
         models.check_causal_lm(name)
         self.tokenizer, self.name, self.shortened = models.load_tokenizer(name, chat_template), name, 0
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if name == "tiny":
             self.model = tiny.model()
         else:
             self.model = AutoModelForCausalLM.from_pretrained(models.find_model(name), dtype=dtype)
-        self.model.to(device).eval().requires_grad_(False)
+        self.model.to(device, dtype).eval().requires_grad_(False)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
         self.room, self.batch_size, self.device = min(max_length or room, room), batch_size, device
 
@@ -243,13 +239,15 @@ class LanguageModel:
             befores -= {before[:k] for before in befores for k in range(len(before))}
             rows += [(i, base, before) for before in sorted(befores)]
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
+        shared = os.path.commonprefix([base[:-1] for _, base, _ in rows])  # preamble and examples: run once
         for start in range(0, len(rows), self.batch_size):
             some = rows[start : start + self.batch_size]
+            some = [(i, base[len(shared) :], before) for i, base, before in some]
             tensors = [torch.tensor([*base, *before], device=self.device) for _, base, before in some]
             input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True)
             where = [(r, len(b) - 1 + k) for r, (_, b, p) in enumerate(some) for k in range(len(p) + 1)]
             where = torch.tensor(where, device=self.device).T
-            found = models.next_token_logprobs(self.model, input_ids, where).double()
+            found = models.next_token_logprobs(self.model, input_ids, where, shared).double()
             for (i, _, before), part in zip(some, found.split([len(before) + 1 for _, _, before in some])):
                 for path in paths_of[i]:
                     if path[:-1] == before[: len(path) - 1]:
@@ -276,44 +274,26 @@ class LanguageModel:
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
         """(text, whether it ended) of one answer to each question, without its opening."""
         prompts = [self.encode(question, max_new_tokens) for question in questions]
-        if not prompts:
-            return []
-        stop, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
-        options = {"max_new_tokens": max_new_tokens, "stop_ids": [stop], "pad_id": pad, "seed": seed}
-        try:
-            out = sample(self.model, prompts, temperature=temperature, slots=self.batch_size, **options)
-        except ValueError as error:
-            raise InputError(f"{error}: this model cannot be sampled") from None
-        texts = [
-            self.tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True).strip()
-            for tokens, mask in zip(out.response_tokens, out.sample_mask)
-        ]
-        return list(zip(texts, out.finished.tolist()))
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        found = rollout.responses(self.model, self.tokenizer, prompts, slots=self.batch_size, **options)
+        return [(response.text.strip(), response.finished) for response in found]
 
 
 def load_labeler(spec, device, **options):
     """A LanguageModel, or what `module:function` gives."""
     if not re.fullmatch(r"[\w.]+:\w+", spec):
         return LanguageModel(spec, device, **options)
-    module, _, name = spec.partition(":")
-    sys.path.append(os.getcwd())
+    make = rollout.named_function("--model", spec)
     try:
-        labeler = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError, TypeError) as error:
-        raise InputError(f"--model {spec}: {error}; wanted a model or module:function") from None
+        labeler = make()
+    except TypeError as error:
+        raise InputError(f"--model {spec}: {error}; wanted a function without arguments") from None
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
         raise InputError(f"--model {spec}: it gives no object with `probabilities` and `generate`")
     return labeler
 
 
 # -- the three tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------
-def transcript(messages) -> str:
-    """One message is its text; several are lines of `role: text`."""
-    if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
-
-
 def preamble_and_examples(args, templates):
     examples = []
     for example in EXAMPLES[: args.examples]:
@@ -333,7 +313,7 @@ def label(rows, labeler, templates, principles, args):
     questions = []
     for row in rows:
         a, b = row.texts
-        values = {"prompt": transcript(row.prompt), "principle": draw(principles, args.seed, row.number)}
+        values = {"prompt": data.transcript(row.prompt), "principle": draw(principles, args.seed, row.number)}
         for first, second in ((a, b), (b, a)):
             pair = {**values, "first": first, "second": second}
             questions.append(Question(template, pair, templates["ending"]))
@@ -367,7 +347,7 @@ def label(rows, labeler, templates, principles, args):
 
 def rate(rows, labeler, templates, principles, args):
     """{"rating": 1 to 10, "score": -1 to 1, "mass"} of each response."""
-    texts = [(transcript(row.prompt), row.texts[0]) for row in rows]
+    texts = [(data.transcript(row.prompt), row.texts[0]) for row in rows]
     results = []
     for rating, mass in ratings(labeler, templates, texts):
         found = {"rating": rating, "score": (rating - 5.5) / 4.5, "mass": mass}
@@ -398,14 +378,14 @@ def revise(rows, labeler, templates, principles, args):
         return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
 
     missing = [i for i, row in enumerate(rows) if not row.texts]
-    drawn = write([Question("{prompt}", {"prompt": transcript(rows[i].prompt)}) for i in missing])
+    drawn = write([Question("{prompt}", {"prompt": data.transcript(rows[i].prompt)}) for i in missing])
     now = [row.texts[0] if row.texts else "" for row in rows]
     for i, (text, _) in zip(missing, drawn):
         now[i] = text
     results = [{"first": text, "steps": []} for text in now]
     for r in range(args.revisions):
         chosen = [draw(principles, args.seed, key, r) for key in keys]
-        values = [{"prompt": transcript(row.prompt), "response": text} for row, text in zip(rows, now)]
+        values = [{"prompt": data.transcript(row.prompt), "response": text} for row, text in zip(rows, now)]
         asked = [{**v, "principle": principle} for v, principle in zip(values, chosen)]
         critiques = [text for text, _ in write([Question(templates["critique"], v) for v in asked])]
         asked = [{**v, "critique": critique} for v, critique in zip(values, critiques)]
@@ -433,7 +413,7 @@ def rater(model):
     labeler = load_labeler(model, device)
 
     def fn(prompts, responses, rows):
-        texts = [(transcript(row["messages"]), response) for row, response in zip(rows, responses)]
+        texts = [(data.transcript(row["messages"]), response) for row, response in zip(rows, responses)]
         found = ratings(labeler, TEMPLATES, texts)
         return [(rating - 5.5) / 4.5 if mass >= Args.min_mass else 0.0 for rating, mass in found]
 
@@ -456,16 +436,14 @@ def read_item(number, row, task) -> Item:
         text = values.get("response") or (values.get("completion") if task == "rate" else None)
         if task == "rate" and not isinstance(text, str):
             raise ValueError("no response")
-        texts, prompt = [text] if isinstance(text, str) else [], rollout.prompt_turns(values)
-        for text in texts:
-            data.check_messages([*prompt, {"role": "assistant", "content": text}])
-        return Item(number, row, prompt, texts)
-    prompt, texts, label = preferences.pair_of(values, row.where)
+        prompt, texts, human = rollout.prompt_turns(values), [text] if isinstance(text, str) else [], None
+    else:
+        prompt, texts, human = preferences.pair_of(values, row.where)
     for text in texts:
         data.check_messages([*prompt, {"role": "assistant", "content": text}])
-    if texts[0].strip() == texts[1].strip():
+    if len({text.strip() for text in texts}) < len(texts):
         raise ValueError("the responses are the same")
-    return Item(number, row, prompt, texts, label)
+    return Item(number, row, prompt, texts, human)
 
 
 def read_items(args) -> list[Item]:
@@ -565,6 +543,8 @@ class Args:
     """Less probability on the options than this is no answer: the row is left out, and counted."""
     max_length: int | None = None
     """Tokens of a question with its answer. None: the labeler's positions."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the labeler's weights and arithmetic. None: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int = 16
     """Questions of a forward on one rank."""
     chunk_rows: int = 64
@@ -613,7 +593,7 @@ def main(args: Args):
     data.check_same(args.dataset, rollout.seed_of(*(item.texts for item in items)))
 
     # 3. model
-    options = {"chat_template": args.chat_template, "max_length": args.max_length}
+    options = {"chat_template": args.chat_template, "max_length": args.max_length, "dtype": args.dtype}
     labeler = load_labeler(args.model, device, **options, batch_size=args.batch_size)
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced
 
@@ -637,10 +617,7 @@ def main(args: Args):
         new = dist.gather([output_row(item, result, args) for item, result in zip(mine, results)])
         rows += new
         if dist.is_main():
-            with open(path, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in new)
-                file.flush()
-                os.fsync(file.fileno())
+            metrics.append_jsonl(path, new)
         bar.update(len(chunk))
     bar.close()
 

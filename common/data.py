@@ -250,6 +250,13 @@ def check_messages(messages):
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
+def transcript(messages: list[dict]) -> str:
+    """Messages as one text: a single one is its text, several are lines of `role: text`."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
 # -- messages -> token ids -------------------------------------------------------------------------
 SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
 

@@ -59,6 +59,14 @@ def write_jsonl(path, rows: list[dict]):
     os.replace(temporary, path)
 
 
+def append_jsonl(path, rows: list[dict]):
+    """Append rows to `path`, on the disk when this returns."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def progress(total: int, start: int, name: str):
     """A tqdm bar over steps on rank 0 and a silent one elsewhere; show at most three figures with
     `set_postfix`."""

@@ -362,12 +362,23 @@ def seq_logprobs(model, documents, pad_id, micro_batch_size, device) -> list[flo
     return [x for _, x in sorted(dist.gather(found))]
 
 
-def next_token_logprobs(model, input_ids, where):
+def next_token_logprobs(model, input_ids, where, before=()):
     """log pi of every token that may follow some tokens. input_ids: (B, T), right-padded; where: (2, n), the
-    rows and columns of these tokens. Returns (n, V) fp32, nats. Call it as a method, like token_logprobs."""
+    rows and columns of these tokens; before: token ids in front of every row, which are run once. Returns
+    (n, V) fp32, nats. Call it as a method, like token_logprobs. The head computes in fp32 whatever the body
+    does: in bf16 the logits of two likely tokens are often the same."""
     with _computing(model, input_ids):
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return torch.log_softmax(model.get_output_embeddings()(hidden[where[0], where[1]]).float(), -1)
+        options = {"use_cache": False}
+        if before:
+            first = torch.tensor([before], device=input_ids.device)
+            kept = model.base_model(input_ids=first, use_cache=True).past_key_values
+            kept.batch_repeat_interleave(len(input_ids))
+            options = {"past_key_values": kept, "use_cache": True}
+        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
+    head = model.get_output_embeddings()
+    bias = None if head.bias is None else head.bias.float()
+    logits = torch.nn.functional.linear(hidden[where[0], where[1]].float(), head.weight.float(), bias)
+    return logits.log_softmax(-1)
 
 
 @torch.no_grad()

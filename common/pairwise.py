@@ -18,8 +18,7 @@ from common.run import InputError
 
 def instruction(prompt: list[dict], a: str, b: str) -> str:
     """The text that the model reads. A prompt of several turns has a line for each, `role: text`."""
-    turns = [f"{m['role']}: {m['content']}" for m in prompt] if len(prompt) > 1 else [prompt[0]["content"]]
-    return f"[CONTEXT] {chr(10).join(turns)} [RESPONSE A] {a} [RESPONSE B] {b}"
+    return f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
 
 
 def document(tokenizer, prompt, a, b, letter="A") -> data.Document:

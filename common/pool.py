@@ -13,7 +13,6 @@ import collections
 import gc
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
@@ -102,10 +101,7 @@ def sample(pool, policy, tokenizer, chunks, n, about, args):
             ]
             pool += rows
             if dist.is_main():
-                with open(f"{args.output_dir}/pool.jsonl", "a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                    file.flush()
-                    os.fsync(file.fileno())
+                metrics.append_jsonl(f"{args.output_dir}/pool.jsonl", rows)
 
 
 def score(pool, scorer, prompts, args, device):

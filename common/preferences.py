@@ -383,6 +383,15 @@ def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, devic
     return Batch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
 
 
+def of_each(comparisons, batches_, forward) -> list:
+    """What `forward` says of each comparison, on every rank. batches_: this rank's share, by `batches`;
+    forward: Batch -> a list with a value for each of its comparisons. Every rank must call it."""
+    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
+    for batch in batches_:
+        found += zip((place[id(c)] for c in batch.comparisons), forward(batch))
+    return [value for _, value in sorted(dist.gather(found), key=lambda item: item[0])]
+
+
 def response_logprobs(model, batch) -> torch.Tensor:
     """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
     (n_responses,), gradient flows."""

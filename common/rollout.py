@@ -136,6 +136,25 @@ class Response(NamedTuple):
     clean: bool = True  # False: a special token stands before its end, which the text does not show
 
 
+def responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
+    """n responses to each prompt, those to a prompt in a row, on this rank alone. options: sampler.sample's.
+    InputError for a model that cannot be sampled."""
+    if not prompts:
+        return []
+    stop, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    try:
+        out = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad, **options)
+    except ValueError as error:  # a sliding window, for one
+        raise InputError(f"{error}: this model cannot be sampled") from None
+    found, special = [], set(tokenizer.all_special_ids)
+    lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
+    for tokens, length, ended in zip(out.response_tokens.tolist(), lengths, finished):
+        ids = tokens[:length]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        found.append(Response(ids, text, ended, special.isdisjoint(ids[:-1])))
+    return found
+
+
 def rollout(
     model, tokenizer, prompts: list[list[int]], n, max_new_tokens,
     temperature=1.0, seed=0, top_p=1.0, slots=64,
@@ -143,26 +162,15 @@ def rollout(
     """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
     call it, inside dist.consolidated(model) if the model is sharded: prompts are divided among ranks, which
     may then take different times. seed: an integer for this call; ranks draw differently."""
-    mine, found = range(len(prompts))[dist.rank() :: dist.world_size()], []
-    if mine:
-        try:
-            out = sample(
-                model, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens,
-                stop_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id, temperature=temperature,
-                top_p=top_p, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
-            )  # fmt: skip
-        except ValueError as error:  # a sliding window, for one
-            raise InputError(f"{error}: this model cannot be sampled") from None
-        lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
-        special = set(tokenizer.all_special_ids)
-        for b, tokens in enumerate(out.response_tokens.tolist()):
-            ids = tokens[: lengths[b]]
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            found.append((mine[b // n], Response(ids, text, finished[b], special.isdisjoint(ids[:-1]))))
-    responses = [[] for _ in prompts]
-    for i, response in dist.gather(found):
-        responses[i].append(response)
-    return responses
+    mine = range(len(prompts))[dist.rank() :: dist.world_size()]
+    found = responses(
+        model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
+        temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
+    )  # fmt: skip
+    of_prompt = [[] for _ in prompts]
+    for i, response in dist.gather([(mine[b // n], response) for b, response in enumerate(found)]):
+        of_prompt[i].append(response)
+    return of_prompt
 
 
 def document(prompt, response) -> data.Document:
@@ -183,18 +191,24 @@ class Scorer(NamedTuple):
     pairwise: bool = False  # it compares the responses to a prompt with each other
 
 
+def named_function(flag, spec):
+    """What `module:function` names; modules of the working directory are found too."""
+    module, _, name = spec.partition(":")
+    sys.path.append(os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{flag} {spec}: {error}; wanted module:function") from None
+
+
 def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template
     (`same_tokens` is False), scores the text, encoded anew. pairwise: whether a pairwise preference model
     will do. Every rank must call it."""
-    named = re.fullmatch(r"([\w.]+):(\w+)(?:=(.+))?", spec)
+    named = re.fullmatch(r"([\w.]+:\w+)(?:=(.+))?", spec)
     if named:
-        module, name, argument = named.groups()
-        sys.path.append(os.getcwd())
-        try:
-            function = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise InputError(f"--scorer {spec}: {error}; wanted module:function") from None
+        name, argument = named.groups()
+        function = named_function("--scorer", name)
         try:
             code = inspect.getsource(function)
         except (OSError, TypeError):
@@ -273,10 +287,8 @@ def _round_robin(scorer, pairs, batch_size, device):
     for i, (prompt, _) in enumerate(pairs):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
-    plain = data.special_tokens(scorer.tokenizer).sub
-    turns = [[{**m, "content": plain("", m["content"])} for m in prompt.turns] for prompt, _ in pairs]
-    answers = [plain("", response.text) for _, response in pairs]
-    texts = [(turns[i], answers[i], answers[j]) for i, j in games]
+    plain = [_without_special(scorer.tokenizer, *pair) for pair in pairs]
+    texts = [(*plain[i], plain[j][1]) for i, j in games]
     try:
         found = pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size, device)
     except ValueError as error:  # its template refuses a role, for one
@@ -289,16 +301,21 @@ def _round_robin(scorer, pairs, batch_size, device):
     return [x / n if n else 0.5 for x, n in zip(won, played)]
 
 
+def _without_special(tokenizer, prompt, response):
+    """(turns, response's text) without what are special tokens of this tokenizer."""
+    plain = data.special_tokens(tokenizer).sub
+    return [{**m, "content": plain("", m["content"])} for m in prompt.turns], plain("", response.text)
+
+
 def _encode(scorer, prompt, response):
     """(prompt ids, response ids) in the scorer's tokens, with an end token."""
     if scorer.same_tokens:
         ids, eos = response.ids, scorer.tokenizer.eos_token_id
         encoded = prompt.ids, ids if ids and ids[-1] == eos else [*ids, eos]
     else:
-        plain = data.special_tokens(scorer.tokenizer).sub
-        messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
+        messages, answer = _without_special(scorer.tokenizer, prompt, response)
         try:
-            ids, answers = data.encode_responses(scorer.tokenizer, messages, [plain("", response.text)])
+            ids, answers = data.encode_responses(scorer.tokenizer, messages, [answer])
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
         encoded = ids, answers[0]

@@ -245,3 +245,35 @@ def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
 
 def make_scorer(folder, seed=0):
     dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
+
+
+# -- runs of versions: rejection sampling's and iterative DPO's ------------------------------
+VERSIONS_CLOCK = {"time_s", "perf/sample_s", "perf/score_s", "perf/tokens_per_s", "perf/pairs_per_s"}
+
+
+def question(r):
+    return r["prompt"][-1]["content"]
+
+
+def named(x):
+    """The id of a case of bad input."""
+    return "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else ""
+
+
+def assert_same_versions(folder, undisturbed, *files):
+    """The same weights bit for bit in all versions and the model, the same files but for the folder's name,
+    the same metrics but for times."""
+    paths = sorted(undisturbed.glob("*/**/model.safetensors"))
+    assert len(paths) > 1
+    for path in paths:
+        got, want = (load_file(f / path.relative_to(undisturbed)) for f in (folder, undisturbed))
+        assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    studies = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
+    for name in (*files, *studies):
+        got, want = ((f / name).read_text().replace(str(f), "") for f in (folder, undisturbed))
+        assert got == want, name
+    got, want = (
+        [{k: v for k, v in r.items() if k not in VERSIONS_CLOCK} for r in read_jsonl(f / "metrics.jsonl")]
+        for f in (folder, undisturbed)
+    )
+    assert got == want and len(paths) == len(studies)

@@ -32,7 +32,7 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import ai_feedback as ai
-from common import data, dist, preferences, rollout, tiny
+from common import data, dist, models, preferences, rollout, tiny
 from common.metrics import read_jsonl
 from common.run import InputError, parse
 from common.sampler import sample
@@ -463,8 +463,8 @@ def test_a_conversation_of_several_messages_is_lines_of_roles():
     turns = [
         {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
     ]
-    assert ai.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
-    assert ai.transcript(turns[-1:]) == "copy ant"
+    assert data.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
+    assert data.transcript(turns[-1:]) == "copy ant"
 
 
 # -- chain of thought --------------------------------------------------------------------------
@@ -652,6 +652,33 @@ def test_batches_of_any_size_give_the_same_probabilities(size, folders, model_of
     torch.testing.assert_close(labeler.probabilities(ASKED, TEN), want, rtol=1e-4, atol=1e-9)
     torch.testing.assert_close(labeler.probabilities(ASKED[::-1], TEN), want.flip(0), rtol=1e-4, atol=1e-9)
     assert labeler.probabilities([], TEN).shape == (0, 10) and labeler.generate([], 4, 1.0, 0) == []
+
+
+def test_what_questions_begin_with_is_run_once_and_changes_nothing(model_of, monkeypatch):
+    labeler, original, seen = model_of["spaced"], models.next_token_logprobs, []
+
+    def plain(model, input_ids, where, before=()):
+        seen.append((len(before), input_ids.shape[1]))
+        first = torch.tensor([before], dtype=torch.long).expand(len(input_ids), -1)
+        offset = torch.tensor([[0], [len(before)]])
+        return original(model, torch.cat([first, input_ids], 1), where + offset)
+
+    questions = [ai.Question("The same long beginning. {x}", {"x": x}, "Rating:") for x in ("a", "bcd", "")]
+    got = labeler.probabilities(questions, TEN)
+    monkeypatch.setattr(models, "next_token_logprobs", plain)
+    torch.testing.assert_close(got, labeler.probabilities(questions, TEN), rtol=1e-4, atol=1e-9)
+    ((n_before, width),) = seen
+    assert n_before == 1 + len("The same long beginning. ") > width  # <user>, then a token a character
+    assert (got[0] - got[1]).abs().max() > 1e-4
+    # one question alone, of which everything but its last token is the beginning
+    torch.testing.assert_close(labeler.probabilities(questions[:1], TEN), got[:1], rtol=1e-4, atol=1e-9)
+
+
+def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, model_of):
+    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, dtype="bfloat16")
+    assert next(labeler.model.parameters()).dtype == torch.bfloat16
+    got, want = (x.probabilities(ASKED, TEN) for x in (labeler, model_of["spaced"]))
+    torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
 
 
 def test_special_tokens_in_texts_are_left_out(model_of):
@@ -1154,7 +1181,7 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"batch_size": 0}, "--batch-size 0"),
         ({"temperature": -1.0}, "--temperature -1"),
         ({"task": "rate"}, "no response"),
-        ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*wanted a model or module:function"),
+        ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*wanted module:function"),
         ({"model": "no_such_module:none"}, "No module named"),
         ({"model": "gold_labeler:nothing"}, "no object with `probabilities` and `generate`"),
         ({"model": "/nowhere/model"}, "there is no /nowhere/model"),

@@ -15,6 +15,7 @@ import processes
 import pytest
 import torch
 from processes import ROOT, flags
+from scorers import assert_same_versions
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -298,18 +299,7 @@ def test_two_ranks_stopped_in_sampling_and_in_fine_tuning_resume_to_the_same_bit
     two("rs_run")
     assert two("rs_stopped") == {"sampled": 2 * 4 * 3}
     folders = two.folder / "rs stopped", two.folder / "rs of two"
-    for name in ("versions/1", "versions/2", "model"):
-        got, want = (load_file(f / name / "model.safetensors") for f in folders)
-        assert set(got) == set(want) and all(torch.equal(got[key], want[key]) for key in want)
-    for name in ("pool.jsonl", "samples.jsonl", "curves.jsonl", "summary.json"):
-        got, want = ((f / name).read_text().replace(str(f), "") for f in folders)
-        assert got == want, name
-    clock = ("time_s", "perf/sample_s", "perf/score_s", "perf/tokens_per_s")
-    got, want = (
-        [{k: v for k, v in r.items() if k not in clock} for r in read_jsonl(f / "metrics.jsonl")]
-        for f in folders
-    )
-    assert got == want
+    assert_same_versions(*folders, "pool.jsonl", "samples.jsonl", "curves.jsonl", "summary.json")
 
 
 def test_the_same_pool_is_scored_and_learnt_alike_by_one_and_two_ranks(two):
@@ -380,18 +370,7 @@ def test_a_run_of_dpo_stopped_three_times_on_two_ranks_resumes_to_the_same_bits(
     two("dpo_run")
     assert two("dpo_stopped") == {"sampled": (4 + 4 + 4 + 1 + 4) * 2}
     folders = two.folder / "dpo stopped", two.folder / "dpo of two"
-    for name in ("versions/1", "versions/2", "model"):
-        got, want = (load_file(f / name / "model.safetensors") for f in folders)
-        assert set(got) == set(want) and all(torch.equal(got[key], want[key]) for key in want)
-    for name in ("pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json"):
-        got, want = ((f / name).read_text().replace(str(f), "") for f in folders)
-        assert got == want, name
-    clock = ("time_s", "perf/sample_s", "perf/score_s", "perf/pairs_per_s")
-    got, want = (
-        [{k: v for k, v in r.items() if k not in clock} for r in read_jsonl(f / "metrics.jsonl")]
-        for f in folders
-    )
-    assert got == want
+    assert_same_versions(*folders, "pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json")
 
 
 # -- sharding ----------------------------------------------------------------------------

@@ -21,9 +21,12 @@ from scorers import (
     A,
     Plain,
     assert_error,
+    assert_same_versions,
     column,
     contents,
     make_scorer,
+    named,
+    question,
     read_json,
     row,
     rows_of,
@@ -144,10 +147,6 @@ def offline(small, tmp_path_factory):
 def of_iteration(folder, name, iteration=None):
     rows = read_jsonl(folder / f"{name}.jsonl")
     return [r for r in rows if iteration in (None, r["iteration"])]
-
-
-def question(r):
-    return r["prompt"][-1]["content"]
 
 
 def trained(folder):
@@ -811,20 +810,8 @@ def test_pairs_made_with_a_length_penalty_can_be_read_again(penalised):
 
 # -- resuming ----------------------------------------------------------------------------
 def assert_same_result(folder, undisturbed):
-    paths = sorted(undisturbed.glob("*/**/model.safetensors"))
-    for path in paths:
-        got, want = (load_file(f / path.relative_to(undisturbed)) for f in (folder, undisturbed))
-        assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-    names = ("pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json")
-    versions = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
-    for name in (*names, *versions):
-        got, want = ((f / name).read_text().replace(str(f), "") for f in (folder, undisturbed))
-        assert got == want, name
-    got, want = (
-        [{k: v for k, v in r.items() if k not in CLOCK} for r in read_jsonl(f / "metrics.jsonl")]
-        for f in (folder, undisturbed)
-    )
-    assert got == want and not list(folder.rglob("*.tmp")) and len(paths) == len(versions)
+    assert_same_versions(folder, undisturbed, "pool.jsonl", "pairs.jsonl", "samples.jsonl", "summary.json")
+    assert not list(folder.rglob("*.tmp"))
     assert len(list((folder / "checkpoint").glob("step_*"))) == 1
 
 
@@ -998,10 +985,6 @@ BAD = [
     ({"start_from": "first"}, ["--start-from", "first"]),
     ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
 ]
-
-
-def named(x):
-    return "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else ""
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)

@@ -1,5 +1,6 @@
 """common/models.py against transformers' own forward: log probabilities, packing, loading."""
 
+import copy
 import json
 import math
 import types
@@ -648,6 +649,20 @@ def test_next_token_logprobs_equal_log_softmax_at_each_place(model, rows):
     torch.testing.assert_close(got, full[where[0], where[1]].float(), rtol=0, atol=1e-5)
     assert (got - full[where[0], (where[1] + 1) % 12].float()).abs().max() > 0.5  # a token too late
     assert models.next_token_logprobs(model, rows[0], where[:, :0]).shape == (0, V)
+    # the head computes in fp32 on a body in bf16
+    half = copy.deepcopy(model).bfloat16()
+    hidden = half.base_model(input_ids=rows[0]).last_hidden_state[where[0], where[1]]
+    weight = half.get_output_embeddings().weight
+    want = (hidden.float() @ weight.float().T).log_softmax(-1)
+    torch.testing.assert_close(models.next_token_logprobs(half, rows[0], where), want, rtol=0, atol=1e-5)
+    assert ((hidden @ weight.T).float().log_softmax(-1) - want).abs().max() > 1e-3
+    # the first tokens of every row given as what stands before: the same, at places counted after them
+    before = [7, 3, 9]
+    ids = torch.cat([torch.tensor([before]).expand(4, 3), rows[0]], 1)
+    want = models.next_token_logprobs(model, ids, where + torch.tensor([[0], [3]]))
+    got = models.next_token_logprobs(model, rows[0], where, before)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert (got - models.next_token_logprobs(model, rows[0], where)).abs().max() > 0.01
 
 
 # -- logprobs_at -------------------------------------------------------------------------------

@@ -21,9 +21,12 @@ from scorers import (
     C,
     Plain,
     assert_error,
+    assert_same_versions,
     contents,
     make_scorer,
     prompt,
+    named,
+    question,
     read_json,
     row,
     rows_of,
@@ -354,10 +357,6 @@ def whole(small, tmp_path_factory):
 def pool_of(folder, iteration=None):
     rows = read_jsonl(folder / "pool.jsonl")
     return [r for r in rows if iteration in (None, r["iteration"])]
-
-
-def question(r):
-    return r["prompt"][-1]["content"]
 
 
 def by_prompt(rows):
@@ -772,18 +771,8 @@ def test_a_run_that_goes_on_from_another_resumes_to_the_same_bits(small, whole, 
 
 # -- resuming ----------------------------------------------------------------------------
 def assert_same_result(folder, undisturbed):
-    for path in sorted(undisturbed.glob("*/**/model.safetensors")):
-        got, want = (load_file(f / path.relative_to(undisturbed)) for f in (folder, undisturbed))
-        assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-    names = ("pool.jsonl", "samples.jsonl", "curves.jsonl", "summary.json")
-    for name in (*names, *(f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json"))):
-        got, want = ((f / name).read_text().replace(str(f), "") for f in (folder, undisturbed))
-        assert got == want, name
-    got, want = (
-        [{k: v for k, v in r.items() if k not in CLOCK} for r in read_jsonl(f / "metrics.jsonl")]
-        for f in (folder, undisturbed)
-    )
-    assert got == want and not list(folder.rglob("*.tmp"))
+    assert_same_versions(folder, undisturbed, "pool.jsonl", "samples.jsonl", "curves.jsonl", "summary.json")
+    assert not list(folder.rglob("*.tmp"))
     assert len(list((folder / "checkpoint").glob("step_*"))) == 1
 
 
@@ -959,10 +948,6 @@ BAD = [
     ({"candidates": "best"}, ["--candidates", "best"]),
     ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
 ]
-
-
-def named(x):
-    return "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else ""
 
 
 @pytest.mark.parametrize("options, words", BAD, ids=named)

@@ -6,6 +6,7 @@ of "RLAIF" (arXiv:2309.00267). Every setting is a run of its own; finished ones 
 
 import itertools
 import json
+import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common import metrics  # noqa: E402
+from common import data, metrics  # noqa: E402
 
 
 @dataclass
@@ -23,32 +24,61 @@ class Args:
     model: str
     """The labeler."""
     dataset: str
-    """Pairs or rankings with human labels."""
+    """Pairs with human labels, or rankings, of each of which two pairs are drawn."""
     rows: int = 200
     """So many of them."""
     thoughts: tuple[bool, ...] = (False, True)
     """Without and with chain of thought, whose rationales cost most of the time."""
     max_new_tokens: int = 64
     """Longest rationale."""
+    dtype: str = "float32"
+    """The labeler's; bfloat16 is faster where the processor knows it."""
     folder: str = "runs/ai_labels"
     """Where the runs go."""
 
 
+def pairs_of(dataset, path):
+    """A file of pairs: of each ranking two that have no response in common, drawn at random, whose scores
+    differ; other rows as they are."""
+    pairs = []
+    for row in data.load_rows(dataset, "preferences", "test"):
+        if "responses" not in row.data:
+            return dataset
+        responses, two = row.data["responses"], []
+        order = random.Random(row.where.rpartition(":")[2]).sample(responses, len(responses))
+        for a, b in zip(order[::2], order[1::2]):
+            if a["score"] != b["score"] and a["text"].strip() != b["text"].strip():
+                chosen, rejected = sorted((a, b), key=lambda x: -x["score"])
+                two.append({"chosen": chosen["text"], "rejected": rejected["text"]})
+        pairs += [{"prompt": row.data["instruction"], **pair} for pair in two[:2]]
+    metrics.write_jsonl(path, pairs)
+    return str(path)
+
+
 def main(args: Args):
     table = []
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    dataset = pairs_of(args.dataset, Path(args.folder, "pairs.jsonl"))
     for thoughts, preamble, examples in itertools.product(args.thoughts, ("base", "detailed"), (0, 2)):
         out = Path(args.folder, f"{preamble}_{examples}{'_thoughts' * thoughts}")
         command = [sys.executable, "-m", "common.ai_feedback", "label", "--model", args.model]
-        command += ["--dataset", args.dataset, "--max-rows", str(args.rows), "--preamble", preamble]
-        command += ["--examples", str(examples), "--output-dir", str(out), "--resume"]
+        command += ["--dataset", dataset, "--max-rows", str(args.rows), "--preamble", preamble]
+        command += ["--examples", str(examples), "--output-dir", str(out), "--resume", "--dtype", args.dtype]
         command += ["--chain-of-thought", "--max-new-tokens", str(args.max_new_tokens)] if thoughts else []
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         found = json.loads((out / "summary.json").read_text())
         share, low, high = (found[f"alignment{end}"] for end in ("", "_low", "_high"))
         name = f"{preamble}{' + thoughts' * thoughts}, {examples} examples"
-        line = {"prompt": name, "alignment": f"{share:.1%} [{low:.1%}, {high:.1%}]", "n": found["alignment/n"]}
+        line = {
+            "prompt": name,
+            "alignment": f"{share:.1%} [{low:.1%}, {high:.1%}]",
+            "n": found["alignment/n"],
+        }
         line |= {"one order": f"{found['alignment/one_order']:.1%}", "failed": found["failed"]}
-        line |= {"order decides": f"{found['position/decides']:.0%}", "first": f"{found['position/first']:.2f}"}
+        line |= {
+            "order decides": f"{found['position/decides']:.0%}",
+            "first": f"{found['position/first']:.2f}",
+        }
         table.append({**line, "mass": f"{found['mass']:.2f}"})
         print(line, flush=True)
     metrics.print_table(table)

@@ -5,8 +5,6 @@ ones are not run again.
     python tests/benchmarks/dpo_arms.py --seeds 3
 """
 
-import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import peers  # noqa: E402
+
 from common import metrics  # noqa: E402
 
 BIASED = ["--scorer", "{biased}"]
@@ -59,12 +59,10 @@ def main(args: Args):
         for seed in range(args.seeds):
             out = Path(args.folder, f"{number}_{seed}")
             flags = [x.format(**vars(args)) for x in ARMS[name]]
-            command = [sys.executable, str(ROOT / "dpo_iterative.py"), "--model", args.sft, *flags]
-            command += [] if "--scorer" in flags else ["--scorer", args.reward]
-            command += ["--seed", str(seed), "--output-dir", str(out), "--resume"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            seconds = metrics.read_jsonl(out / "metrics.jsonl")[-1]["time_s"]
-            for version, row in json.loads((out / "summary.json").read_text())["versions"].items():
+            flags += ["--model", args.sft, "--seed", seed]
+            flags += [] if "--scorer" in flags else ["--scorer", args.reward]
+            summary, seconds = peers.arm("dpo_iterative.py", out, flags)
+            for version, row in summary["versions"].items():
                 line = {"seed": seed, "version": version, "score": f"{row['eval/score']:.2f}"}
                 line |= {"gold": f"{row['gold/score']:.2f}", "kl": row["eval/kl"], "gold over SFT": ""}
                 line |= {"win / tie / lose": "", "tokens": row["sample/length"], "seconds": seconds}

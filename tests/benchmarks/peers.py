@@ -1,5 +1,5 @@
-"""What the benchmarks against other libraries share: models of random weights, a clock for transformers'
-trainers, and programs that take turns."""
+"""What benchmarks share: models of random weights, a clock for transformers' trainers, programs that take turns,
+and the arms of an experiment."""
 
 import json
 import math
@@ -8,6 +8,9 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def add_arguments(parser):
@@ -65,6 +68,15 @@ def report(speed):
     """What a program prints last, for take_turns."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     print(json.dumps({"per_s": speed, "peak_gb": peak}))
+
+
+def arm(script, out, flags) -> tuple[dict, float]:
+    """(summary.json, seconds) of a run of `script` with these flags in the folder `out`; a finished one is not
+    run again."""
+    command = [sys.executable, str(ROOT / script), *map(str, flags), "--output-dir", str(out), "--resume"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    seconds = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["time_s"]
+    return json.loads((out / "summary.json").read_text()), seconds
 
 
 def take_turns(file, names, against, flags, args):

@@ -6,8 +6,6 @@ Every arm and seed is a run of its own; finished ones are not run again.
 
 For the forget arms PPO sees the commands copy, ends, first and loop alone; the forget set is the other four."""
 
-import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import peers  # noqa: E402
+
 from common import metrics  # noqa: E402
 
 RM, AM = ["--scorer", "{reward}"], ["--scorer", "{advantage_model}"]
@@ -66,12 +66,10 @@ def main(args: Args):
         for seed in range(args.seeds):
             out = folder / f"{number}_{seed}"
             flags = [x.format(**vars(args)) for x in ARMS[name]]
-            command = [sys.executable, str(ROOT / "ppo.py"), "--seed", str(seed), "--output-dir", str(out)]
-            command += ["--resume", *flags] + (["--model", args.sft] if "--model" not in flags else [])
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            after = json.loads((out / "summary.json").read_text())["after"]
+            flags += ["--seed", seed] + (["--model", args.sft] if "--model" not in flags else [])
+            summary, seconds = peers.arm("ppo.py", out, flags)
+            after = summary["after"]
             line = {"seed": seed, "score": f"{after['eval/score']:.2f}", "kl": after["eval/kl"]}
-            seconds = metrics.read_jsonl(out / "metrics.jsonl")[-1]["time_s"]
             line |= {"entropy": f"{after['eval/entropy']:.2f}", "seconds": seconds}
             for group in ("held-out", "forget"):
                 key = f"{group}/gold" if f"{group}/gold_gain" in after else f"{group}/score"

@@ -4,8 +4,6 @@ scorer do to the true reward. Every arm and seed is a run of its own; finished o
     python tests/benchmarks/rejection_sampling.py --model runs/sft --scorer runs/reward --seeds 3
 """
 
-import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +12,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import peers  # noqa: E402
+
 from common import metrics  # noqa: E402
 
 ARMS = {
@@ -46,13 +46,11 @@ def main(args: Args):
     for name, extra in list(ARMS.items())[: args.arms]:
         for seed in range(args.seeds):
             folder = Path(args.folder, f"{list(ARMS).index(name)}_{seed}")
-            command = [sys.executable, str(ROOT / "rejection_sampling.py"), *extra, "--model", args.model]
+            flags = [*extra, "--model", args.model, "--seed", seed]
             if "--scorer" not in extra:
-                command += ["--scorer", args.advantage_model if "Advantage" in name else args.scorer]
-            command += ["--seed", str(seed), "--output-dir", str(folder), "--resume"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            versions = json.loads((folder / "summary.json").read_text())["versions"]
-            seconds = metrics.read_jsonl(folder / "metrics.jsonl")[-1]["time_s"]
+                flags += ["--scorer", args.advantage_model if "Advantage" in name else args.scorer]
+            summary, seconds = peers.arm("rejection_sampling.py", folder, flags)
+            versions = summary["versions"]
             print(f"\n{name}, seed {seed}, {seconds:.0f} s")
             table = []
             for version, row in versions.items():

@@ -11,31 +11,15 @@ and the first 2 steps of each do not count."""
 import argparse
 import json
 import os
-import resource
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 sys.path.insert(0, ROOT)
+import peers  # noqa: E402
+
 SKIP = 2
-
-
-def make_model(tokenizer, folder):
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=256, intermediate_size=680, num_hidden_layers=6,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
-        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words.save_pretrained(folder)
 
 
 def trl(args):
@@ -59,8 +43,8 @@ def trl(args):
         bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=0,
     )  # fmt: skip
     SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32"),
-        processing_class=AutoTokenizer.from_pretrained(args.model),
+        model=AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype="float32"),
+        processing_class=AutoTokenizer.from_pretrained(f"{args.models}/policy"),
         train_dataset=Dataset.from_list([{"prompt": d[:-1], "completion": d[-1:]} for d in dialogues]),
         callbacks=[Clock()],
         args=config,
@@ -75,7 +59,7 @@ def ours(args, packing):
     folder = tempfile.mkdtemp()
     sft.main(
         sft.Args(
-            model=args.model, dataset=args.dataset, output_dir=folder, max_steps=args.steps, batch_size=8,
+            model=f"{args.models}/policy", dataset=args.dataset, output_dir=folder, max_steps=args.steps, batch_size=8,
             micro_batch_size=8, max_length=512, lr=1e-4, packing=packing, eval_every=0, save_every=0,
             sample_prompts=0,
         )
@@ -90,40 +74,21 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--dataset", required=True, help="what sft.py takes")
-    parser.add_argument("--trl-python", default=sys.executable)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=["trl", "packed", "rows"], help="run this one here and print JSON")
-    parser.add_argument("--model", help="with --only: the folder of the model")
+    peers.add_arguments(parser)
     args = parser.parse_args()
+    runs = {
+        "trl": lambda: trl(args),
+        "packed": lambda: ours(args, packing=True),
+        "rows": lambda: ours(args, packing=False),
+    }
     if args.only:
-        speed = trl(args) if args.only == "trl" else ours(args, packing=args.only == "packed")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-        return print(json.dumps({"tokens_per_s": speed, "peak_gb": peak}))
-    args.model = tempfile.mkdtemp()
-    make_model(args.tokenizer, args.model)
-    figures = {"trl": [], "packed": [], "rows": []}
-    for _ in range(args.repeats):
-        for name in figures:
-            command = [args.trl_python if name == "trl" else sys.executable, __file__, "--only", name]
-            for flag in ("model", "dataset", "steps"):
-                command += [f"--{flag}", str(getattr(args, flag))]
-            out = subprocess.run(command, capture_output=True, text=True)
-            if out.returncode:
-                sys.exit(out.stderr[-2000:])
-            figures[name].append(json.loads(out.stdout.strip().splitlines()[-1]))
-            speed, peak = figures[name][-1].values()
-            print(f"{name:7} {speed:8.0f} tokens/s, peak {peak:.2f} GB", flush=True)
-    for name in ("packed", "rows"):
-        speed, peak = (
-            statistics.median(a[key] / b[key] for a, b in zip(figures[name], figures["trl"]))
-            for key in ("tokens_per_s", "peak_gb")
-        )
-        print(
-            f"sft.py {name} / TRL: {speed:.2f} times the tokens per second, {peak:.2f} times the peak memory"
-        )
+        return peers.report(runs[args.only]())
+    args.models = tempfile.mkdtemp()
+    peers.make_models(args.tokenizer, args.models)
+    against = {"packed": "trl", "rows": "trl"}
+    peers.take_turns(__file__, list(runs), against, ("models", "dataset", "steps"), args)
 
 
 if __name__ == "__main__":
