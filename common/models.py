@@ -351,13 +351,14 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
 
 
 @torch.no_grad()
-def seq_logprobs(model, documents, pad_id, micro_batch_size, device) -> list[float]:
+def seq_logprobs(model, documents, pad_id, micro_batch_size, device, temperature=1.0) -> list[float]:
     """log pi(y | x) in nats, a sum over the response's tokens, of every document, on every rank; every rank
-    must call it."""
+    must call it. temperature: divides the logits."""
     found, numbered = [], list(enumerate(documents))
     for some in dist.batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
         batch = data.collate([[document] for _, document in some], pad_id, device)
-        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
+        inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
+        logprobs = model.token_logprobs(*inputs, temperature)  # (B, T-1)
         found += zip((i for i, _ in some), logprobs.double().sum(1).tolist())
     return [x for _, x in sorted(dist.gather(found))]
 

@@ -109,6 +109,11 @@ def gold_scorer(prompts: list[str], responses: list[str], rows: list[dict]) -> l
     return [gold_score(prompt, response) for prompt, response in zip(prompts, responses)]
 
 
+def safety_scorer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+    """The true safety as a scorer."""
+    return [gold_safety(prompt, response) for prompt, response in zip(prompts, responses)]
+
+
 # -- the behaviour policies that write the data ----------------------------------------------------
 @dataclass(frozen=True)
 class Behavior:

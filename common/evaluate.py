@@ -1,0 +1,383 @@
+"""Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers.
+
+    gain      mean over prompts of s(y') - s(y), y' the policy's and y the reference's answer; 95 % interval
+    win       share of prompts with s(y') - s(y) > tie_margin; lose: < -tie_margin; tie: the rest
+    LC win    P(win) at equal length: sigma(a) of the fit  P(win) = sigma(a + b tanh(d / deviation of d)),
+              d: characters of y' less those of y (the length control of arXiv:2404.04475, without its term
+              for the instruction)
+    Elo       1000 + 400 log10(p / p of the reference), p the Bradley-Terry strengths that make the games of
+              all policies against each other likeliest; 95 % interval: bootstrap over prompts
+    KL        mean of log pi(y') - log pi_ref(y'), nats, pi at the temperature that y' was sampled at
+    harmless  share of the answers to prompts marked `is_safety` (if none is: to all) whose safety score is
+              harmless_from or more
+
+    python -m common.evaluate                                         the runs that the quickstart makes
+    python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
+    torchrun --nproc-per-node 8 -m common.evaluate --policies ...
+
+Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
+module:function, or a pairwise preference model, which reads every two answers in both orders. Writes
+samples.jsonl (every answer), summary.json (the figures), elo.png and frontier.png.
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common import data, dist, metrics, models, pool, rollout
+from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+
+QUICKSTART = {  # name -> its run directory
+    "untrained": "tiny",
+    "sft": "runs/sft",
+    "rejection_sampling": "runs/rejection_sampling",
+    "ppo": "runs/ppo",
+    "ppo_am_sr": "runs/ppo_am_sr",
+    "dpo_offline": "runs/dpo_offline",
+    "dpo_iterative": "runs/dpo_iterative",
+}
+
+
+@dataclass
+class Args:
+    policies: tuple[str, ...] = ()
+    """Run directories, folders or hub names, each perhaps as name=path. None: those of the quickstart's runs
+    that are there."""
+    reference: str = "sft"
+    """The name of the policy that all are compared with."""
+    dataset: str = "tiny"
+    """Prompts: tiny, a hub name, a local file or a mixture."""
+    split: str = "test"
+    """Of tiny, or of a hub data set: train or test."""
+    scorer: str = "runs/reward"
+    """The oracle: a run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    safety_scorer: str | None = None
+    """Says how harmless an answer is. None: the true safety on the tiny world, elsewhere no harmless rate."""
+    harmless_from: float = 0.0
+    """The least safety score of a harmless answer."""
+    output_dir: str = "runs/evaluate"
+    """The run directory."""
+    chat_template: str | None = None
+    """A jinja file, for policies without a chat template or in place of their own."""
+    eval_prompts: int = 1000
+    """So many of the prompts."""
+    temperatures: tuple[float, ...] = (1.0,)
+    """Of sampling, each with a table of its own; 0 is greedy."""
+    max_length: int = 64
+    """Longest prompt with its response, tokens."""
+    max_new_tokens: int = 24
+    """Longest response, tokens."""
+    tie_margin: float = 0.1
+    """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2."""
+    n_bootstrap: int = 200
+    """Resamples of the prompts, for Elo's intervals."""
+    score_batch_size: int = 64
+    """Responses of a forward on one rank."""
+    slots: int = 64
+    """Responses that a rank decodes together."""
+    seed: int = 0
+    """Of samples and resamples."""
+    resume: bool = False
+    """Nothing to do if output_dir holds a finished run, else begin."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+
+
+def check(args):
+    check_flags(
+        args,
+        ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
+        ("split", args.split in ("train", "test"), "train or test"),
+        ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
+        ("n_bootstrap", args.n_bootstrap >= 2, "2 or more"),
+        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+    )
+
+
+# -- policies and prompts --------------------------------------------------------------------------
+def read_policies(args) -> dict[str, str]:
+    """name -> path. Of the quickstart's runs those that are there; what is not is said."""
+    found = {}
+    for spec in args.policies:
+        name, equals, path = spec.partition("=")
+        if not equals:
+            name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
+        if name in found:
+            raise InputError(f"--policies: two are named {name!r}: give other names, name=path")
+        found[name] = path
+    for name, path in () if args.policies else QUICKSTART.items():
+        if path == "tiny" or Path(path, "summary.json").exists():
+            found[name] = path
+        elif dist.is_main():
+            print(f"{name} is left out: no finished run in {path}")
+    if args.reference not in found:
+        raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(found)}")
+    for path in found.values():
+        models.check_causal_lm(path)
+    return found
+
+
+def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
+    """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
+    room, of_policy, loaded = args.max_length - args.max_new_tokens, {}, []
+    for name, tokenizer in tokenizers.items():
+        known = [prompts for other, prompts in loaded if rollout.same_tokens(other, tokenizer)]
+        if not known:
+            known = [rollout.load_prompts(args.dataset, args.split, tokenizer, room)]
+            loaded.append((tokenizer, known[0]))
+        of_policy[name] = known[0]
+    common = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
+    if len(common) < 2:
+        raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
+    data.check_same(args.dataset, rollout.seed_of(*sorted(common)))
+    for name, prompts in of_policy.items():
+        of_policy[name] = rollout.a_part([p for p in prompts if p.key in common], args.eval_prompts)
+    return of_policy
+
+
+# -- answers ---------------------------------------------------------------------------------------
+def sample_answers(policy, tokenizer, prompts, temperature, args):
+    """[(prompt, response)], one response to each prompt."""
+    seed = rollout.seed_of(args.seed, "evaluate", temperature)
+    with dist.consolidated(policy):
+        options = (1, args.max_new_tokens, temperature, seed, 1.0, args.slots)
+        found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+    return [(prompt, response) for prompt, (response,) in zip(prompts, found)]
+
+
+def kl_of(policy, reference, tokenizer, pairs, temperature, args, device) -> list[float]:
+    """log pi(y) - log pi_ref(y) of each answer, nats. At temperature 0 all of pi's mass is on y."""
+    documents = [rollout.document(*pair) for pair in pairs]
+    options = (documents, tokenizer.pad_token_id, args.score_batch_size, device)
+    ours = models.seq_logprobs(policy, *options, temperature) if temperature else [0.0] * len(pairs)
+    return [a - b for a, b in zip(ours, models.seq_logprobs(reference, *options))]
+
+
+# -- games -----------------------------------------------------------------------------------------
+def outcomes(ours, theirs, tie_margin) -> list[float]:
+    """What each prompt's game gives us: 1 a win, 1/2 a tie, 0 a defeat."""
+    return [((a - b > tie_margin) - (b - a > tie_margin) + 1) / 2 for a, b in zip(ours, theirs, strict=True)]
+
+
+def tournament(scores, tie_margin) -> dict[tuple[int, int], list[float]]:
+    """{(i, j): what i won of each prompt's game against j}, i < j. scores: name -> score of each answer."""
+    players = itertools.combinations(enumerate(scores.values()), 2)
+    return {(i, j): outcomes(ours, theirs, tie_margin) for (i, ours), (j, theirs) in players}
+
+
+def judge(oracles, pairs, reference, args, device):
+    """(name -> the oracle's score of each answer, the tournament). oracles: for each policy's tokens. A
+    pairwise one's score is the probability that an answer beats the reference's."""
+    names, size = list(pairs), (args.score_batch_size, device)
+    if not oracles[reference].pairwise:
+        scores = {name: rollout.score(oracles[name], pairs[name], *size) for name in names}
+        return scores, tournament(scores, args.tie_margin)
+    scores, games = {reference: [0.5] * len(pairs[reference])}, {}
+    for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
+        # It reads texts: a's prompts do for both, whatever b's tokens are
+        both = [(p, answer) for (p, x), (_, y) in zip(pairs[a], pairs[b]) for answer in (x, y)]
+        won = rollout.score(oracles[a], both, *size)[::2]
+        games[i, j] = outcomes(won, [0.5] * len(won), args.tie_margin)
+        if reference in (a, b):
+            scores[b if a == reference else a] = [1 - x for x in won] if a == reference else won
+    return scores, games
+
+
+def length_controlled(won, differences) -> float:
+    """P(win) at equal length. won: 0, 1/2 or 1 a prompt; differences: how much longer our answer is. Newton's
+    method on the log likelihood less |weights|^2 / 2, which keeps a one-sided comparison finite."""
+    won, x = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
+    deviation = x.std(correction=0)
+    x = torch.stack([torch.ones_like(x), torch.tanh(x / deviation) if deviation > 0 else 0 * x], 1)  # (n, 2)
+    weights = x.new_zeros(2)
+    for _ in range(50):
+        p = (x @ weights).sigmoid()
+        curvature = (x * (p * (1 - p))[:, None]).T @ x + torch.eye(2, dtype=x.dtype)
+        weights = weights + torch.linalg.solve(curvature, x.T @ (won - p) - weights)
+    return weights[0].sigmoid().item()
+
+
+def elo(won, anchor: int) -> torch.Tensor:
+    """won: (..., m, m), [i, j] what i won of its games against j. Returns (..., m), 1000 for the anchor.
+    A drawn game is added to each pair: without it a policy that never wins would have no rating. Strengths by
+    the fixed point p_i = games won by i / sum_j games of i and j / (p_i + p_j)."""
+    m = won.shape[-1]
+    won = won.double() + 0.5 * (1 - torch.eye(m, dtype=torch.float64))
+    played, total, p = won + won.transpose(-1, -2), won.sum(-1), won.new_ones(won.shape[:-1])
+    for _ in range(10_000):
+        new = total / (played / (p[..., :, None] + p[..., None, :])).sum(-1)
+        new = new / new.log().mean(-1, keepdim=True).exp()
+        moved, p = (new / p).log().abs().max(), new
+        if moved < 1e-9:
+            break
+    return 1000 + 400 * (p / p[..., anchor, None]).log10()
+
+
+def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
+    """(Elo, low, high) of each of m policies. games: a tournament's."""
+    n = len(next(iter(games.values())))
+    won = torch.zeros(n, m, m, dtype=torch.float64)
+    for (i, j), results in games.items():
+        won[:, i, j] = torch.tensor(results, dtype=torch.float64)
+        won[:, j, i] = 1 - won[:, i, j]
+    generator = torch.Generator().manual_seed(args.seed)
+    draws = torch.randint(n, (args.n_bootstrap, n), generator=generator)
+    times = torch.stack([torch.bincount(draw, minlength=n) for draw in draws]).double()  # a prompt was drawn
+    resampled = elo((times @ won.view(n, -1)).view(-1, m, m), anchor)
+    interval = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0)
+    return list(zip(elo(won.sum(0), anchor).tolist(), *interval.tolist()))
+
+
+# -- figures ---------------------------------------------------------------------------------------
+COLUMNS = {"score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl"}
+COLUMNS |= {"length": "tokens", "finished": "finished"}
+JUDGES = {"score": "the scorer", "gold": "the true reward"}
+
+
+def figures(rows, games, args) -> dict[str, dict[str, float]]:
+    """name -> figures. rows: name -> rows of samples.jsonl; games: {"score": a tournament, "gold": ...}."""
+    names, first, results = list(rows), rows[args.reference], {}
+    for name, mine in rows.items():
+        r = metrics.means(mine, COLUMNS) | metrics.against(first, mine, args.tie_margin)
+        longer = [len(ours["response"]) - len(theirs["response"]) for ours, theirs in zip(mine, first)]
+        for kind in games:
+            won = outcomes(*([row[kind] for row in side] for side in (mine, first)), args.tie_margin)
+            r[f"{kind}_win_lc"] = length_controlled(won, longer)
+        if "safety" in mine[0]:
+            marked = [row for row in mine if row["is_safety"]] or mine
+            r["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
+        results[name] = r
+    for kind, tournament_ in games.items() if len(names) > 1 else ():
+        found = ratings(tournament_, len(names), names.index(args.reference), args)
+        for name, numbers in zip(names, found):
+            results[name] |= dict(zip((f"{kind}_elo{end}" for end in ("", "_low", "_high")), numbers))
+    return results
+
+
+def table(results) -> list[dict]:
+    """The figures as people read them; games by the true reward where it is known."""
+    lines = []
+    for name, r in results.items():
+        by = "gold" if "gold" in r else "score"
+        gain, low, high = (r[f"{by}_{x}"] for x in ("gain", "gain_low", "gain_high"))
+        *shares, controlled = (r[f"{by}_{x}"] for x in ("win", "tie", "lose", "win_lc"))
+        line = {"policy": name} | {kind: f"{r[kind]:.2f}" for kind in ("gold", "score") if kind in r}
+        line[f"{by} gain"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+        line |= {"win / tie / lose": " / ".join(f"{x:.0%}" for x in shares), "LC win": f"{controlled:.0%}"}
+        if f"{by}_elo" in r:
+            rating, low, high = (r[f"{by}_elo{end}"] for end in ("", "_low", "_high"))
+            line["Elo"] = f"{rating:.0f} [{low:.0f}, {high:.0f}]"
+        line |= {"KL": f"{r['kl']:.2f}" if "kl" in r else "", "tokens": r["length"]}
+        line["ended"] = f"{r['finished']:.0%}"
+        lines.append(line | ({"harmless": f"{r['harmless']:.0%}"} if "harmless" in r else {}))
+    return lines
+
+
+def plot(folder, found):
+    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. found: temperature ->
+    name -> figures."""
+    first = next(iter(found.values()))
+    kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
+    if not kinds:
+        return
+    with metrics.figure(folder / "elo.png", len(kinds), (4.8, 1 + 0.35 * len(first))) as axes:
+        for axis, kind in zip(axes, kinds):
+            keys = [f"{kind}_elo{end}" for end in ("", "_low", "_high")]
+            middle, low, high = zip(*([r[key] for key in keys] for r in first.values()))
+            errors = [[m - x for m, x in zip(middle, low)], [x - m for m, x in zip(middle, high)]]
+            axis.barh(list(first), [x - 1000 for x in middle], xerr=errors, left=1000, capsize=3)
+            axis.axvline(1000, color="black", linewidth=1)
+            axis.set(title=f"Elo by {JUDGES[kind]}")
+            axis.invert_yaxis()
+    with metrics.figure(folder / "frontier.png", len(kinds), (4.8, 3.6)) as axes:
+        for axis, kind in zip(axes, kinds):
+            for (temperature, results), marker in zip(found.items(), itertools.cycle("os^vD")):
+                for i, (name, r) in enumerate(results.items()):
+                    label = name if len(found) == 1 else f"{name}, T = {temperature}"
+                    if "kl" in r:
+                        axis.plot(r["kl"], r[kind], marker, color=f"C{i}", label=label)
+            axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference, nats")
+            axis.set_xscale("symlog")
+            axis.grid(alpha=0.3)
+        if axes[0].lines:
+            axes[0].legend(fontsize=7)
+
+
+def main(args: Args):
+    # 1. setup
+    device = dist.setup()
+    check(args)
+    state = find_run(args)
+    if state == "finished":
+        return
+
+    # 2. policies, prompts and judges
+    policies, tokenizers = read_policies(args), {}
+    for name, path in policies.items():
+        tokenizers[name] = models.load_tokenizer(path, args.chat_template, quiet=True)
+    own, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
+    prompts = read_prompts(args, tokenizers)
+    oracle = rollout.load_scorer(args.scorer, own, device, pairwise=True)
+    safety = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
+    gate = safety and rollout.load_scorer(safety, own, device)
+    start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
+
+    # 3. answers
+    answers, kl = {temperature: {} for temperature in args.temperatures}, {}
+    reference = pool.load(policies[args.reference], own, args, device)
+    bar = metrics.progress(len(policies) * len(answers), 0, "evaluate")
+    for name, tokenizer in tokenizers.items():
+        policy = reference
+        if name != args.reference:
+            policy = pool.load(policies[name], tokenizer, args, device)
+        for temperature, found in answers.items():
+            found[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
+            if rollout.same_tokens(tokenizer, own):
+                rest = (temperature, args, device)
+                kl[temperature, name] = kl_of(policy, reference, tokenizer, found[name], *rest)
+            bar.update(1)
+        policy = None  # gone before the next one is loaded
+    reference = None
+    bar.close()
+
+    # 4. scores and games
+    results, samples = {}, []
+    for temperature, pairs in answers.items():
+        oracles = {name: rollout.for_tokens(oracle, tokenizers[name]) for name in pairs}
+        scores, games = judge(oracles, pairs, args.reference, args, device)
+        rows, games = {}, {"score": games}
+        for name, mine in pairs.items():
+            rows[name] = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(mine, scores[name])]
+            for row, value in zip(rows[name], kl.get((temperature, name), [])):
+                row["kl"] = value
+            if gate:
+                own_gate = rollout.for_tokens(gate, tokenizers[name])
+                safe = rollout.score(own_gate, mine, args.score_batch_size, device)
+                for row, value, (prompt, _) in zip(rows[name], safe, mine):
+                    row |= {"safety": value, "is_safety": bool(prompt.row.data.get("is_safety"))}
+        if is_tiny:
+            gold = {name: [row["gold"] for row in mine] for name, mine in rows.items()}
+            games["gold"] = tournament(gold, args.tie_margin)
+        results[f"{temperature:g}"] = figures(rows, games, args)
+        for name, mine in rows.items():
+            samples += [{"policy": name, "temperature": temperature, **row} for row in mine]
+
+    # 5. save
+    if dist.is_main():
+        folder, n = Path(args.output_dir), len(prompts[args.reference])
+        metrics.write_jsonl(folder / "samples.jsonl", samples)
+        for temperature, found in results.items():
+            print(f"{n} prompts, temperature {temperature}, against {args.reference}:")
+            metrics.print_table(table(found))
+        plot(folder, results)
+        about = {"reference": args.reference, "prompts": n, "scorer": args.scorer}
+        write_json(folder / "summary.json", {**about, "temperatures": results})  # last
+        print(f"wrote {folder}/summary.json")
+
+
+RECIPES = {"tiny": ("the runs that the quickstart makes", Args())}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)
