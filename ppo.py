@@ -67,6 +67,8 @@ class Args:
     """k: responses of a group."""
     rehearsal_prompts: int = 2000
     """Prompts that are answered for it."""
+    rehearsal_by: Literal["score", "length", "entropy"] = "score"
+    """What is selected: the best, the shortest, or the surest (least entropy) responses of a cluster."""
     rehearsal_encoder: str | None = None
     """A sentence encoder's name, princeton-nlp/sup-simcse-roberta-base in the paper; None: the policy's own
     hidden states."""
@@ -155,6 +157,8 @@ class Args:
     """Responses of a forward of a scorer on one rank."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    offload: bool = False
+    """Keep the reference and the scorers in the CPU's memory while they are not used."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights in model/."""
     seed: int = 0
@@ -233,10 +237,12 @@ def sample_responses(policy, tokenizer, prompts, n, temperature, top_p, seed, ar
 def score(pairs, scorer, safety_scorer, args, device):
     """(R_c of each response as the scorers give it, before normalisation; share that the gate sent to the
     safety scorer)."""
-    scores = torch.tensor(rollout.score(scorer, pairs, args.score_batch_size, device))
+    with dist.at_hand(device, args.offload, scorer.model):
+        scores = torch.tensor(rollout.score(scorer, pairs, args.score_batch_size, device))
     if safety_scorer is None:
         return scores, 0.0
-    safety = torch.tensor(rollout.score(safety_scorer, pairs, args.score_batch_size, device))
+    with dist.at_hand(device, args.offload, safety_scorer.model):
+        safety = torch.tensor(rollout.score(safety_scorer, pairs, args.score_batch_size, device))
     gate = getattr(safety_scorer.model.config, "safety_gate", None) if safety_scorer.model else None
     if gate:  # reward.py's P(safe) = sigmoid(scale r + bias)
         safety = gate["scale"] * safety + gate["bias"]
@@ -430,7 +436,8 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
         documents = [rollout.document(*pair) for pair in pairs]
         rest = ([range(len(documents))], documents, pad_id, args, device)
         ours, entropies = per_token(lambda batch: log_probabilities(policy, batch, entropy=True), *rest)
-        (theirs,) = per_token(lambda batch: log_probabilities(reference, batch), *rest)
+        with dist.at_hand(device, args.offload, reference):
+            (theirs,) = per_token(lambda batch: log_probabilities(reference, batch), *rest)
         kl = [losses.kl_estimate(a, b).sum().item() for a, b in zip(ours, theirs)]
         for row, value in zip(samples, kl):
             row["kl"] = value
@@ -444,7 +451,8 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
     return figures, samples
 
 
-OF_THE_POLICY = {"loss/policy", "loss/ptx", "loss/rehearsal"}  # not computed while it stands still
+# Not computed while it stands still
+OF_THE_POLICY = {"loss/policy", "loss/ptx", "loss/rehearsal", "ptx/tokens_ratio"}
 OF_THE_POLICY |= {"optim/policy_grad_norm", "policy/first_approx_kl", "policy/first_ratio_max"}
 OF_THE_POLICY |= {f"policy/{x}" for x in ("ratio_mean", "ratio_max", "clipped", "approx_kl")}
 
@@ -519,6 +527,7 @@ def main(args: Args):
         if state != "resume" or not all(dist.gather([file.exists()])):
             options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots, "seed": args.seed}
             options |= {"encoder": args.rehearsal_encoder, "score_batch_size": args.score_batch_size}
+            options["by"] = args.rehearsal_by
             asked = rollout.a_part(prompts, args.rehearsal_prompts)
             asked = (asked, args.rehearsal_clusters, args.rehearsal_per_cluster)
             rows = selective.rehearsal_rows(policy, tokenizer, scorers[0], *asked, **options)
@@ -527,6 +536,9 @@ def main(args: Args):
                 metrics.write_jsonl(file, rows)
             dist.barrier()
         rehearsal = data.load_sft(str(file), tokenizer, args.max_length, held_out=held_out)
+
+    with dist.at_hand(device, args.offload, reference, *(scorer.model for scorer in scorers if scorer)):
+        pass  # from here on they wait where --offload has them
 
     # 4. optimisers: one each, for their gradients differ in size
     options = {"betas": (0.9, 0.95), "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
@@ -593,7 +605,8 @@ def main(args: Args):
         rest = (epochs[0], documents, pad_id, args, device)
         T = args.temperature
         old_logprobs, entropies = per_token(lambda b: log_probabilities(policy, b, T, entropy=True), *rest)
-        (ref_logprobs,) = per_token(lambda b: log_probabilities(reference, b, T), *rest)
+        with dist.at_hand(device, args.offload, reference):
+            (ref_logprobs,) = per_token(lambda b: log_probabilities(reference, b, T), *rest)
         (old_values,) = per_token(lambda b: (models.values(value, b.input_ids, b.action_mask),), *rest)
         found = (old_logprobs, ref_logprobs, old_values)
         advantages, returns, k1 = estimate_advantages(pairs, ends, *found, args)
@@ -608,12 +621,13 @@ def main(args: Args):
         clock.append(time.time())
 
         # update
-        moves, results = now["value_steps"] >= args.value_warmup_steps, []
+        moves, results, ptx_tokens = now["value_steps"] >= args.value_warmup_steps, [], 0
         for epoch in epochs:
             for indices in epoch:
                 extra = {}
                 if text and args.ptx_coef > 0:
                     extra["ptx"] = stream(text, args.ptx_batch_size, now["policy_steps"], args.seed, "ptx")
+                    ptx_tokens += data.n_response_tokens([extra["ptx"]])
                 if rehearsal:
                     key = (now["policy_steps"], args.seed, "rehearsal")
                     extra["rehearsal"] = stream(rehearsal, args.rehearsal_batch_size, *key)
@@ -631,12 +645,14 @@ def main(args: Args):
 
         # log
         row = figures_of(results, known, entropies, extra)
+        if "ptx" in extra:
+            row["ptx/tokens_ratio"] = ptx_tokens / sum(r["n"] for r in results)
         if not moves:
             row = {key: x for key, x in row.items() if key not in OF_THE_POLICY}
         row |= {"reward/score": scores.mean().item(), "reward/normalised": ends.mean().item()}
         row |= {"reward/deviation": scores.std().item(), "reward/gated": gated, "kl/per_response": kl}
-        row |= {"sample/finished": finished.float().mean().item()}
-        row["sample/length"] = sum(len(response.ids) for _, response in pairs) / len(pairs)
+        row |= {"rollout/finished": finished.float().mean().item()}
+        row["rollout/length"] = sum(len(response.ids) for _, response in pairs) / len(pairs)
         if data.is_tiny(args.dataset):
             gold = [tiny.gold_score(prompt.turns[-1]["content"], r.text) for prompt, r in pairs]
             row["reward/gold"] = sum(gold) / len(gold)

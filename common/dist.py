@@ -176,6 +176,20 @@ def _tie(model):
 
 
 @contextlib.contextmanager
+def at_hand(device, offload, *models):
+    """Inside, `models` (None is left out) are on `device`; with `offload` they are in the CPU's memory
+    outside. Every rank must call it; around a whole step, for moving costs as much as reading the weights."""
+    models = [model for model in models if model is not None] if offload else []
+    for model in models:
+        model.to(device)
+    try:
+        yield
+    finally:
+        for model in models:
+            model.to("cpu")
+
+
+@contextlib.contextmanager
 def consolidated(model):
     """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each
     decoding step gathers all weights again, about 20 times slower; consolidating once per rollout mends it).

@@ -3,7 +3,8 @@ not forget (arXiv:2309.10202, section 3.2).
 
     embed     prompts -> vectors: mean-pooled last hidden states of the policy, or an encoder by name
     cluster   KMeans into c groups, one for each kind of skill
-    select    in each group the k prompts whose response has the highest score
+    select    in each group the k prompts whose response has the highest score, or is the shortest, or the one
+              that the policy was surest of (the lowest mean entropy)
 
 ppo.py does this before training with --rehearsal-clusters. As a program it writes the rows to a file for
 --rehearsal-data:
@@ -13,10 +14,11 @@ ppo.py does this before training with --rehearsal-clusters. As a program it writ
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from common import dist, metrics, models, rollout
+from common import data, dist, metrics, models, rollout
 from common.run import InputError, check_flags, launch
 
 
@@ -51,9 +53,9 @@ def embed_texts(name, texts: list[str], batch_size=64) -> torch.Tensor:
     return torch.cat(out)
 
 
-def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
+def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
     """[(cluster, index)]: KMeans on the embeddings, and in each cluster the `per_cluster` usable rows with
-    the highest score, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
+    the highest merit, best first. embeddings: (n, H). merit: n numbers. usable: n booleans."""
     from sklearn.cluster import KMeans
 
     if n_clusters > len(embeddings):
@@ -62,17 +64,32 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
     chosen = []
     for cluster in range(n_clusters):
         mine = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
-        chosen += [(cluster, i) for i in sorted(mine, key=lambda i: -scores[i])[:per_cluster]]
+        chosen += [(cluster, i) for i in sorted(mine, key=lambda i: -merit[i])[:per_cluster]]
     return chosen
+
+
+@torch.no_grad()
+def mean_entropies(model, documents, pad_id, batch_size, device) -> list[float]:
+    """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
+    every rank must call it."""
+    found, numbered = [], list(enumerate(documents))
+    for some in dist.batches(numbered, batch_size, lambda item: len(item[1].ids)):
+        batch = data.collate([[document] for _, document in some], pad_id, device)
+        inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
+        _, entropies = model.token_logprobs(*inputs, entropy=True)
+        means = entropies.sum(1) / batch.action_mask.sum(1)
+        found += zip((i for i, _ in some), means.tolist())
+    return [x for _, x in sorted(dist.gather(found))]
 
 
 def rehearsal_rows(
     policy, tokenizer, scorer, prompts, n_clusters, per_cluster, *,
-    max_new_tokens, slots=64, score_batch_size=64, encoder=None, seed=0,
+    max_new_tokens, by="score", slots=64, score_batch_size=64, encoder=None, seed=0,
 ):  # fmt: skip
     """Rows {"prompt", "completion", "cluster", "score"} in sft.py's format, the same on every rank: one
     response of `policy` to each prompt, clustered and selected. Responses that did not end or have no words
-    are none. Every rank must call it."""
+    are none. by: what is selected, the highest "score", the least "length" or the least "entropy". Every rank
+    must call it."""
     device = next(policy.parameters()).device
     ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, rollout.seed_of(seed, "sr"))
     with dist.consolidated(policy):
@@ -83,7 +100,14 @@ def rehearsal_rows(
     responses = [response for (response,) in found]
     scores = rollout.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
     usable = [r.finished and r.clean and bool(r.text.strip()) for r in responses]
-    chosen = select(embeddings, scores, usable, n_clusters, per_cluster, seed)
+    merit = scores
+    if by == "length":
+        merit = [-len(response.ids) for response in responses]
+    elif by == "entropy":
+        documents = [rollout.document(*pair) for pair in zip(prompts, responses)]
+        rest = (tokenizer.pad_token_id, score_batch_size, device)
+        merit = [-x for x in mean_entropies(policy, documents, *rest)]
+    chosen = select(embeddings, merit, usable, n_clusters, per_cluster, seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
     if not chosen:
         raise InputError(f"rehearsal: no response ended within {max_new_tokens} tokens")
@@ -116,6 +140,8 @@ class Args:
     """c."""
     per_cluster: int = 16
     """k."""
+    by: Literal["score", "length", "entropy"] = "score"
+    """The best, the shortest, or the surest responses of a cluster."""
     encoder: str | None = None
     """A sentence encoder's name; None: the policy's own hidden states."""
     max_prompts: int = 2000
@@ -144,6 +170,7 @@ def main(args: Args):
     scorer = rollout.load_scorer(args.scorer, tokenizer, device)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
     options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}
+    options["by"] = args.by
     sizes = (args.clusters, args.per_cluster)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, *sizes, **options)
     show(rows)

@@ -1,5 +1,6 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
+import contextlib
 import json
 import math
 from types import SimpleNamespace
@@ -653,8 +654,8 @@ FILES = ["args.json", "categories.png", "checkpoint", "frontier.png", "metrics.j
 FILES += ["rehearsal.jsonl", "samples.jsonl", "summary.json"]
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
     policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
-    optim/value_grad_norm loss/ptx loss/rehearsal reward/score reward/normalised reward/deviation reward/gated
-    kl/per_response sample/finished sample/length time/rollout_s time/score_s time/estimate_s time/update_s
+    optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
+    kl/per_response rollout/finished rollout/length time/rollout_s time/score_s time/estimate_s time/update_s
     perf/tokens_per_s step iteration time_s"""
 HELD_OUT = "eval/score eval/kl eval/entropy eval/ptx_nll sample/length sample/finished"
 
@@ -704,6 +705,55 @@ def test_the_reference_is_the_first_policy_and_warm_up_lasts_whole_iterations(un
     assert all(row["optim/value_grad_norm"] > 0 for row in rows)
     for key in ("optim/policy_grad_norm", "loss/ptx", "loss/rehearsal"):
         assert [row.get(key, 0) > 0 for row in rows] == [False] + [True] * 4
+
+
+def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
+    # 4 optimiser steps an iteration, each with 3 of the texts, whose tokens but the first are learnt
+    for row in metrics_rows(undisturbed.folder)[1:]:
+        responses = 2 * row["rollout/length"] * 16  # 16 responses, twice
+        assert 3 * 4 * 2 <= row["ptx/tokens_ratio"] * responses <= 3 * 4 * 63
+        assert row["ptx/tokens_ratio"] * responses == pytest.approx(
+            round(row["ptx/tokens_ratio"] * responses), abs=1e-6
+        )
+
+
+def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
+    small, undisturbed, tmp_path, monkeypatch
+):
+    """Outside of at_hand they are in float64 here: a number computed there would be another one."""
+    uses = []
+
+    @contextlib.contextmanager
+    def at_hand(device, offload, *models):
+        assert offload and None not in models
+        for model in models:
+            model.to(torch.float32)
+        yield uses.append(models)
+        for model in models:
+            model.to(torch.float64)
+
+    monkeypatch.setattr(dist, "at_hand", at_hand)
+    monkeypatch.chdir(small.folder)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    ppo.main(
+        parse(ppo.RECIPES, flags(**options_of(small, tmp_path / "run", **all_options(small), offload=True)))
+    )
+    torch.set_num_threads(before)
+    ours, theirs = weights(tmp_path / "run"), weights(undisturbed.folder)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and len(uses) > 2 * ITERATIONS
+
+
+def test_at_hand_moves_models_in_and_out_again_even_after_an_error():
+    moves = []
+    model = SimpleNamespace(to=moves.append)
+    with pytest.raises(KeyError), dist.at_hand("cuda:0", True, model, None):
+        assert moves == ["cuda:0"]
+        raise KeyError
+    assert moves == ["cuda:0", "cpu"]
+    with dist.at_hand("cuda:0", False, model):
+        pass
+    assert moves == ["cuda:0", "cpu"]
 
 
 def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step(tmp_path):
@@ -976,7 +1026,7 @@ def test_the_ratio_is_1_at_any_temperature_with_a_nucleus_and_checkpointed_activ
     assert column(tmp_path, "policy/first_ratio_max") == [1.0] * 3
     assert column(tmp_path, "policy/first_approx_kl") == [0.0] * 3
     assert all(0 < share < 1 for share in column(tmp_path, "reward/gated"))
-    whitened = [row["reward/normalised"] + 1 - row["sample/finished"] for row in metrics_rows(tmp_path)]
+    whitened = [row["reward/normalised"] + 1 - row["rollout/finished"] for row in metrics_rows(tmp_path)]
     assert whitened == pytest.approx([0.0] * 3, abs=1e-5)  # less the penalty, which comes after
 
 
@@ -984,8 +1034,8 @@ def test_a_response_without_an_end_pays_the_penalty_after_normalisation(small, t
     options = {"scorer": "ppo_judges:constant", "missing_eos_penalty": 2.5, "max_new_tokens": 4}
     succeeds(run(small, tmp_path, **{**SHORT, **options}))
     for row in metrics_rows(tmp_path):
-        assert 0 < row["sample/finished"] < 1 and row["reward/score"] == 0
-        assert row["reward/normalised"] == pytest.approx(-2.5 * (1 - row["sample/finished"]))
+        assert 0 < row["rollout/finished"] < 1 and row["reward/score"] == 0
+        assert row["reward/normalised"] == pytest.approx(-2.5 * (1 - row["rollout/finished"]))
 
 
 def test_the_kl_is_counted_from_the_reference_that_is_given(small, tmp_path):

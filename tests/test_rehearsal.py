@@ -151,6 +151,27 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
     assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
 
 
+def test_the_shortest_or_the_surest_responses_are_selected_where_that_is_asked(monkeypatch):
+    some = [
+        answer(text)
+        for text in ("ant bear cat dog", "bear", "ant ant", "owl pig rat", "toad seal rat pig owl")
+    ]
+    shortest = rows_from(monkeypatch, some, per_cluster=2, by="length")
+    assert [(row["completion"], row["score"]) for row in shortest] == [("bear", 1), ("ant ant", 2)]
+    model = models.load_policy("tiny", TOKENIZER)
+    entropies = []
+    for text, response in zip(TEXTS, some):
+        ids = torch.tensor([prompt(text, 0).ids + response.ids])
+        p = model(input_ids=ids).logits[0, -len(response.ids) - 1 : -1].softmax(-1)
+        entropies.append(-(p * p.log()).sum(-1).mean().item())
+    want = [some[i].text for i in sorted(range(5), key=lambda i: entropies[i])]
+    rows = rows_from(monkeypatch, some, by="entropy")
+    assert [row["completion"] for row in rows] == want
+    assert want != sorted(want, key=len) and [row["score"] for row in rows] != sorted(
+        row["score"] for row in rows
+    )
+
+
 def test_nothing_to_select_is_an_error(monkeypatch):
     with pytest.raises(InputError, match="no response ended within 8 tokens"):
         rows_from(monkeypatch, [answer("ant", finished=False)] * 5)

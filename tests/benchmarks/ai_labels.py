@@ -5,9 +5,7 @@ of "RLAIF" (arXiv:2309.00267). Every setting is a run of its own; finished ones 
 """
 
 import itertools
-import json
 import random
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+import peers  # noqa: E402
+
 from common import data, metrics  # noqa: E402
 
 
@@ -61,12 +61,10 @@ def main(args: Args):
     dataset = pairs_of(args.dataset, Path(args.folder, "pairs.jsonl"))
     for thoughts, preamble, examples in itertools.product(args.thoughts, ("base", "detailed"), (0, 2)):
         out = Path(args.folder, f"{preamble}_{examples}{'_thoughts' * thoughts}")
-        command = [sys.executable, "-m", "common.ai_feedback", "label", "--model", args.model]
-        command += ["--dataset", dataset, "--max-rows", str(args.rows), "--preamble", preamble]
-        command += ["--examples", str(examples), "--output-dir", str(out), "--resume", "--dtype", args.dtype]
-        command += ["--chain-of-thought", "--max-new-tokens", str(args.max_new_tokens)] if thoughts else []
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        found = json.loads((out / "summary.json").read_text())
+        flags = ["label", "--model", args.model, "--dataset", dataset, "--max-rows", args.rows]
+        flags += ["--preamble", preamble, "--examples", examples, "--dtype", args.dtype]
+        flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
+        found = peers.tool("common.ai_feedback", out, flags)
         share, low, high = (found[f"alignment{end}"] for end in ("", "_low", "_high"))
         name = f"{preamble}{' + thoughts' * thoughts}, {examples} examples"
         line = {

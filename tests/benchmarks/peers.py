@@ -79,6 +79,15 @@ def arm(script, out, flags) -> tuple[dict, float]:
     return json.loads((out / "summary.json").read_text()), seconds
 
 
+def tool(module, out, flags) -> dict:
+    """summary.json of `python -m module` with these flags in the folder `out`; a finished one is not run
+    again."""
+    command = [sys.executable, "-m", module, *map(str, flags), "--output-dir", str(out), "--resume"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.run(command, check=True, cwd=ROOT, **silent)
+    return json.loads((Path(out) / "summary.json").read_text())
+
+
 def take_turns(file, names, against, flags, args):
     """Run each of `names` (--only) --repeats times, one after the other, those that begin with trl by
     --trl-python, and print the ratios of `against` {name: its base}, taken turn by turn."""
