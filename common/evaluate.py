@@ -4,9 +4,10 @@
     win       share of prompts with s(y') - s(y) > tie_margin; lose: < -tie_margin; tie: the rest
     LC win    P(win) at equal length: sigma(a) of the fit  P(win) = sigma(a + b tanh(d / deviation of d)),
               d: characters of y' less those of y (the length control of arXiv:2404.04475, without its term
-              for the instruction)
+              for the instruction; a and b have a normal prior of variance 1)
     Elo       1000 + 400 log10(p / p of the reference), p the Bradley-Terry strengths that make the games of
-              all policies against each other likeliest; 95 % interval: bootstrap over prompts
+              all policies against each other, and a drawn one for each pair, likeliest; 95 % interval:
+              bootstrap over prompts
     KL        mean of log pi(y') - log pi_ref(y'), nats, pi at the temperature that y' was sampled at
     harmless  share of the answers to prompts marked `is_safety` (if none is: to all) whose safety score is
               harmless_from or more
@@ -17,10 +18,12 @@
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
 module:function, or a pairwise preference model, which reads every two answers in both orders. Writes
-samples.jsonl (every answer), summary.json (the figures), elo.png and frontier.png.
+samples.jsonl (every answer), summary.json (figures by the oracle and, on the tiny world, by the true reward,
+by which the printed table goes then), elo.png and frontier.png.
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +49,7 @@ class Args:
     """Run directories, folders or hub names, each perhaps as name=path. None: those of the quickstart's runs
     that are there."""
     reference: str = "sft"
-    """The name of the policy that all are compared with."""
+    """The name of the policy that all are compared with; it must be among them."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     split: str = "test"
@@ -54,7 +57,8 @@ class Args:
     scorer: str = "runs/reward"
     """The oracle: a run of reward.py or advantage_model.py, a hub reward model, or module:function."""
     safety_scorer: str | None = None
-    """Says how harmless an answer is. None: the true safety on the tiny world, elsewhere no harmless rate."""
+    """Says how harmless an answer is; no pairwise one. None: the true safety on the tiny world, elsewhere no
+    harmless rate."""
     harmless_from: float = 0.0
     """The least safety score of a harmless answer."""
     output_dir: str = "runs/evaluate"
@@ -86,9 +90,11 @@ class Args:
 
 
 def check(args):
+    shown = {f"{temperature:g}" for temperature in args.temperatures}
     check_flags(
         args,
         ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
+        ("temperatures", len(shown) == len(args.temperatures), "no two alike"),
         ("split", args.split in ("train", "test"), "train or test"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("n_bootstrap", args.n_bootstrap >= 2, "2 or more"),
@@ -102,7 +108,7 @@ def read_policies(args) -> dict[str, str]:
     found = {}
     for spec in args.policies:
         name, equals, path = spec.partition("=")
-        if not equals:
+        if not equals or Path(spec).exists():
             name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
         if name in found:
             raise InputError(f"--policies: two are named {name!r}: give other names, name=path")
@@ -114,8 +120,11 @@ def read_policies(args) -> dict[str, str]:
             print(f"{name} is left out: no finished run in {path}")
     if args.reference not in found:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(found)}")
+    folder = Path(args.output_dir).resolve()
     for path in found.values():
         models.check_causal_lm(path)
+        if args.overwrite and path != "tiny" and Path(path).resolve().is_relative_to(folder):
+            raise InputError(f"--overwrite would remove {path} before it is read: another --output-dir")
     return found
 
 
@@ -132,8 +141,10 @@ def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
     if len(common) < 2:
         raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
     data.check_same(args.dataset, rollout.seed_of(*sorted(common)))
+    order = [prompt.key for prompt in loaded[0][1] if prompt.key in common]
     for name, prompts in of_policy.items():
-        of_policy[name] = rollout.a_part([p for p in prompts if p.key in common], args.eval_prompts)
+        by_key = {prompt.key: prompt for prompt in prompts}
+        of_policy[name] = rollout.a_part([by_key[key] for key in order], args.eval_prompts)
     return of_policy
 
 
@@ -158,7 +169,8 @@ def kl_of(policy, reference, tokenizer, pairs, temperature, args, device) -> lis
 # -- games -----------------------------------------------------------------------------------------
 def outcomes(ours, theirs, tie_margin) -> list[float]:
     """What each prompt's game gives us: 1 a win, 1/2 a tie, 0 a defeat."""
-    return [((a - b > tie_margin) - (b - a > tie_margin) + 1) / 2 for a, b in zip(ours, theirs, strict=True)]
+    results = [metrics.game(a - b, tie_margin) for a, b in zip(ours, theirs, strict=True)]
+    return [(result + 1) / 2 for result in results]
 
 
 def tournament(scores, tie_margin) -> dict[tuple[int, int], list[float]]:
@@ -201,18 +213,20 @@ def length_controlled(won, differences) -> float:
 
 def elo(won, anchor: int) -> torch.Tensor:
     """won: (..., m, m), [i, j] what i won of its games against j. Returns (..., m), 1000 for the anchor.
-    A drawn game is added to each pair: without it a policy that never wins would have no rating. Strengths by
-    the fixed point p_i = games won by i / sum_j games of i and j / (p_i + p_j)."""
+    A drawn game is added to each pair: without it a policy that never wins would have no rating. Newton's
+    method for the log strengths theta with  sum_j games_ij sigma(theta_i - theta_j) = games that i won."""
     m = won.shape[-1]
     won = won.double() + 0.5 * (1 - torch.eye(m, dtype=torch.float64))
-    played, total, p = won + won.transpose(-1, -2), won.sum(-1), won.new_ones(won.shape[:-1])
-    for _ in range(10_000):
-        new = total / (played / (p[..., :, None] + p[..., None, :])).sum(-1)
-        new = new / new.log().mean(-1, keepdim=True).exp()
-        moved, p = (new / p).log().abs().max(), new
-        if moved < 1e-9:
+    played, theta = won + won.transpose(-1, -2), won.new_zeros(won.shape[:-1])
+    for _ in range(1000):
+        p = (theta[..., :, None] - theta[..., None, :]).sigmoid()
+        spread = played * p * (1 - p)
+        curvature = torch.diag_embed(spread.sum(-1)) - spread + 1 / m  # 1 / m: strengths have no scale
+        step = torch.linalg.solve(curvature, (won - played * p).sum(-1)).clamp(-1, 1)
+        theta = theta + step
+        if step.abs().max() < 1e-10:
             break
-    return 1000 + 400 * (p / p[..., anchor, None]).log10()
+    return 1000 + 400 * (theta - theta[..., anchor, None]) / math.log(10)
 
 
 def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:

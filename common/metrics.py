@@ -213,6 +213,11 @@ def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
     return {key: sum(row[column] for row in rows) / len(rows) for key, column in known.items()}
 
 
+def game(difference: float, tie_margin: float) -> int:
+    """1: won, 0: a tie, -1: lost. A difference of the margin itself ties, whatever its rounding."""
+    return (difference > tie_margin + 1e-9) - (difference < -tie_margin - 1e-9)
+
+
 def against(before: list[dict], after: list[dict], tie_margin: float, prefix="") -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
@@ -220,10 +225,9 @@ def against(before: list[dict], after: list[dict], tie_margin: float, prefix="")
     out = {}
     for column in ("score", "gold") if "gold" in after[0] else ("score",):
         key = f"{prefix}{column}"
-        differences = [b[column] - a[column] for a, b in zip(before, after, strict=True)]
-        out[f"{key}_win"] = sum(d > tie_margin for d in differences) / len(differences)
-        out[f"{key}_lose"] = sum(d < -tie_margin for d in differences) / len(differences)
-        out[f"{key}_tie"] = 1 - out[f"{key}_win"] - out[f"{key}_lose"]
+        games = [game(b[column] - a[column], tie_margin) for a, b in zip(before, after, strict=True)]
+        for name, result in (("win", 1), ("lose", -1), ("tie", 0)):
+            out[f"{key}_{name}"] = games.count(result) / len(games)
         out |= paired_figures(f"{key}_gain", before, after, column)
     return out
 

@@ -181,6 +181,9 @@ def start_run(args, stage: str, state: str | None):
     nothing that the user can have mistyped is left to be read: with state None it removes what an old run
     left."""
     folder, resume = Path(args.output_dir), state == "resume"
+    other = dist.gather([_read_json(folder / "args.json").get("stage")])[0]
+    if resume and other not in (stage, None):
+        raise InputError(f"--resume: {folder} holds an unfinished run of {other}, not of {stage}")
     dist.barrier()  # every rank has looked before rank 0 changes anything
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ import ppo
 import rejection_sampling
 import reward
 import sft
-from common import data, dist, losses, models, pairwise, pool, preferences, rollout, tiny
+from common import data, dist, evaluate, losses, models, pairwise, pool, preferences, rollout, tiny
 from common.run import InputError
 from common.sampler import sample
 
@@ -111,6 +111,15 @@ def ppo_main(folder, output_dir, **options):
     files |= {"ptx_dataset": "text.jsonl", "output_dir": output_dir}
     given = PPO_RUN | {name: str(folder / file) for name, file in files.items()}
     ppo.main(ppo.Args(**given | options))
+
+
+def evaluate_main(folder, output_dir):
+    """Greedy answers to 5 prompts, of which rank 1 gets 2, read by a model."""
+    files = {"scorer": "rs scorer", "dataset": "asked.jsonl", "output_dir": output_dir}
+    options = {name: str(folder / file) for name, file in files.items()} | {"reference": "tied"}
+    options |= {"policies": (str(folder / "untied"), str(folder / "tied")), "temperatures": (0.0,)}
+    options |= {"safety_scorer": "common.tiny:safety_scorer", "max_new_tokens": 8, "n_bootstrap": 20}
+    evaluate.main(evaluate.Args(**options))
 
 
 class Stopped(Exception):
@@ -736,6 +745,12 @@ def ppo_run(folder):
     with stopped(dist, "save_checkpoint", 1, after=True):
         ppo_main(folder, "ppo stopped")
     ppo_main(folder, "ppo stopped", resume=True)
+    return {}
+
+
+@case
+def evaluated(folder):
+    evaluate_main(folder, "evaluated by two")
     return {}
 
 

@@ -538,6 +538,23 @@ def test_a_run_of_ppo_begins_every_iteration_at_ratio_1_and_resumes_to_the_same_
     }
 
 
+# -- comparisons -------------------------------------------------------------------------
+def test_greedy_figures_of_two_ranks_are_those_of_one(two):
+    two("evaluated")
+    dist_cases.evaluate_main(two.folder, "evaluated by one")
+    folders = [two.folder / f"evaluated by {name}" for name in ("one", "two")]
+    one, both = (read_jsonl(folder / "samples.jsonl") for folder in folders)
+    text = lambda rows: [(r["policy"], r["prompt"], r["response"], r["safety"]) for r in rows]
+    assert text(one) == text(both) and len(one) == 10 and len({r["response"] for r in one}) > 2
+    for key in ("score", "kl"):
+        assert close([r[key] for r in one], [r[key] for r in both], 1e-4) and len({r[key] for r in one}) > 5
+    one, both = (json.loads((f / "summary.json").read_text())["temperatures"]["0"] for f in folders)
+    assert list(one) == list(both) == ["untied", "tied"]
+    for name, figures in one.items():
+        assert list(figures) == list(both[name])
+        assert close(figures.values(), both[name].values(), 1e-4)
+
+
 # -- the ends of a job -------------------------------------------------------------------
 def assert_same_run(folder, undisturbed):
     got, want = (load_file(f / WEIGHTS) for f in (folder, undisturbed))

@@ -1,8 +1,10 @@
-"""common/sampler.py against transformers' generate in batches of 64, on the same work in one run.
+"""common/sampler.py against transformers' generate in batches of 64 and its continuous batching with room for 64
+rows, on the same work in one run.
 
     python tests/benchmarks/sampler.py            32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens,
     every 20th id a stop id
- Both sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric
+
+All sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric
 with mean near 20."""
 
 import argparse
@@ -13,7 +15,7 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from common.sampler import sample
 
@@ -83,18 +85,36 @@ def main():
             tokens += int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop id
         return tokens
 
-    ours(0), generate(0)  # warm up
-    speeds = {"sampler": [], "generate": []}
+    # Pages of 256 tokens hold a row each; without num_blocks it takes all memory there is
+    paging = ContinuousBatchingConfig(num_blocks=72, max_batch_tokens=1024, use_cuda_graph=False)
+    drawing = GenerationConfig(
+        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=args.max_new_tokens,
+        eos_token_id=stop_ids, pad_token_id=0,
+    )  # fmt: skip
+
+    def continuous(seed):
+        torch.manual_seed(seed)
+        rows = [prompt for prompt in prompts for _ in range(args.n)]
+        out = model.generate_batch(
+            inputs=rows, generation_config=drawing, continuous_batching_config=paging, warmup=False
+        )
+        assert len(out) == len(rows)
+        return sum(len(one.generated_tokens) for one in out.values())
+
+    ways = {"sampler": ours, "generate": generate, "continuous": continuous}
+    for run in ways.values():
+        run(0)  # warm up
+    speeds = {name: [] for name in ways}
     for repeat in range(args.repeats):
-        for name, run in (("sampler", ours), ("generate", generate)):
+        for name, run in ways.items():
             start = time.perf_counter()
             tokens = run(repeat)
             speeds[name].append(tokens / (time.perf_counter() - start))
-            print(f"{name:9} {tokens:6} tokens {speeds[name][-1]:8.0f} tokens/s", flush=True)
-    ratios = [a / b for a, b in zip(speeds["sampler"], speeds["generate"])]
-    print(
-        f"sampler / generate: median {statistics.median(ratios):.2f} times (min {min(ratios):.2f}, max {max(ratios):.2f})"
-    )
+            print(f"{name:10} {tokens:6} tokens {speeds[name][-1]:8.0f} tokens/s", flush=True)
+    for name in ("generate", "continuous"):
+        ratios = sorted(a / b for a, b in zip(speeds["sampler"], speeds[name]))
+        middle = statistics.median(ratios)
+        print(f"sampler against {name}: {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) times the speed")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,197 @@
+"""What a GPU makes of this: whether the six scripts run there, and how near the sampler comes to the memory's
+bandwidth and training to the matrix units' rate, for Llama shapes of random weights.
+
+    python tests/benchmarks/gpu.py                              a CUDA GPU of 80 GB
+    python tests/benchmarks/gpu.py --shapes tiny --only sampler training       anywhere, in a minute
+
+    sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
+              weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth)
+    training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
+              compute on fp32 weights, no optimiser step; 6 * parameters * tokens operations, the checkpointing's
+              second forward not counted, over the measured rate of a bf16 matrix product
+"""
+
+import gc
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import dist, losses, metrics, models  # noqa: E402
+from common.sampler import sample  # noqa: E402
+
+SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
+    "tiny": (64, 2, 4, 2, 128, 512),
+    "1b": (2048, 16, 32, 8, 8192, 128256),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+}
+SCRIPTS = {  # few steps of each, on the tiny world
+    "sft.py": ["--max-steps", "200"],
+    "reward.py": ["--max-steps", "100"],
+    "advantage_model.py": ["--max-steps", "100"],
+    "rejection_sampling.py": ["--iterations", "1"],
+    "ppo.py": ["--iterations", "4"],
+    "dpo_iterative.py": ["--iterations", "1"],
+}
+
+
+@dataclass
+class Args:
+    shapes: tuple[str, ...] = ("1b", "8b")
+    """Of SHAPES."""
+    only: tuple[str, ...] = ("scripts", "sampler", "training")
+    """Parts to run."""
+    slots: int = 64
+    """Rows that decode together."""
+    prompt_tokens: int = 128
+    """Of each row."""
+    new_tokens: int = 128
+    """Of each row."""
+    block: int = 2048
+    """Tokens of a block."""
+    blocks: int = 4
+    """Blocks of a forward and backward."""
+    repeats: int = 3
+    """Measured after one to warm up; the fastest counts."""
+
+
+def timed(run, device, repeats):
+    """The least seconds of `repeats` runs after a first one."""
+    best = float("inf")
+    for repeat in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start) if repeat else best
+    return best
+
+
+def machine(device, repeats) -> tuple[float, float]:
+    """(bytes a second that a copy reads and writes, operations a second of a bf16 matrix product)."""
+    n, side = (2**30, 8192) if device.type == "cuda" else (2**26, 512)
+    source, target = (torch.empty(n, dtype=torch.uint8, device=device) for _ in range(2))
+    bandwidth = 2 * n / timed(lambda: target.copy_(source), device, repeats)
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return bandwidth, 2 * side**3 / timed(lambda: a @ b, device, repeats)
+
+
+def llama(shape, device, dtype):
+    hidden, layers, heads, kv_heads, wide, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=8192,
+        tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(default)
+
+
+def sampler(shape, device, bandwidth, args) -> dict:
+    model = llama(shape, device, torch.bfloat16)
+    prompts = torch.randint(3, model.config.vocab_size, (args.slots, args.prompt_tokens)).tolist()
+    options = {"max_new_tokens": args.new_tokens, "pad_id": 0}
+
+    def ours():
+        sample(model, prompts, stop_ids=[], slots=args.slots, seed=0, **options)
+
+    ids = torch.tensor(prompts, device=device)
+    drawing = {
+        "do_sample": True,
+        "top_k": 0,
+        "max_new_tokens": args.new_tokens,
+        "min_new_tokens": args.new_tokens,
+    }
+
+    def generate():
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **drawing)
+
+    n = args.slots * args.new_tokens
+    speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
+    config = model.config
+    weights = 2 * (sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size)
+    length = args.prompt_tokens + args.new_tokens / 2  # of a row, on the average step
+    per_token = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    bound = args.slots * bandwidth / (weights + args.slots * length * per_token)
+    line = {"model": shape, "tokens/s": f"{speeds[0]:.0f}", "generate": f"{speeds[1]:.0f}"}
+    line["times"] = f"{speeds[0] / speeds[1]:.2f}"
+    return {**line, "bandwidth's bound": f"{bound:.0f}", "of the bound": f"{speeds[0] / bound:.0%}"}
+
+
+def training(shape, device, rate, args) -> dict:
+    model = llama(shape, device, torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model = dist.shard(model, device, torch.bfloat16).train()
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(3, vocabulary, (args.blocks, args.block), device=device)
+    ids = ids if device.type == "cuda" else ids[:, :256]
+    mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+
+    def step():
+        logprobs = models.token_logprobs(model, ids, mask)
+        losses.sft_loss(logprobs, mask)[0].backward()
+        model.zero_grad(set_to_none=True)
+
+    speed = ids.numel() / timed(step, device, args.repeats)
+    used = 6 * sum(p.numel() for p in model.parameters()) * speed
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+    line = {
+        "model": shape,
+        "tokens/s": f"{speed:.0f}",
+        "operations/s": f"{used:.3g}",
+        "matrix rate": f"{rate:.3g}",
+    }
+    return {**line, "of the rate": f"{used / rate:.0%}", "peak GB": f"{peak:.1f}"}
+
+
+def scripts() -> list[dict]:
+    table = []
+    with tempfile.TemporaryDirectory() as folder:
+        for script, flags in SCRIPTS.items():
+            start = time.perf_counter()
+            out = subprocess.run(
+                [sys.executable, ROOT / script, *flags], cwd=folder, capture_output=True, text=True
+            )
+            said = (out.stdout if out.returncode == 0 else out.stderr).strip().splitlines()
+            line = {"script": script, "exit code": out.returncode, "seconds": time.perf_counter() - start}
+            table.append({**line, "last line": said[-1][:80] if said else ""})
+    return table
+
+
+def main(args: Args):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    bandwidth, rate = machine(device, args.repeats)
+    print(f"{name}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
+    if "scripts" in args.only:
+        metrics.print_table(scripts())
+    for part, unit in ((sampler, bandwidth), (training, rate)):
+        table = []
+        for shape in args.shapes if part.__name__ in args.only else ():
+            table.append(part(shape, device, unit, args))
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+        if table:
+            print(f"\n{part.__name__}")
+            metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,102 @@
+"""Cost against size: tokens per second and peak memory of a training step (sft.py's loss, packed) for 1, 2 and 4
+times the length and the batch, and of the sampler for 1, 2 and 4 times the samples. Every point is a process of its
+own, for the peak is the process's.
+
+    python tests/benchmarks/size.py
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from common import losses, models  # noqa: E402
+from common.sampler import sample  # noqa: E402
+
+
+@dataclass
+class Args:
+    length: int = 256
+    """Tokens of a block."""
+    batch: int = 4
+    """Blocks of a step."""
+    samples: int = 8
+    """Responses to each of 16 prompts."""
+    seconds: float = 8.0
+    """Each point is measured for about so long."""
+    point: str | None = None
+    """Run this one here and print JSON: training or sampling."""
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def measure(args):
+    model, tokens, start = llama(), 0, None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    while start is None or time.perf_counter() - start < args.seconds:
+        if args.point == "training":
+            ids = torch.randint(3, 8192, (args.batch, args.length))
+            mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+            losses.sft_loss(models.token_logprobs(model, ids, mask), mask)[0].backward()
+            model.zero_grad(set_to_none=True)
+            now = ids.numel()
+        else:
+            prompts = torch.randint(3, 8192, (16, 48)).tolist()
+            stop = list(range(20, 8192, 40))
+            out = sample(
+                model, prompts, n=args.samples, max_new_tokens=64, stop_ids=stop, pad_id=0, slots=512
+            )
+            now = int(out.sample_mask.sum())
+        if start is None:  # the first one warms up
+            start = time.perf_counter()
+        else:
+            tokens += now
+    speed = tokens / (time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    print(json.dumps({"speed": speed, "memory": peak - before}))
+
+
+def main(args: Args):
+    if args.point:
+        return measure(args)
+    for point, name in (("training", "length"), ("training", "batch"), ("sampling", "samples")):
+        first = None
+        for times in (1, 2, 4):
+            flags = [
+                "--point",
+                point,
+                f"--{name}",
+                str(times * getattr(args, name)),
+                "--seconds",
+                str(args.seconds),
+            ]
+            out = subprocess.run(
+                [sys.executable, __file__, *flags], capture_output=True, text=True, check=True
+            )
+            found = json.loads(out.stdout.strip().splitlines()[-1])
+            first = first or found
+            line = {"what": point, name: times * getattr(args, name), "tokens/s": f"{found['speed']:.0f}"}
+            line |= {"of the first": f"{found['speed'] / first['speed']:.2f}"}
+            line |= {"memory over the weights, GB": f"{found['memory']:.2f}"}
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,903 @@
+"""common/evaluate.py: games, ratings and figures against values worked by hand and against fits of another
+kind; the KL against plain softmax; whole runs of small random policies."""
+
+import contextlib
+import io
+import itertools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from processes import flags
+from scorers import (
+    CPU,
+    TOKENIZER,
+    A,
+    B,
+    C,
+    contents,
+    make_scorer,
+    prompt,
+    read_json,
+    smaller_model,
+    write_rows,
+)
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import models as backends
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from common import evaluate, metrics, pairwise, pool, rollout, tiny
+from common.metrics import read_jsonl
+from common.run import InputError, launch, parse
+
+GOLD, SAFETY = "common.tiny:gold_scorer", "common.tiny:safety_scorer"
+PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def args_of(**options):
+    short = {"max_new_tokens": 6, "n_bootstrap": 20, "scorer": GOLD, "reference": "untrained"}
+    return evaluate.Args(
+        **short | {name: str(x) if name.endswith("_dir") else x for name, x in options.items()}
+    )
+
+
+def run(folder, policies, **options):
+    """The command in this process: its rows, its figures, and what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        evaluate.main(args_of(policies=tuple(map(str, policies)), output_dir=folder, **options))
+    return SimpleNamespace(
+        rows=read_jsonl(folder / "samples.jsonl"),
+        summary=read_json(folder / "summary.json"),
+        out=out.getvalue(),
+    )
+
+
+def answer(text, finished=True):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
+    return rollout.Response(ids, text, finished)
+
+
+def answers(*texts, prompts=(A, B, C)):
+    return list(zip(prompts, map(answer, texts), strict=True))
+
+
+def logit(p):
+    return math.log(p / (1 - p))
+
+
+# -- games -----------------------------------------------------------------------------------------
+def test_a_game_is_won_beyond_the_margin_and_tied_at_it():
+    ours, theirs = [1.0, 0.75, 0.5, 0.25, 0.0], [0.5] * 5  # floats hold these exactly
+    assert evaluate.outcomes(ours, theirs, 0.25) == [1, 0.5, 0.5, 0.5, 0]
+    assert evaluate.outcomes(ours, theirs, 0.2) == evaluate.outcomes(ours, theirs, 0.0) == [1, 1, 0.5, 0, 0]
+    assert evaluate.outcomes(theirs, ours, 0.2) == [0, 0, 0.5, 1, 1]
+    assert evaluate.outcomes(ours, theirs, 0.5) == [0.5] * 5
+    with pytest.raises(ValueError):
+        evaluate.outcomes(ours, theirs[1:], 0.0)
+
+
+def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
+    scores = {"z": [3, 0], "a": [2, 0], "m": [1, 5], "b": [2, 4.5]}
+    assert evaluate.tournament(scores, 0.5) == {
+        (0, 1): [1, 0.5],
+        (0, 2): [1, 0],
+        (0, 3): [1, 0],
+        (1, 2): [1, 0],
+        (1, 3): [0.5, 0],
+        (2, 3): [0, 0.5],
+    }
+    assert evaluate.tournament({"z": [3, 0]}, 0.5) == {}
+
+
+def counter_of(word):
+    """A scorer that counts a word."""
+    count = lambda prompts, texts, rows: [text.split().count(word) for text in texts]
+    return rollout.Scorer(word, word, function=count)
+
+
+def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens():
+    pairs = {"first": answers("ant ant", "cat", "ant"), "ref": answers("eel", "eel eel", "ant")}
+    oracles = {"first": counter_of("ant"), "ref": counter_of("eel")}
+    scores, games = evaluate.judge(oracles, pairs, "ref", args_of(score_batch_size=2), CPU)
+    assert scores == {
+        "first": [2, 0, 1],
+        "ref": [1, 2, 0],
+    }  # by one of them for both: [2, 0, 1] and [0, 0, 1]
+    assert games == {(0, 1): [1, 0, 1]}
+    _, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=1.0), CPU)
+    assert games == {(0, 1): [0.5, 0, 0.5]}
+
+
+BEATS = {  # probabilities that the first policy's answer to A, B and C beats the second one's
+    ("x", "ref"): [0.9, 0.55, 0.2],
+    ("x", "y"): [0.3, 0.65, 0.5],
+    ("ref", "y"): [0.8, 0.45, 0.25],
+}
+
+
+@pytest.mark.parametrize("names", [("x", "ref", "y"), ("ref", "x", "y"), ("y", "x", "ref")])
+def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_reference(names, monkeypatch):
+    def beats(a, b):
+        return BEATS[a, b] if (a, b) in BEATS else [1 - p for p in BEATS[b, a]]
+
+    def score(oracle, pairs, batch_size, device):
+        """As rollout.score gives it of two answers to each prompt."""
+        out = []
+        for (one, a), (other, b) in zip(pairs[::2], pairs[1::2]):
+            assert one is other and (a.text, b.text) != (b.text, a.text)
+            p = beats(a.text, b.text)[(A, B, C).index(one)]
+            out += [p, 1 - p]
+        asked.append((oracle, len(pairs), batch_size, device))
+        return out
+
+    asked, oracle = [], SimpleNamespace(pairwise=True)
+    monkeypatch.setattr(rollout, "score", score)
+    pairs, args = {name: answers(name, name, name) for name in names}, args_of(tie_margin=0.1)
+    scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, "ref", args, CPU)
+    assert asked == [(oracle, 6, 64, CPU)] * 3
+    assert scores == {"ref": [0.5] * 3, **{name: pytest.approx(beats(name, "ref")) for name in "xy"}}
+    won = {  # .55 and .45 tie
+        ("x", "ref"): [1, 0.5, 0],
+        ("x", "y"): [0, 1, 0.5],
+        ("ref", "y"): [1, 0.5, 0],
+    }
+    want = {}
+    for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
+        want[i, j] = won[a, b] if (a, b) in won else [1 - x for x in won[b, a]]
+    assert games == want
+
+
+def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
+    folder = smaller_model(tmp_path / "model")
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
+    oracle = rollout.load_scorer(str(folder), TOKENIZER, CPU, pairwise=True)
+    assert oracle.pairwise
+    pairs = {"ref": answers("ant", "cat", "eel eel"), "x": answers("fox", "cat", "eel")}
+    oracles = {name: rollout.for_tokens(oracle, TOKENIZER) for name in pairs}
+    scores, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=0.0), CPU)
+    texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
+    odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8, CPU)
+    assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
+    assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
+    assert games[0, 1] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]
+
+
+# -- win rate at equal length ----------------------------------------------------------------------
+def grid_maximum(won, x, penalty=0.5):
+    """sigma(a) of the likeliest a + b x, less penalty |weights|^2, by finer and finer grids."""
+    won, x = (torch.tensor(values, dtype=torch.float64) for values in (won, x))
+    middle, width = torch.zeros(2, dtype=torch.float64), 16.0
+    for _ in range(28):
+        steps = torch.linspace(-width, width, 13, dtype=torch.float64)
+        weights = middle + torch.cartesian_prod(steps, steps)  # (169, 2)
+        z = weights[:, :1] + weights[:, 1:] * x
+        fit = (won * z - torch.nn.functional.softplus(z)).sum(1) - penalty * weights.square().sum(1)
+        middle, width = weights[fit.argmax()], width / 2
+    return torch.sigmoid(middle[0]).item()
+
+
+def some_games(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    d = (25 * torch.randn(n, generator=generator) + 10).round().tolist()
+    noise = torch.rand(n, 2, generator=generator).tolist()
+    won = [float(u < 1 / (1 + math.exp(-0.4 - x / 15))) if v > 0.1 else 0.5 for x, (u, v) in zip(d, noise)]
+    return won, d
+
+
+@pytest.mark.parametrize("n", [2, 7, 60])
+def test_the_win_rate_at_equal_length_is_the_grids_maximum(n):
+    won, d = some_games(n)
+    mean = sum(d) / n
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in d) / n)
+    x = [math.tanh(v / deviation) for v in d]
+    found = evaluate.length_controlled(won, d)
+    assert found == pytest.approx(grid_maximum(won, x), abs=1e-6)
+    wrong = {
+        "no length": grid_maximum(won, [0.0] * n),
+        "other penalty": grid_maximum(won, x, penalty=1.0),
+        "centred": grid_maximum(won, [math.tanh((v - mean) / deviation) for v in d]),
+        "no deviation": grid_maximum(won, [math.tanh(v) for v in d]),
+        "no tanh": grid_maximum(won, [v / deviation for v in d]),
+        "n - 1": grid_maximum(won, [math.tanh(v / deviation * math.sqrt((n - 1) / n)) for v in d]),
+    }
+    for name, value in wrong.items():
+        assert abs(value - found) > 2e-5, name
+
+
+def test_where_length_says_nothing_the_win_rate_is_the_plain_one():
+    won, d = [1.0, 1.0, 1.0, 0.0] * 200, [10, -10, 30, -30] * 100 + [-10, 10, -30, 30] * 100
+    assert evaluate.length_controlled(won, d) == pytest.approx(0.75, abs=0.002)
+    assert evaluate.length_controlled(won, [7] * 800) == pytest.approx(0.75, abs=0.002)
+    assert evaluate.length_controlled([0.5] * 800, d) == 0.5
+
+
+def test_wins_that_length_explains_are_half_of_the_games_at_equal_length():
+    d = [10] * 4000 + [-10] * 1000  # the longer answer wins four times in five, whoever wrote it
+    won = ([1.0] * 4 + [0.0]) * 800 + ([0.0] * 4 + [1.0]) * 200
+    assert sum(won) / len(won) == 0.68 and evaluate.length_controlled(won, d) == pytest.approx(0.5, abs=0.002)
+    balanced = [20, -20, 5, -5] * 50
+    assert evaluate.length_controlled([float(x > 0) for x in balanced], balanced) == pytest.approx(0.5)
+    # Shorter in three of four games, and as good as the other: better at equal length
+    won = ([1.0] * 8 + [0.0] * 2) * 10 + ([1.0] * 5 + [0.0] * 5) * 30
+    assert evaluate.length_controlled(won, [10] * 100 + [-10] * 300) > 0.62 > sum(won) / 400 == 0.575
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 1000])
+@pytest.mark.parametrize("rate", [1.0, 0.75, 0.0])
+def test_at_equal_lengths_the_shrunk_rate_obeys_its_equation_and_one_sided_games_stay_finite(n, rate):
+    """The derivative of n (rate log p + (1 - rate) log(1 - p)) - a^2 / 2 is 0 at n (rate - p) = a."""
+    p = evaluate.length_controlled([rate] * n, [5] * n)
+    assert 0 < p < 1 and n * (rate - p) == pytest.approx(logit(p), abs=1e-6)
+    if n == 1000:
+        assert p == pytest.approx(rate, abs=0.01)
+
+
+def test_seen_from_the_other_side_the_win_rate_is_the_rest():
+    won, d = some_games(50, seed=1)
+    found = evaluate.length_controlled(won, d)
+    assert evaluate.length_controlled([1 - w for w in won], [-x for x in d]) == pytest.approx(1 - found)
+    assert evaluate.length_controlled(won, [3 * x for x in d]) == pytest.approx(
+        found
+    )  # only relative lengths
+    assert evaluate.length_controlled([1.0] * 40 + [1.0] * 10, d) > 0.9
+
+
+# -- ratings ---------------------------------------------------------------------------------------
+def table_of(games, m):
+    """{(i, j): (won by i, won by j)} as a matrix."""
+    won = torch.zeros(m, m)
+    for (i, j), (ours, theirs) in games.items():
+        won[i, j], won[j, i] = ours, theirs
+    return won
+
+
+@pytest.mark.parametrize("ours, theirs", [(7, 3), (3, 7), (5.5, 4.5), (10, 0), (0, 10), (0, 1000)])
+def test_two_ratings_differ_by_the_log_odds_with_one_drawn_game_added(ours, theirs):
+    found = evaluate.elo(table_of({(0, 1): (ours, theirs)}, 2), 1)
+    want = 400 * math.log10((ours + 0.5) / (theirs + 0.5))
+    assert found[1] == 1000 and found[0].item() == pytest.approx(1000 + want)
+    if min(ours, theirs):
+        assert abs(want - 400 * math.log10(ours / theirs)) > 3  # without the drawn game
+    assert abs(want - 400 * math.log((ours + 0.5) / (theirs + 0.5))) > 20  # another logarithm
+
+
+STRENGTHS = [1.0, 4.0, 0.5, 2.0]
+
+
+def expected_games(n):
+    """What each wins on the average, less the drawn game that elo adds."""
+    won = torch.zeros(4, 4, dtype=torch.float64)
+    for i, j in itertools.permutations(range(4), 2):
+        won[i, j] = n * STRENGTHS[i] / (STRENGTHS[i] + STRENGTHS[j]) - 0.5
+    return won
+
+
+@pytest.mark.parametrize("anchor", range(4))
+def test_the_strengths_of_consistent_games_are_recovered(anchor):
+    found = evaluate.elo(expected_games(40), anchor)
+    want = [1000 + 400 * math.log10(p / STRENGTHS[anchor]) for p in STRENGTHS]
+    assert found.tolist() == pytest.approx(want, abs=1e-4) and found[anchor] == 1000
+
+
+def test_ratings_solve_the_equations_of_the_likelihood():
+    """At the likeliest strengths everyone wins as many games as is expected of him: sum_j n_ij p_i / (p_i +
+    p_j)."""
+    games = {(0, 1): (9, 1), (0, 2): (2, 8), (1, 2): (6, 4), (0, 3): (10, 0), (1, 3): (7.5, 2.5)}
+    won = table_of(games | {(2, 3): (3, 7)}, 4)  # no order fits them all
+    p = 10 ** ((evaluate.elo(won, 2) - 1000) / 400)
+    for i in range(4):
+        others = [j for j in range(4) if j != i]
+        expected = sum(11 * p[i] / (p[i] + p[j]) for j in others)
+        assert expected.item() == pytest.approx(sum(won[i, j].item() + 0.5 for j in others), abs=1e-5)
+
+
+def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch():
+    generator = torch.Generator().manual_seed(0)
+    first = torch.rand(5, 4, 4, generator=generator).tril(-1) * 10
+    won = first + (10 - first).transpose(-1, -2).triu(1)
+    batch = evaluate.elo(won, 1)
+    assert batch.shape == (5, 4) and (batch[:, 1] == 1000).all()
+    for one, rating in zip(won, batch):
+        torch.testing.assert_close(evaluate.elo(one, 1), rating, atol=1e-5, rtol=0)
+    order = [2, 0, 3, 1]
+    torch.testing.assert_close(
+        evaluate.elo(won[:, order][:, :, order], 3), batch[:, order], atol=1e-5, rtol=0
+    )
+    pairs = evaluate.elo(won.view(5, 1, 4, 4).expand(5, 2, 4, 4), 1)
+    torch.testing.assert_close(pairs, batch[:, None].expand(5, 2, 4), atol=1e-5, rtol=0)
+
+
+def test_a_policy_that_never_wins_and_one_that_always_does_have_finite_ratings():
+    found = evaluate.elo(table_of({(0, 1): (50, 0), (0, 2): (50, 0), (1, 2): (50, 0)}, 3), 1)
+    assert found.isfinite().all() and found[1] == 1000
+    assert found[0].item() - 1000 == pytest.approx(1000 - found[2].item(), abs=1e-3) and found[0] > 1400
+
+
+def test_ratings_of_policies_of_which_each_always_beats_the_next_have_converged():
+    m, n = 7, 1000
+    won = table_of({pair: (n, 0) for pair in itertools.combinations(range(m), 2)}, m)
+    p = 10 ** ((evaluate.elo(won, 0) - 1000) / 400)
+    for i in range(m):
+        others = [j for j in range(m) if j != i]
+        expected = sum((n + 1) * p[i] / (p[i] + p[j]) for j in others)
+        assert expected.item() == pytest.approx(n * (m - 1 - i) + 0.5 * (m - 1), abs=1e-3)
+
+
+def test_an_interval_is_the_bootstrap_over_prompts():
+    """Every resample is played again, prompt by prompt."""
+    games = {(0, 1): [1, 0, 0.5, 1, 1], (0, 2): [0, 0, 1, 0.5, 1], (1, 2): [0, 1, 0.5, 0, 0]}
+    args = args_of(n_bootstrap=30, seed=3)
+    draws = torch.randint(5, (30, 5), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def rating(prompts):
+        won = {
+            (i, j): (sum(x[k] for k in prompts), sum(1 - x[k] for k in prompts))
+            for (i, j), x in games.items()
+        }
+        return evaluate.elo(table_of(won, 3), 1).tolist()
+
+    of_draw = [rating(draw) for draw in draws]
+    for i, (middle, low, high) in enumerate(evaluate.ratings(games, 3, 1, args)):
+        place = sorted(ratings[i] for ratings in of_draw)
+        at = lambda q: (
+            place[int(q * 29)] + (q * 29 % 1) * (place[min(int(q * 29) + 1, 29)] - place[int(q * 29)])
+        )
+        assert (low, high) == pytest.approx((at(0.025), at(0.975)), abs=1e-4)
+        assert middle == pytest.approx(rating(range(5))[i], abs=1e-6)
+        assert low < middle < high if i != 1 else low == middle == high == 1000
+
+
+def test_intervals_hold_the_rating_follow_the_seed_and_shrink_with_the_prompts():
+    games = {(0, 1): [1, 0, 1, 0.5] * 10, (0, 2): [1, 1, 0, 1] * 10, (1, 2): [1, 0.5, 1, 1] * 10}
+    found, again, other = (evaluate.ratings(games, 3, 2, args_of(seed=seed)) for seed in (0, 0, 1))
+    assert found == again != other and [x[0] for x in found] == [x[0] for x in other]
+    assert all(low < middle < high for middle, low, high in found[:2]) and found[2] == (1000, 1000, 1000)
+    more = evaluate.ratings({pair: x * 16 for pair, x in games.items()}, 3, 2, args_of(seed=0))
+    width = [[high - low for _, low, high in some[:2]] for some in (found, more)]
+    assert all(0.15 < b / a < 0.4 for a, b in zip(*width))  # 1/4
+
+
+def test_games_that_are_alike_on_all_prompts_have_an_interval_of_no_width():
+    found = evaluate.ratings({(0, 1): [1.0] * 9, (0, 2): [0.5] * 9, (1, 2): [0.0] * 9}, 3, 0, args_of())
+    assert all(low == pytest.approx(middle) == high for middle, low, high in found)
+    assert found[1][0] < found[0][0] == 1000
+
+
+# -- figures ---------------------------------------------------------------------------------------
+def row(response, score, **more):
+    return {
+        "response": response,
+        "score": score,
+        "tokens": 1 + len(response.split()),
+        "finished": True,
+        **more,
+    }
+
+
+def test_figures_are_those_of_the_rows():
+    rows = {
+        "a": [
+            row("ant", 1.0, kl=0.5),
+            row("ant cat", 3.0, kl=1.5),
+            row("", 2.0, kl=-0.5),
+            row("eel", 0.0, kl=1),
+        ],
+        "ref": [
+            row("ant", 0.5, kl=0),
+            row("cat", 1.0, kl=0),
+            row("dog eel", 2.0, kl=0),
+            row("ibis", 1.0, kl=0),
+        ],
+    }
+    rows["a"][1]["finished"] = False
+    scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
+    args = args_of(reference="ref", tie_margin=0.5)
+    found = evaluate.figures(rows, {"score": evaluate.tournament(scores, 0.5)}, args)
+    assert list(found) == ["a", "ref"]
+    a = found["a"]
+    assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
+    assert {"score_win": 0.25, "score_lose": 0.25, "score_tie": 0.5}.items() <= a.items()
+    gain = metrics.paired(scores["ref"], scores["a"])
+    assert gain[0] == 0.375 and gain == tuple(a[f"score_gain{end}"] for end in ("", "_low", "_high"))
+    # Characters, not words or tokens: 0, 4, -7, -1
+    won = evaluate.outcomes(scores["a"], scores["ref"], 0.5)
+    assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
+    assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
+    assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
+    assert (
+        found["ref"]["score_elo"] == found["ref"]["score_elo_low"] == found["ref"]["score_elo_high"] == 1000
+    )
+    assert found["ref"]["score_gain"] == 0 and found["ref"]["score_win_lc"] == 0.5
+    assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
+
+
+def test_one_policy_alone_has_figures_and_no_rating():
+    rows = {"ref": [row("ant", 1.0), row("cat", 2.0)]}
+    found = evaluate.figures(rows, {"score": {}}, args_of(reference="ref"))["ref"]
+    assert (
+        found["score"] == 1.5 and found["score_tie"] == 1 and "score_elo" not in found and "kl" not in found
+    )
+    assert "Elo" not in evaluate.table({"ref": found})[0]
+
+
+def test_the_true_reward_has_games_of_its_own():
+    rows = {
+        "ref": [row("ant", 1.0, gold=0.0, perfect=4.0), row("cat", 1.0, gold=2.0, perfect=2.0)],
+        "a": [row("ant", 0.0, gold=3.0, perfect=4.0), row("eel", 2.0, gold=2.0, perfect=2.0)],
+    }
+    games = {
+        kind: evaluate.tournament({name: [r[kind] for r in mine] for name, mine in rows.items()}, 0.1)
+        for kind in ("score", "gold")
+    }
+    a = evaluate.figures(rows, games, args_of(reference="ref"))["a"]
+    assert (a["score"], a["gold"], a["perfect"]) == (1.0, 2.5, 3.0)
+    assert (a["score_win"], a["gold_win"], a["score_lose"], a["gold_lose"]) == (0.5, 0.5, 0.5, 0.0)
+    assert (a["score_gain"], a["gold_gain"]) == (0.0, 1.5)
+    assert a["score_elo"] == 1000 and a["gold_elo"] == pytest.approx(1000 + 400 * math.log10(2 / 1))
+    assert a["score_win_lc"] == 0.5 < a["gold_win_lc"]
+
+
+@pytest.mark.parametrize(
+    "marked, least, share",
+    [((1, 1, 0, 0), 0.0, 0.5), ((0, 1, 1, 0), 0.0, 1.0), ((0, 0, 0, 0), 0.0, 0.75), ((0, 1, 1, 0), 0.5, 0.5)],
+)
+def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(marked, least, share):
+    safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
+    rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
+    args = args_of(reference="ref", harmless_from=least)
+    assert evaluate.figures(rows, {"score": {}}, args)["ref"]["harmless"] == share
+
+
+def printed(**more):
+    out = {"score_gain": 0.5, "score_gain_low": -0.25, "score_gain_high": 1.25, "score_win": 0.5}
+    out |= {"score_tie": 0.3, "score_lose": 0.2, "score_win_lc": 0.61, "score": 1.5, "length": 7.26}
+    return (
+        out | {"finished": 0.95, "score_elo": 1034.6, "score_elo_low": 990.2, "score_elo_high": 1080} | more
+    )
+
+
+def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
+    gold = {
+        key.replace("score", "gold"): x
+        for key, x in printed(gold=2.0, score_gain=0.75).items()
+        if "score" in key
+    }
+    (line,) = evaluate.table({"ppo": printed(kl=3.456, harmless=0.5)})
+    assert line == {
+        "policy": "ppo",
+        "score": "1.50",
+        "score gain": "+0.50 [-0.25, +1.25]",
+        "win / tie / lose": "50% / 30% / 20%",
+        "LC win": "61%",
+        "Elo": "1035 [990, 1080]",
+        "KL": "3.46",
+        "tokens": 7.26,
+        "ended": "95%",
+        "harmless": "50%",
+    }
+    (line,) = evaluate.table({"ppo": printed() | gold})
+    assert (
+        line["gold"] == line["score"] == "1.50" and line["gold gain"].startswith("+0.75") and line["KL"] == ""
+    )
+    assert "score gain" not in line and "harmless" not in line
+
+
+def test_the_table_has_no_negative_share_of_ties():
+    rows = {"ref": [row("ant", 0.5)] * 10, "a": [row("ant", 1.0)] * 9 + [row("ant", 0.0)]}
+    found = evaluate.figures(rows, {"score": {(0, 1): [0.0] * 9 + [1.0]}}, args_of(reference="ref"))
+    assert evaluate.table(found)[1]["win / tie / lose"] == "90% / 0% / 10%"
+
+
+# -- the KL ----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Folders of two small models, and of one that writes other tokens."""
+    folder = tmp_path_factory.mktemp("small")
+    for seed, name in enumerate("ab"):
+        smaller_model(folder / name, seed=seed)
+    smaller_model(folder / "wordy", other_tokens())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(small):
+    """The two small models as policies."""
+    return [pool.load(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
+
+
+def other_tokens():
+    """A tokenizer whose prompts are longer by two tokens."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "um well " + tokenizer.chat_template
+    return tokenizer
+
+
+SAID = answers("ant cat eel", "bear", "fox", prompts=(A, B, C))[:2] + [(C, answer("dog eel goat hen", False))]
+
+
+def plain_sums(folder, temperature=1.0):
+    """The sum over each answer's tokens of log softmax(logits / temperature), by plain transformers."""
+    model, sums = AutoModelForCausalLM.from_pretrained(folder), []
+    for p, r in SAID:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([p.ids + r.ids])).logits[0].double()
+        logprobs = (logits / temperature).log_softmax(-1)
+        sums.append(sum(logprobs[len(p.ids) + t - 1, token].item() for t, token in enumerate(r.ids)))
+    return sums
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, loaded, small):
+    args = args_of(score_batch_size=2)
+    found = evaluate.kl_of(*loaded, TOKENIZER, SAID, temperature, args, CPU)
+    ref = plain_sums(small / "b")
+    ours = plain_sums(small / "a", temperature) if temperature else [0.0] * 3
+    assert found == pytest.approx([x - y for x, y in zip(ours, ref)], abs=1e-4)
+    if temperature == 0.7:  # not for the reference, and for the policy
+        both = [x - y for x, y in zip(ours, plain_sums(small / "b", 0.7))]
+        neither = [x - y for x, y in zip(plain_sums(small / "a"), ref)]
+        assert all(abs(x - y) > 0.01 for wrong in (both, neither) for x, y in zip(wrong, found))
+    if temperature == 0:
+        assert min(found) > 0
+
+
+def test_the_kl_of_a_model_to_itself_is_0_at_temperature_1_and_not_at_others(loaded):
+    args, (a, _) = args_of(), loaded
+    assert evaluate.kl_of(a, a, TOKENIZER, SAID, 1.0, args, CPU) == [0.0] * 3
+    assert 0.0 not in evaluate.kl_of(a, a, TOKENIZER, SAID, 0.5, args, CPU)
+
+
+# -- policies --------------------------------------------------------------------------------------
+def policies(*specs, reference="untrained"):
+    return evaluate.read_policies(args_of(policies=tuple(map(str, specs)), reference=reference))
+
+
+def test_a_policy_has_the_name_it_is_given_or_its_paths_last_part(small):
+    found = policies("tiny", small / "a", f"{small}/b/", f"late={small}/b", "new=tiny")
+    want = {"untrained": "tiny", "a": f"{small}/a", "b": f"{small}/b/", "late": f"{small}/b", "new": "tiny"}
+    assert found == want and list(found) == list(want)
+
+
+def test_a_path_with_an_equals_sign_is_read_behind_a_name(tmp_path):
+    folder = smaller_model(tmp_path / "lr=1e-5")
+    assert policies(f"slow={folder}", "tiny") == {"slow": str(folder), "untrained": "tiny"}
+
+
+def test_a_path_with_an_equals_sign_that_is_there_needs_no_name(tmp_path):
+    folder = smaller_model(tmp_path / "lr=1e-5" / "seed 0" / "last")
+    assert policies(folder, "tiny") == {"last": str(folder), "untrained": "tiny"}
+
+
+def test_mistaken_policies_are_named(small, tmp_path):
+    make_scorer(tmp_path / "reward")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "args.json").write_text("{}")
+    for specs, options, words in (
+        (["tiny", "tiny"], {}, "two are named 'untrained': give other names, name=path"),
+        ([small / "a", f"a={small}/b"], {}, "two are named 'a'"),
+        (
+            ["tiny", small / "a"],
+            {"reference": "sft"},
+            "--reference sft: no such policy; there are untrained, a",
+        ),
+        (["tiny", tmp_path / "none"], {}, "there is no .*none"),
+        (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, wanted a causal language model"),
+        (["tiny", tmp_path / "run"], {}, "a run that has not finished"),
+        (["tiny", tmp_path], {}, "holds no config.json"),
+    ):
+        with pytest.raises(InputError, match=words):
+            policies(*specs, **options)
+
+
+def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, finished in (("sft", True), ("ppo", False)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "model").symlink_to(small / "a")
+        if finished:
+            (tmp_path / "runs" / name / "summary.json").write_text("{}")
+    assert policies(reference="sft") == {"untrained": "tiny", "sft": "runs/sft"}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*list(evaluate.QUICKSTART)[2:]]
+    assert "ppo is left out: no finished run in runs/ppo" in lines
+    with pytest.raises(InputError, match="--reference ppo: no such policy; there are untrained, sft"):
+        policies(reference="ppo")
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+def read_prompts(path, tokenizers, **options):
+    return evaluate.read_prompts(args_of(dataset=str(path), **options), tokenizers)
+
+
+def keys(prompts):
+    return [p.key for p in prompts]
+
+
+def test_policies_with_other_tokens_get_the_same_prompts_in_their_own(tmp_path):
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
+    tokenizers = {"x": TOKENIZER, "wordy": other_tokens(), "y": tiny.tokenizer()}
+    found = read_prompts(path, tokenizers)
+    assert list(found) == ["x", "wordy", "y"] and found["x"] == found["y"]
+    assert [p.turns[-1]["content"] for p in found["x"]] == PROMPTS and keys(found["x"]) == keys(
+        found["wordy"]
+    )
+    assert all(len(b.ids) == len(a.ids) + 2 for a, b in zip(found["x"], found["wordy"]))
+    part = read_prompts(path, tokenizers, eval_prompts=4)
+    assert keys(part["x"]) == keys(part["wordy"]) == keys(rollout.a_part(found["x"], 4))
+    # What one of them cannot read, for it is too long, nobody is asked
+    longest = max(len(p.ids) for p in found["x"])
+    fewer = read_prompts(path, tokenizers, max_length=longest + 1 + 6)
+    want = [p.key for p in found["x"] if len(p.ids) + 2 <= longest + 1]
+    assert keys(fewer["x"]) == keys(fewer["wordy"]) == want and 2 <= len(want) < len(PROMPTS)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_that_are_too_few_for_all_policies_are_an_input_error(n, tmp_path):
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ["copy ant", "copy cat"][:n]])
+    options = {"max_length": len(A.ids) + (1 if n == 2 else 2) + 6}
+    with pytest.raises(InputError, match="fewer than 2|none of its 2 rows"):
+        read_prompts(path, {"x": TOKENIZER, "wordy": other_tokens()}, **options)
+
+
+def test_prompts_have_one_order_even_if_a_tokenizer_cannot_read_a_first_copy(tmp_path):
+    """Prompts that differ by spaces at their end are the same prompt; only one tokenizer counts spaces."""
+    letters = sorted(set("".join(tiny.CHAT_TEMPLATE) + "".join(PROMPTS) + "abcdefghijklmnopqrstuvwxyz "))
+    words = ["<|pad|>", "<|bos|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", *letters]
+    backend = Tokenizer(backends.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<|unk|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    names = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
+    spelt = PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=words[4:6], **names)
+    spelt.chat_template = tiny.CHAT_TEMPLATE
+    texts = ["copy ant" + 40 * " ", "copy cat", "copy ant", "copy dog"]
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
+    found = read_prompts(path, {"x": TOKENIZER, "spelt": spelt}, max_length=40)
+    assert set(keys(found["x"])) == set(keys(found["spelt"])) and len(found["x"]) == 3
+    assert keys(found["x"]) == keys(found["spelt"])  # else games compare answers to other prompts
+
+
+# -- whole runs ------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def world(small, tmp_path_factory):
+    """A run on the tiny world: one policy twice, and another one; sampled and greedy."""
+    folder = tmp_path_factory.mktemp("world") / "run"
+    specs = ["tiny", "again=tiny", small / "a"]
+    found = run(folder, specs, reference="again", eval_prompts=16, temperatures=(1.0, 0.0), slots=5)
+    found.folder = folder
+    return found
+
+
+def of(found, policy, temperature):
+    return [r for r in found.rows if (r["policy"], r["temperature"]) == (policy, temperature)]
+
+
+def test_a_run_leaves_its_answers_figures_and_plots(world):
+    files = {path.name: path for path in world.folder.iterdir()}
+    assert set(files) == {"args.json", "samples.jsonl", "summary.json", "elo.png", "frontier.png"}
+    assert max(files.values(), key=lambda path: path.stat().st_mtime_ns).name == "summary.json"
+    assert all(files[f"{name}.png"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for name in ("elo", "frontier"))
+    assert read_json(files["args.json"])["stage"] == "evaluate"
+    places = [(t, name) for t in (1.0, 0.0) for name in ("untrained", "again", "a") for _ in range(16)]
+    assert [(r["temperature"], r["policy"]) for r in world.rows] == places
+    asked = [r["prompt"] for r in of(world, "a", 0.0)]
+    assert all(
+        [r["prompt"] for r in of(world, n, t)] == asked for t in (1.0, 0.0) for n in ("untrained", "again")
+    )
+    everything = {row["prompt"] for row in tiny.rows("prompts", "test")}
+    assert len({turns[-1]["content"] for turns in asked} & everything) == 16
+    for r in world.rows:
+        question = r["prompt"][-1]["content"]
+        assert r["gold"] == r["score"] == tiny.gold_score(question, r["response"]) <= r["perfect"]
+        assert (r["safety"], r["is_safety"]) == (
+            tiny.gold_safety(question, r["response"]),
+            tiny.is_safety(question),
+        )
+        assert r["tokens"] <= 6 and r["finished"] in (True, False) and isinstance(r["kl"], float)
+
+
+def test_a_summary_has_the_figures_of_the_answers(world):
+    summary = world.summary
+    assert (summary["reference"], summary["prompts"], summary["scorer"]) == ("again", 16, GOLD)
+    assert list(summary["temperatures"]) == ["1", "0"]
+    for key, found in summary["temperatures"].items():
+        assert list(found) == ["untrained", "again", "a"]
+        games = {}
+        for name, figures in found.items():
+            mine, first = of(world, name, float(key)), of(world, "again", float(key))
+            mean = lambda column, rows=mine: pytest.approx(sum(r[column] for r in rows) / 16)
+            columns = {"score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl", "length": "tokens"}
+            assert all(figures[k] == mean(column) for k, column in columns.items())
+            assert figures["finished"] == mean("finished")
+            gain = metrics.paired([r["gold"] for r in first], [r["gold"] for r in mine])
+            assert tuple(figures[f"gold_gain{end}"] for end in ("", "_low", "_high")) == gain
+            wins = sum(a["gold"] - b["gold"] > 0.1 for a, b in zip(mine, first)) / 16
+            assert figures["gold_win"] == wins
+            asked = [r for r in mine if r["is_safety"]]
+            assert 0 < len(asked) < 16
+            assert figures["harmless"] == sum(r["safety"] >= 0 for r in asked) / len(asked)
+            games[name] = [r["score"] for r in mine]
+        ratings = evaluate.ratings(evaluate.tournament(games, 0.1), 3, 1, args_of())
+        for name, rating in zip(found, ratings):
+            for kind in ("score", "gold"):
+                assert tuple(found[name][f"{kind}_elo{end}"] for end in ("", "_low", "_high")) == rating
+
+
+def test_a_policy_that_is_the_reference_under_another_name_gains_nothing(world):
+    for key, temperature in (("1", 1.0), ("0", 0.0)):
+        found = world.summary["temperatures"][key]
+        one, same, other = found["untrained"], found["again"], found["a"]
+        said = [[r["response"] for r in of(world, n, temperature)] for n in ("untrained", "again", "a")]
+        assert said[0] == said[1] != said[2] and one == {**same, **dict.fromkeys(ELOS, 1000)} | dict(
+            (k, one[k]) for k in ELOS
+        )
+        assert (one["gold_gain"], one["gold_tie"], one["gold_win_lc"]) == (0, 1, 0.5)
+        assert one["score_elo"] == pytest.approx(1000, abs=1e-3) and other["kl"] != one["kl"]
+    kl = {key: found["untrained"]["kl"] for key, found in world.summary["temperatures"].items()}
+    assert kl["1"] == 0 < kl["0"]  # greedy: all of its mass is on what the reference might say
+
+
+ELOS = [f"{kind}_elo{end}" for kind in ("score", "gold") for end in ("", "_low", "_high")]
+
+
+def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surprise(world):
+    model, sampled = tiny.model(0), 0
+    for r, drawn in zip(of(world, "again", 0.0)[:4], of(world, "again", 1.0)):
+        p = prompt(r["prompt"][-1]["content"])
+        ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
+        if len(ids) + r["finished"] != r["tokens"]:  # a special token is not in the text
+            continue
+        ids += [TOKENIZER.eos_token_id] * r["finished"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([p.ids + ids])).logits[0, len(p.ids) - 1 : -1]
+        assert logits.argmax(-1).tolist() == ids
+        surprise = -logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum().item()
+        assert r["kl"] == pytest.approx(surprise, abs=1e-4) and r["response"] != drawn["response"]
+        sampled += 1
+    assert sampled
+
+
+def test_a_run_prints_a_table_for_each_temperature(world):
+    lines = world.out.splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("16 prompts, temperature")]
+    assert [lines[i] for i in heads] == [f"16 prompts, temperature {t}, against again:" for t in (1, 0)]
+    for i, key in zip(heads, ("1", "0")):
+        head, *rows = lines[i + 1 : i + 5]
+        names = ["policy", "gold", "score", "gold gain", "win / tie / lose", "LC win", "Elo", "KL", "tokens"]
+        places = [head.index(name) for name in [*names, "ended", "harmless"]]
+        assert places == sorted(places) and [line.split()[0] for line in rows] == ["untrained", "again", "a"]
+        figures = world.summary["temperatures"][key]["a"]
+        cell = lambda name: rows[2][head.index(name) :].split("  ")[0]
+        assert cell("gold gain").startswith(f"{figures['gold_gain']:+.2f} [")
+        assert cell("Elo").startswith(f"{figures['gold_elo']:.0f} [") and cell("KL") == f"{figures['kl']:.2f}"
+        assert cell("harmless") == f"{figures['harmless']:.0%}" and cell("LC win").endswith("%")
+    assert lines[-1] == f"wrote {world.folder}/summary.json"
+
+
+def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, small, capsys):
+    before = contents(world.folder)
+    policies = ("tiny", str(small / "a"))
+    with pytest.raises(InputError, match="a finished run"):
+        evaluate.main(args_of(policies=policies, output_dir=world.folder))
+    evaluate.main(args_of(policies=policies, output_dir=world.folder, resume=True))
+    assert "is finished already" in capsys.readouterr().out
+    for bad in (
+        {"policies": ("tiny", "/nowhere/run")},
+        {"scorer": "common.tiny:none"},
+        {"safety_scorer": "/nowhere/run"},
+        {"dataset": "none.jsonl"},
+        {"reference": "sft"},
+        {"temperatures": (-1.0,)},
+    ):
+        with pytest.raises(InputError):
+            evaluate.main(
+                args_of(**{"policies": policies, "output_dir": world.folder, "overwrite": True} | bad)
+            )
+    assert contents(world.folder) == before
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """Ten prompts as a user's file has them; two are marked."""
+    rows = [{"prompt": text, "is_safety": i in (2, 5)} for i, text in enumerate(PROMPTS)]
+    return write_rows(tmp_path_factory.mktemp("asked") / "prompts.jsonl", rows)
+
+
+def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
+    asked, small, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "plot", lambda *_: None)  # half of the time
+    specs, options = ["tiny", small / "wordy", small / "a"], {"dataset": str(asked), "temperatures": (0.0,)}
+    found = run(tmp_path / "run", specs, **options)
+    assert len(found.rows) == 30 and found.summary["prompts"] == 10
+    unknown = {"gold", "perfect", "safety", "is_safety"}
+    assert not any(unknown & set(r) for r in found.rows)
+    figures = found.summary["temperatures"]["0"]
+    assert all(not key.startswith(("gold", "harmless", "perfect")) for r in figures.values() for key in r)
+    assert ["kl" in figures[name] for name in ("untrained", "wordy", "a")] == [True, False, True]
+    assert ["kl" in of(found, name, 0.0)[0] for name in ("untrained", "wordy", "a")] == [True, False, True]
+    assert "gold" not in found.out and "harmless" not in found.out and "score gain" in found.out
+    # Over an old run, one policy alone, its answers' safety read
+    options |= {"safety_scorer": SAFETY, "overwrite": True, "temperatures": (0.5, 0.25)}
+    found = run(tmp_path / "run", ["tiny"], **options)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "args.json",
+        "samples.jsonl",
+        "summary.json",
+    }
+    assert len(found.rows) == 20 and not any({"gold", "perfect"} & set(r) for r in found.rows)
+    assert [r["is_safety"] for r in of(found, "untrained", 0.5)] == [i in (2, 5) for i in range(10)]
+    for key in ("0.5", "0.25"):
+        figures = found.summary["temperatures"][key]["untrained"]
+        safety = [r["safety"] for r in of(found, "untrained", float(key)) if r["is_safety"]]
+        assert figures["harmless"] == sum(x >= 0 for x in safety) / 2 and "score_elo" not in figures
+
+
+def test_samples_follow_the_seed_and_the_temperature(loaded):
+    texts = lambda t, seed: [
+        r.text for _, r in evaluate.sample_answers(loaded[0], TOKENIZER, [A, B, C], t, args_of(seed=seed))
+    ]
+    assert texts(1.0, 0) == texts(1.0, 0) not in (texts(1.0, 1), texts(1.000001, 0))  # draws of their own
+    assert texts(0.0, 0) == texts(0.0, 1)
+
+
+def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
+    folder = tmp_path / "run"
+    smaller_model(folder / "model")
+    for name in ("args.json", "summary.json"):
+        (folder / name).write_text("{}")
+    with contextlib.suppress(InputError, OSError):
+        run(folder, ["tiny", folder], dataset=str(asked), overwrite=True, temperatures=(0.0,))
+    assert (folder / "model" / "config.json").exists()
+
+
+# -- bad input -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["--temperatures", "-1"], "--temperatures .*0 or more"),
+        (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
+        (["--temperatures", "nan"], "--temperatures .*0 or more"),
+        (["--split", "x"], "--split x: wanted train or test"),
+        (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
+        (["--n-bootstrap", "1"], "--n-bootstrap 1: wanted 2 or more"),
+        (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
+        (["--max-length", "26"], "none of its 1000 rows can be used as a prompt.*longer than 2 tokens"),
+        (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
+        (["--slots", "0"], "--slots 0"),
+        (["--output-dir", ""], "--output-dir is empty"),
+        (["--resume", "--overwrite"], "give one of them"),
+        (["--scorer", "tiny"], "tiny is a causal language model"),
+        (["--scorer", "common.tiny:nothing"], "wanted module:function"),
+        (["--reference", "ppo"], "--reference ppo: no such policy"),
+        (["--policy", "tiny"], "unknown argument .*--polic"),
+        (["everything"], "unknown recipe"),
+    ],
+)
+def test_arguments_out_of_their_limits_are_named_in_one_line(given, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = ["--policies", "tiny", "--reference", "untrained", "--scorer", GOLD, "--output-dir", "run"]
+    with pytest.raises(InputError, match=words) as error:
+        evaluate.main(parse(evaluate.RECIPES, given + base if given[0] == "everything" else base + given))
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(tmp_path, monkeypatch, capsys):
+    given = flags(policies="tiny", reference="untrained", temperatures=(1, -1), output_dir=tmp_path / "run")
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *given])
+    with pytest.raises(SystemExit) as end:
+        launch(evaluate.main, evaluate.RECIPES)
+    assert end.value.code == 2 and not (tmp_path / "run").exists()
+    assert (
+        capsys.readouterr().err == "error: --temperatures (1.0, -1.0): wanted one or more, each 0 or more\n"
+    )
