@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 from transformers import get_scheduler
 
-from common import data, dist, losses, metrics, models, preferences
+from common import ai_feedback, data, dist, losses, metrics, models, preferences
 from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
 
 
@@ -60,6 +60,9 @@ class Args:
     policy: str | None = None
     """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if it is a causal
     LM."""
+    judge: str | None = None
+    """A language model, or module:function, that is asked which response is better: one more baseline
+    (common/ai_feedback.py)."""
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
     expected_reward_samples: int = 0
@@ -229,6 +232,8 @@ def from_policy(name, train, held_out, columns, tokenizer, args, device):
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
     answers = {"before": preferences.baselines(policy, held_out, *ask)}
     answers |= {"ratios": [], "samples": [], "held_out_samples": []}
+    if args.judge:
+        answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
     if policy is None:
         return answers
     if args.n_others:
@@ -349,6 +354,7 @@ def main(args: Args):
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
+    key |= {"judge": args.judge}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}

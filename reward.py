@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 from transformers import get_scheduler
 
-from common import data, dist, losses, metrics, models, pairwise, preferences
+from common import ai_feedback, data, dist, losses, metrics, models, pairwise, preferences
 from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -96,6 +96,9 @@ class Args:
     sft_model: str | None = None
     """A causal LM, for the log probability baseline and the length samples. None: runs/sft for the model
     tiny, else --model, if it is one."""
+    judge: str | None = None
+    """A language model, or module:function, that is asked which response is better: one more baseline
+    (common/ai_feedback.py)."""
     length_prompts: int = 50
     """Held-out prompts with 8 sampled responses each, for the correlation of length and score; 0: none."""
     max_new_tokens: int = 32
@@ -258,6 +261,8 @@ def from_sft_model(name, held_out, tokenizer, args, device):
     policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
     answers = {"before": preferences.baselines(policy, held_out, *ask), "samples": []}
+    if args.judge:
+        answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
     if policy and held_out and args.length_prompts and args.kind == "bradley_terry":
         prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
         found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
@@ -321,7 +326,7 @@ def main(args: Args):
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
-    key |= {"data": prints[1]}
+    key |= {"data": prints[1], "judge": args.judge}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])

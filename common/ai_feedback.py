@@ -420,6 +420,23 @@ def rater(model):
     return fn
 
 
+def baseline(model, comparisons, device) -> dict[str, float]:
+    """Accuracy of prompting as a judge on the labelled pairs of preferences.load's comparisons, with the base
+    preamble and both orders: baseline/judge_accuracy, where a pair without an answer counts 1/2, and
+    baseline/judge_failed, the share of these. Every rank must call it."""
+    pairs = [(c, better, worse) for c in comparisons for better, worse in preferences.labelled_pairs(c)]
+    items = [Item(i, c.row, c.prompt, [c.texts[a], c.texts[b]]) for i, (c, a, b) in enumerate(pairs)]
+    labeler, found, args = load_labeler(model, device), [], Args()
+    mine = items[dist.rank() :: dist.world_size()]
+    for start in range(0, len(mine), args.chunk_rows):
+        found += label(mine[start : start + args.chunk_rows], labeler, TEMPLATES, (), args)
+    answers = [result.get("preference") for result in dist.gather(found)]
+    if not answers:
+        return {}
+    share = metrics.accuracy([0.0 if p is None else p - 0.5 for p in answers])
+    return {"baseline/judge_accuracy": share, "baseline/judge_failed": answers.count(None) / len(answers)}
+
+
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
     number: int  # the row's place in the data set

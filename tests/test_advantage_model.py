@@ -64,7 +64,7 @@ def without(row, *names):
 def undisturbed(small, tmp_path_factory):
     """A run from the tiny model."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    command = flags(**small.options, policy="tiny", output_dir=folder)
+    command = flags(**small.options, policy="tiny", output_dir=folder, judge="gold_labeler:mute")
     ended = succeeds(processes.script("advantage_model", *command))
     return SimpleNamespace(folder=folder, command=command, ended=ended)
 
@@ -79,6 +79,7 @@ def test_a_run_leaves_the_whole_run_directory(undisturbed):
     assert_whole_run(undisturbed.folder, command, args, "advantage_model", steps, ends)
     before, after = (rows_of(undisturbed.folder, "eval/nll")[i] for i in (0, -1))
     assert {"baseline/length_accuracy", "baseline/sft_logprob_accuracy"} <= set(before)
+    assert before["baseline/judge_accuracy"] == 0.5 and before["baseline/judge_failed"] == 1.0  # no answer
     assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
     assert {"length/correlation", "length/prompts", "expected/bias", "expected/rmse"} <= set(after)
     assert not rows_of(undisturbed.folder, "loss/expected_reward") and "ratio/clipped" not in before

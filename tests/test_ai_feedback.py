@@ -113,6 +113,26 @@ def prompts(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", some)
 
 
+# -- a baseline for reward models ----------------------------------------------------------
+def test_the_judge_baseline_counts_right_pairs_and_half_of_those_without_an_answer(monkeypatch):
+    """Of a ranking of three and a pair: gold is 2, 1, 0 and 1, 1 (a tie of gold, so 1/2)."""
+    turns = [{"role": "user", "content": "copy ant bear"}]
+    plain = dict(prompt_ids=torch.zeros(1), response_ids=[], source="x", row=data.Row("rows:0", {}))
+    three = preferences.Comparison(turns, ["ant bear", "ant", ""], ranks=torch.tensor([0, 2, 1]), **plain)
+    two = preferences.Comparison(turns, ["ant", "bear"], ranks=torch.tensor([0, 1]), **plain)
+    device, labeler = torch.device("cpu"), GoldLabeler(place_bias=2.0)
+    monkeypatch.setattr(ai, "load_labeler", lambda name, where: labeler)
+    # labelled: 0 over 1 and 2 (right, right), 2 over 1 (wrong), and the pair (a tie)
+    assert ai.baseline("any", [three, two], device) == {
+        "baseline/judge_accuracy": (1 + 1 + 0 + 0.5) / 4, "baseline/judge_failed": 0.0,
+    }  # fmt: skip
+    assert len(labeler.asked) == 8  # both orders
+    labeler = GoldLabeler(mass=0.01)
+    found = ai.baseline("any", [three, two], device)
+    assert found == {"baseline/judge_accuracy": 0.5, "baseline/judge_failed": 1.0}
+    assert ai.baseline("any", [], device) == {}
+
+
 # -- label: probabilities ------------------------------------------------------------------
 def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     """copy ant bear: "ant bear" has gold 2, "ant" has gold 1. With a place bias of 2 the log-odds of "1" are

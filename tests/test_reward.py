@@ -78,7 +78,7 @@ def default(small, tmp_path_factory):
     sft = write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:80])
     some = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "sample_prompts": 0}
     succeeds(processes.sft(*flags(dataset=sft, **some), cwd=folder))
-    command = flags(**without(small.options, "model"))
+    command = flags(**without(small.options, "model"), judge="gold_labeler:exact")
     ended = succeeds(processes.script("reward", *command, cwd=folder))
     return SimpleNamespace(folder=folder / "runs" / "reward", command=command, ended=ended, cwd=folder)
 
@@ -123,6 +123,16 @@ def test_the_log_probability_baseline_is_that_of_the_sft_model(default):
             logprobs.append(-nll[start - 1 :].sum().item())
         right.append(logprobs[0] > logprobs[1])
     assert column(default.folder, "baseline/sft_logprob_accuracy") == [sum(right) / HELD_OUT]
+
+
+def test_the_judge_is_a_baseline_like_the_others(default):
+    right = []
+    for sample in read_jsonl(default.folder / "samples.jsonl"):
+        better, worse = sorted(sample["responses"], key=lambda r: r["rank"])
+        a, b = (tiny.gold_score(sample["prompt"][-1]["content"], r["text"]) for r in (better, worse))
+        right.append((a > b) + (a == b) / 2)
+    assert column(default.folder, "baseline/judge_accuracy") == [pytest.approx(sum(right) / HELD_OUT)]
+    assert column(default.folder, "baseline/judge_failed") == [0.0] and 0 < sum(right) < HELD_OUT
 
 
 def test_plain_transformers_gives_the_scores_of_the_samples(default):
