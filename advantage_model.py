@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 from transformers import get_scheduler
 
-from common import ai_feedback, data, dist, losses, metrics, models, preferences
+from common import ai_feedback, data, dist, losses, metrics, models, preferences, tiny
 from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
 
 
@@ -290,14 +290,16 @@ def with_answers(train, held_out, answers, args):
     return train, [preferences.with_samples_only(c, found) for c, found in prompts if found]
 
 
-def policy_figures(model, samples, pad_id, args, device):
+def policy_figures(model, samples, tokenizer, args, device):
     """(figures, length correlations) from the policy's own responses to held-out prompts: is e(x) the mean r
     of them, as eq. 7 says? `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard
-    deviations of r within a prompt; the samples' own noise is taken off the second."""
+    deviations of r within a prompt; the samples' own noise is taken off the second. On the tiny world also
+    the correlation of e with the policy's mean true reward on a prompt."""
     if not samples:
         return {}, []
-    rows, errors, within, noise = [], [], [], []
-    for c, (rewards, e) in zip(samples, outputs_of(model, samples, pad_id, args, device)):
+    rows, errors, within, noise, gold = [], [], [], [], []
+    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
+    for c, (rewards, e) in zip(samples, outputs_of(model, samples, tokenizer.pad_token_id, args, device)):
         responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
         rows.append({"responses": responses})
         rewards = torch.tensor(rewards)
@@ -305,6 +307,10 @@ def policy_figures(model, samples, pad_id, args, device):
             errors.append(e - rewards.mean())
             within.append(rewards.var())
             noise.append(rewards.var() / len(rewards))  # of the mean of so few samples
+        if is_tiny and c.samples:
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in c.samples]
+            golds = [tiny.gold_score(c.prompt[-1]["content"], text) for text in texts]
+            gold.append((float(e), sum(golds) / len(golds)))
     if not errors:
         return {}, []
     errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
@@ -312,6 +318,7 @@ def policy_figures(model, samples, pad_id, args, device):
     rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
     figures = {"expected/bias": errors.mean() / deviation, "expected/rmse": rmse / deviation}
     figures |= metrics.length_figures(lengths)
+    figures |= {"gold/expected_correlation": metrics.correlation(*zip(*gold))} if gold else {}
     return {key: float(value) for key, value in figures.items()}, lengths
 
 
@@ -423,7 +430,7 @@ def main(args: Args):
     # 6. save
     after, rows = evaluate(model, held_out, tokenizer.pad_token_id, args, device)
     after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
-    figures, lengths = policy_figures(model, samples, tokenizer.pad_token_id, args, device)
+    figures, lengths = policy_figures(model, samples, tokenizer, args, device)
     after |= figures
     if not math.isfinite(after.get("eval/nll", 0.0)):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")

@@ -32,7 +32,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
-from common import metrics, models, tiny
+from common import data, metrics, models, preferences, tiny
 from common.metrics import read_jsonl
 from common.run import InputError, parse
 
@@ -82,6 +82,7 @@ def test_a_run_leaves_the_whole_run_directory(undisturbed):
     assert before["baseline/judge_accuracy"] == 0.5 and before["baseline/judge_failed"] == 1.0  # no answer
     assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
     assert {"length/correlation", "length/prompts", "expected/bias", "expected/rmse"} <= set(after)
+    assert ("gold/expected_correlation" in after) == data.is_tiny(args.dataset)
     assert not rows_of(undisturbed.folder, "loss/expected_reward") and "ratio/clipped" not in before
     assert f"wrote {undisturbed.folder}/model" in undisturbed.ended.out
 
@@ -401,6 +402,32 @@ def test_expected_reward_samples_change_e_and_log_its_loss(small, undisturbed, t
     assert abs(e[0] - e[1]) > 1e-3
     assert_scores_are_plain_advantages(tmp_path, 1.0)
     assert rows_of(tmp_path, "expected/bias")[-1]["expected/rmse"] >= 0
+
+
+@pytest.mark.parametrize(
+    "e, wanted", [((2.0, 1.0, -0.3), 1.0), ((-2.0, -1.0, 0.3), -1.0), ((0.0, 1.0, 0.0), 0.0751)]
+)
+def test_e_is_correlated_with_the_policys_mean_true_reward_on_the_tiny_world(e, wanted, monkeypatch):
+    """Of `copy ant bear` the gold rewards are 2 and 2, 1 and 1, and 0 and -0.6: their means are 2, 1, -0.3."""
+    answers = (("ant bear", "ant bear"), ("ant", "bear"), ("", "cat dog"))
+    samples = [
+        preferences.Comparison(
+            [{"role": "user", "content": "copy ant bear"}], [""], torch.zeros(1), [], torch.zeros(0), "x",
+            data.Row("rows:0", {}), samples=tuple(torch.tensor(TOKENIZER(x)["input_ids"] or [TOKENIZER.eos_token_id]) for x in some),
+        )
+        for some in answers
+    ]  # fmt: skip
+    outputs = [([0.1, 0.2], torch.tensor(x)) for x in e]
+    monkeypatch.setattr(advantage_model, "outputs_of", lambda *rest: outputs)
+    found, _ = advantage_model.policy_figures(
+        None, samples, TOKENIZER, advantage_model.Args(), torch.device("cpu")
+    )
+    assert found["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)
+    other = advantage_model.Args(dataset="rows.jsonl")  # no true reward is known
+    assert (
+        "gold/expected_correlation"
+        not in advantage_model.policy_figures(None, samples, TOKENIZER, other, None)[0]
+    )
 
 
 def test_a_second_run_begins_where_the_first_one_ended_head_included(small, undisturbed, tmp_path):

@@ -238,6 +238,7 @@ def test_a_run_of_a_scorers_script_logs_what_one_rank_logs(two, tmp_path, monkey
         "length/prompts",
         "expected/bias",
         "expected/rmse",
+        "gold/expected_correlation",
     }  # from samples, which differ
     assert [set(row) - drawn for row in one] == [set(row) - drawn for row in both] and len(one) == 8
     for key in (
