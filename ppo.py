@@ -390,15 +390,21 @@ def text_documents(args, tokenizer):
     documents, dropped, rows = [], {}, data.load_rows(args.ptx_dataset, "text")
     for row in rows:
         text = row.data.get("text")
-        if not isinstance(text, str) or not text.strip():
-            dropped.setdefault("no text", []).append(row.where)
+        try:
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError("no text")
+            data.check_text(text)
+            if data.special_tokens(tokenizer).search(text):
+                raise ValueError(data.SPECIAL)
+        except ValueError as error:
+            dropped.setdefault(str(error), []).append(row.where)
             continue
         ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
         whole = [{"role": "text", "content": text}, {}]  # data.hold_out reads the text where prompts stand
         documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
     data.report(args.ptx_dataset, len(rows), dropped)
     if not documents:
-        raise InputError(f"{args.ptx_dataset}: none of its {len(rows)} rows has a `text`")
+        raise data.none_left(args.ptx_dataset, len(rows), dropped)
     return documents
 
 

@@ -473,7 +473,7 @@ def read_items(args) -> list[Item]:
             dropped.setdefault(str(error), []).append(row.where)
     data.report(args.dataset, len(rows), dropped)
     if not items:
-        raise InputError(f"{args.dataset}: none of its {len(rows)} rows can be used: {'; '.join(dropped)}")
+        raise data.none_left(args.dataset, len(rows), dropped)
     if args.max_rows is not None and args.max_rows < len(items):  # a sample of all, whatever their order
         by_hash = sorted(items, key=lambda x: zlib.crc32(f"{x.number}/{x.row.where}".encode()))
         items = sorted(by_hash[: args.max_rows], key=lambda x: x.number)
@@ -482,7 +482,8 @@ def read_items(args) -> list[Item]:
 
 def output_row(item, result, args) -> dict:
     """A row of rows.jsonl: what the scripts read, and under `ai` what was asked and answered."""
-    about = {key: item.row.data[key] for key in ("category", "is_safety") if key in item.row.data}
+    about = {key: item.row.data[key] for key in ("category",) if key in item.row.data}
+    about |= {"is_safety": bool(item.row.data["is_safety"])} if "is_safety" in item.row.data else {}
     row = {"prompt": item.prompt, **about, "row": item.number}
     if "failed" in result:
         return {**row, **result}

@@ -46,7 +46,7 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
         if not match:
             raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
-        sources.append((_read(match[1], kind, split), match[2] and float(match[2])))
+        sources.append((list(map(_printable, _read(match[1], kind, split))), match[2] and float(match[2])))
     weights = [weight for _, weight in sources]
     if all(weight is None for weight in weights):
         return [row for rows, _ in sources for row in rows]
@@ -60,6 +60,14 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         by_hash = sorted(range(len(rows)), key=lambda i: zlib.crc32(rows[i].where.encode()))
         mixed += [rows[i] for i in sorted(by_hash[: round(weight * scale)])]
     return mixed
+
+
+def _printable(row):
+    """The row with a category that can be printed and written: half a character becomes `?`."""
+    category = row.data.get("category") if isinstance(row.data, dict) else None
+    if not isinstance(category, str) or category.isascii():
+        return row
+    return row._replace(data={**row.data, "category": category.encode("utf-8", "replace").decode()})
 
 
 def is_tiny(spec: str) -> bool:
@@ -162,7 +170,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
         answer = row["chosen"]
     else:
         formats = "messages; conversations; prompt + completion; instruction + output; prompt + responses"
-        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no SFT row, wanted {formats}; chosen")
+        raise ValueError(f"columns {columns(row)} are no SFT row, wanted {formats}; chosen")
     if "chosen" in row and (question is None or is_dialogue(answer)):  # with or without its prompt beside it
         return check_messages(dialogue(answer)), False
     return check_messages(turns(question, "user") + turns(answer, "assistant")), False
@@ -234,6 +242,11 @@ def dialogue(value):
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
 
+def check_text(text: str):
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
+
+
 def check_messages(messages):
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
@@ -241,8 +254,8 @@ def check_messages(messages):
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("a message is not {role, content} with text in both")
-        if any("\ud800" <= c <= "\udfff" for text in texts for c in text):
-            raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
+        for text in texts:
+            check_text(text)
     if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
         raise ValueError("no response")
     if not any(message["content"].strip() for message in messages[:-1]):
@@ -381,8 +394,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
     if not documents:
-        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
-        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}")
+        raise none_left(name, len(rows), dropped)
     return documents
 
 
@@ -390,6 +402,17 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
     """load_rows and sft_documents, without the prompts of `held_out`."""
     documents = sft_documents(load_rows(spec, "sft", split), tokenizer, max_length, spec)
     return without_prompts_of(documents, held_out, spec)
+
+
+def columns(row: dict) -> str:
+    """A row's columns, the first eight, for messages."""
+    return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
+
+
+def none_left(name: str, n_rows: int, dropped: dict[str, list[str]]) -> InputError:
+    """What to raise where every row was dropped: the first reasons, and where."""
+    why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
+    return InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
 
 
 def report(name: str, n_rows: int, dropped: dict[str, list[str]]):

@@ -8,6 +8,7 @@ GPU, bf16 compute. The functions below are written so that a script reads the sa
 import contextlib
 import copy
 import functools
+import io
 import json
 import math
 import os
@@ -258,6 +259,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
       counters, positions). Random number generators of every rank are added. Loads on any number of ranks
       (the generators on the same number only)."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     root = Path(root)
     final, temporary = root / f"step_{step}", root / f"step_{step}.tmp"
@@ -268,11 +270,18 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     barrier()
     # Of an optimiser that has taken no step torch makes a first one to have a state to save: forget it again
     fresh = [name for name, (_, optimizer) in modules.items() if optimizer and not optimizer.state]
-    with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
-        dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
+            dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
+    except CheckpointException as error:  # torch's word for a write that failed on some rank, or for a bug
+        if not any(isinstance(cause, (OSError, RuntimeError)) for cause, *_ in error.failures.values()):
+            raise
+        raise OSError(f"{temporary} cannot be written: make room, then --resume") from error
+    buffer = io.BytesIO()  # where Python writes and not torch, a full disk is an OSError
+    torch.save(_generators(), buffer)
+    (temporary / f"generators_{rank()}_of_{world_size()}.pt").write_bytes(buffer.getvalue())
     for name in fresh:
         modules[name][1].state.clear()
-    torch.save(_generators(), temporary / f"generators_{rank()}_of_{world_size()}.pt")
     if is_main():
         (temporary / "state.json").write_text(json.dumps({**state, "fresh_optimizers": fresh}))
     barrier()  # every rank has written its part

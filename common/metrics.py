@@ -95,11 +95,12 @@ def figure(path, panels=1, size=(4.8, 3.4)):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    drawing, axes = plt.subplots(1, panels, figsize=(size[0] * panels, size[1]), squeeze=False)
-    yield axes[0]
-    drawing.tight_layout()
-    drawing.savefig(path, dpi=90)
-    plt.close(drawing)
+    with plt.rc_context({"text.parse_math": False}):  # a category may hold a $
+        drawing, axes = plt.subplots(1, panels, figsize=(size[0] * panels, size[1]), squeeze=False)
+        yield axes[0]
+        drawing.tight_layout()
+        drawing.savefig(path, dpi=90)
+        plt.close(drawing)
 
 
 def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):

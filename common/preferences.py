@@ -18,7 +18,6 @@ import torch
 from tqdm import tqdm
 
 from common import data, dist, metrics, models, rollout
-from common.run import InputError
 
 ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
@@ -93,8 +92,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         why = f"longer than {max_length} tokens, or the same as another one"
         print(f"{spec}: left out {left_out:,} responses of rankings, {why}")
     if not kept:
-        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
-        raise InputError(f"{spec}: none of its {len(rows)} rows can be used: {why}")
+        raise data.none_left(spec, len(rows), dropped)
     return kept
 
 
@@ -119,7 +117,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     else:
         wanted = "chosen + rejected, perhaps with prompt; prompt or instruction + responses"
-        raise ValueError(f"columns {sorted(map(str, values))[:8]} are no preference row, wanted {wanted}")
+        raise ValueError(f"columns {data.columns(values)} are no preference row, wanted {wanted}")
     first = {}  # of equal texts the first one counts
     for i, text in enumerate(texts):
         first.setdefault(text.strip(), i)
@@ -237,7 +235,7 @@ def _pair_grades(values):
 def _rating(values):
     rating = values.get("rating")
     if rating is not None and rating not in RATINGS:
-        raise ValueError(f"rating {rating!r} is none of {', '.join(RATINGS)}")
+        raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
     return rating
 
 

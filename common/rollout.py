@@ -70,8 +70,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
         found[prompt.key] = prompt
     data.report(spec, len(rows), dropped)
     if not found:
-        why = "; ".join(f"{reason} ({where[0]})" for reason, where in dropped.items())
-        raise InputError(f"{spec}: none of its {len(rows)} rows can be used as a prompt: {why}")
+        raise data.none_left(spec, len(rows), dropped)
     return list(found.values())
 
 
@@ -120,7 +119,7 @@ def prompt_turns(row: dict) -> list[dict]:
         turns = data.dialogue(row["chosen"])
     else:
         wanted = "prompt, instruction, messages, context_messages, or chosen as a dialogue"
-        raise ValueError(f"columns {sorted(map(str, row))[:8]} are no prompt row, wanted {wanted}")
+        raise ValueError(f"columns {data.columns(row)} are no prompt row, wanted {wanted}")
     while isinstance(turns, list) and turns and data.role(turns[-1]) == "assistant":
         turns = turns[:-1]
     if not isinstance(turns, list) or not turns or data.role(turns[-1]) != "user":

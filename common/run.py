@@ -8,6 +8,7 @@ written last, summary.json: a run that has a summary is finished, one without is
 import contextlib
 import dataclasses
 import difflib
+import errno
 import importlib.metadata
 import io
 import json
@@ -20,6 +21,8 @@ import sys
 import time
 import traceback
 from pathlib import Path
+
+from tqdm import tqdm
 
 from common import dist
 
@@ -122,18 +125,35 @@ def launch(main, recipes):
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
         where = f" [rank {dist.rank()}]" if dist.rank() > 0 else ""
-        print(f"error{where}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+        mend = ": make room, then --resume" if full else ""
+        _say(f"error{where}: {' '.join(str(error).split())}{mend}")
         code = 2
     except KeyboardInterrupt:
-        print("interrupted: --resume goes on from the last checkpoint", file=sys.stderr, flush=True)
+        _say("interrupted: --resume goes on from the last checkpoint")
         code = 130
     except SystemExit as stop:  # tyro's --help and its own usage errors
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except BaseException:
-        print(f"[rank {dist.rank()}]", file=sys.stderr)
-        traceback.print_exc()
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and GONE.search(str(error)):
+            said = str(error).split("\n")[0][:120]
+            mend = "--resume goes on from the last checkpoint"
+            _say(f"error [rank {dist.rank()}]: another rank is gone, {mend} ({said})")
+        else:
+            _say(f"[rank {dist.rank()}]")
+            traceback.print_exc()
         code = 1
     dist.shutdown(code)
+
+
+GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|connection (closed|reset) by peer", re.I)
+
+
+def _say(text):
+    """Print to stderr below the progress bars, which would be drawn again after it."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
+    print(text, file=sys.stderr, flush=True)
 
 
 def find_run(args) -> str | None:

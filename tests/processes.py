@@ -28,7 +28,11 @@ and of rejection_sampling.py and dpo_iterative.py
     studied N    versions/N is studied and the figures logged, versions/N.json is not written
     model        model.tmp is complete, model/ is not there
 
-or, no kill, `nan N RANK`: the N-th loss on that rank is NaN.
+or, no kill, `nan N RANK`: the N-th loss on that rank is NaN. Before a moment, another end than kill -9:
+
+    interrupt    Ctrl-C
+    full         the disk is full from then on: no file grows
+    rank1        kill -9 of rank 1 alone
 
     python tests/processes.py NAME MOMENT [arguments of NAME.py]    the same as a program, for torchrun
 """
@@ -39,10 +43,13 @@ import importlib
 import itertools
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,8 +106,10 @@ def flags(**values) -> list[str]:
     return out
 
 
-def script(name, *argv, moment=None, cwd=ROOT, plots=True) -> Ended:
-    """`python NAME.py ARGV` in a child of the server. plots: draw them, which is half the time of a short run."""
+def script(name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None) -> Ended:
+    """`python NAME.py ARGV` in a child of the server, or in one child for each of `ranks`, as torchrun starts
+    them, the first time or again (`restart`); the exit code is rank 0's. plots: draw them, which is half the
+    time of a short run. kill_after: seconds until a kill -9."""
     if not hasattr(script, "server"):
         command = [sys.executable, __file__, "--serve"]
         script.server = subprocess.Popen(
@@ -108,8 +117,9 @@ def script(name, *argv, moment=None, cwd=ROOT, plots=True) -> Ended:
         )
         atexit.register(script.server.kill)
     with tempfile.TemporaryDirectory() as folder:
-        job = {"name": name, "argv": list(map(str, argv)), "moment": moment, "plots": plots}
-        script.server.stdin.write(json.dumps({**job, "cwd": str(cwd), "folder": folder}) + "\n")
+        job = {"name": name, "argv": list(map(str, argv)), "moment": moment, "plots": plots, "cwd": str(cwd)}
+        job |= {"ranks": ranks, "restart": restart, "kill_after": kill_after}
+        script.server.stdin.write(json.dumps({**job, "folder": folder}) + "\n")
         script.server.stdin.flush()
         code = int(script.server.stdout.readline())
         return Ended(code, (Path(folder) / "out").read_text(), (Path(folder) / "err").read_text())
@@ -131,15 +141,43 @@ def _serve():
     gc.collect()
     gc.freeze()  # a child that collects garbage need not look at, and so copy, what was imported
     for line in sys.stdin:
-        pid = os.fork()
-        if pid == 0:
-            _child(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        job, port, children = json.loads(line), _free_port(), []
+        ranks, restart, kill_after = (job.pop(name) for name in ("ranks", "restart", "kill_after"))
+        screen, _serve.screen = os.pipe()  # of children that can write no files any more
+        for rank in range(ranks):
+            children.append(os.fork())
+            if children[-1] == 0:
+                _child(**job, environment=_environment(rank, ranks, port, restart))
+        os.close(_serve.screen)
+        if kill_after is not None:
+            time.sleep(kill_after)
+            os.kill(children[0], signal.SIGKILL)  # not waited for yet, so nobody else has this number
+        with open(screen, "rb") as shown, open(f"{job['folder']}/err", "ab") as file:
+            file.write(shown.read())
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+        print(codes[0], flush=True)
 
 
-def _child(name, argv, moment, plots, cwd, folder):
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def _environment(rank, ranks, port, restart):
+    """What torchrun tells a rank."""
+    if ranks == 1:
+        return {}
+    found = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    found |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return found | {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_RUN_ID": "tests"}
+
+
+def _child(name, argv, moment, plots, cwd, folder, environment):
     for number, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), number)
+        path = f"{folder}/{stream}"
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)  # ranks share it
+    os.environ.update({key: str(value) for key, value in environment.items()})
     signal.alarm(SECONDS)
     os.chdir(cwd)
     if not plots:
@@ -175,12 +213,19 @@ def _arrange(moment, script):
 
     from common import dist, losses, metrics, pool
 
+    how, _, rest = moment.partition(" ")
+    how, moment = (how, rest) if how in ("interrupt", "full", "rank1") else ("", moment)
     what, n, rank = [*moment.split(), "", ""][:3]
     training = {"optim/lr", "kl/per_response"}  # keys of a row of training, the latter of ppo.py
 
     def die():
-        os.write(2, f"killed at {moment}\n".encode())
-        os.kill(os.getpid(), signal.SIGKILL)
+        if how == "rank1" and dist.rank() != 1:
+            return
+        os.write(2, f"{how or 'killed'} at {moment}\n".encode())
+        if how == "full":
+            _fill_the_disk()
+        else:
+            os.kill(os.getpid(), signal.SIGINT if how == "interrupt" else signal.SIGKILL)
 
     def before(owner, name, when):
         run = getattr(owner, name)
@@ -206,7 +251,9 @@ def _arrange(moment, script):
         path = Path(folder) / "latest"
         return path.read_text() if path.exists() else ""
 
-    if what == "row":
+    if what == "start":
+        die()
+    elif what == "row":
         after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and training & set(v))
     elif what == "tensors":
         after(
@@ -274,6 +321,13 @@ def _arrange(moment, script):
             setattr(losses, name, poison(getattr(losses, name)))
     else:
         raise ValueError(moment)
+
+
+def _fill_the_disk():
+    """As near as a test comes: a write that makes any file longer fails. What is printed goes through a pipe."""
+    for number in (1, 2):
+        os.dup2(_serve.screen, number)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # python ignores SIGXFSZ: the write gives an error
 
 
 if __name__ == "__main__":

@@ -1,0 +1,429 @@
+"""Reliability, of all six scripts alike: a kill -9 at random moments, a full disk, an output directory that
+cannot be written, a rank that dies, Ctrl-C, another number of ranks, and data files of nonsense.
+
+Kills at exact moments, and what else is one script's own, are in that script's test file."""
+
+import functools
+import gzip
+import importlib
+import json
+import math
+import random
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import processes
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from processes import SCRIPTS, flags
+from safetensors.torch import load_file
+from scorers import assert_error, read_json, smaller_model, succeeds, write_rows
+
+from common import tiny
+from common.metrics import read_jsonl
+from common.run import InputError
+
+TRAINED = {"max_steps": 6, "save_every": 2, "max_length": 64, "batch_size": 4, "micro_batch_size": 2}
+TRAINED |= {"max_new_tokens": 6}
+SAMPLED = {"max_new_tokens": 6, "max_length": 64, "eval_prompts": 3, "prompts_per_iteration": 6}
+SAMPLED |= {"micro_batch_size": 2, "scorer": "common.tiny:gold_scorer", "n_samples": 4}
+VERSIONS = SAMPLED | {"iterations": 2, "epochs": 2, "batch_size": 4, "chunk_prompts": 4}
+RUNS = {  # of each script, a run with several checkpoints
+    "sft": {**TRAINED, "sample_prompts": 3},
+    "reward": {**TRAINED, "length_prompts": 2},
+    "advantage_model": {**TRAINED, "length_prompts": 2},
+    "rejection_sampling": {**VERSIONS, "sweep_prompts": 2, "save_every": 1},
+    "ppo": {**SAMPLED, "iterations": 3, "epochs": 1, "minibatch_size": 12, "save_every": 1},
+    "dpo_iterative": {**VERSIONS, "save_every": 2, "offline_pairs": 6},
+}
+RUNS["ppo"] |= {"value_warmup_steps": 1}
+KINDS = {"sft": "sft", "reward": "preferences", "advantage_model": "preferences"}
+KINDS |= {"common.ai_feedback": "preferences"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A folder with rows of every kind, a model without training and one that ends its responses."""
+    folder = tmp_path_factory.mktemp("small")
+    for kind, count in (("sft", 400), ("preferences", 40), ("prompts", 30), ("text", 30)):
+        write_rows(folder / f"{kind}.jsonl", tiny.rows(kind, "train")[:count])
+        write_rows(folder / f"{kind}_test.jsonl", tiny.rows(kind, "test")[:8])
+    smaller_model(folder / "base")
+    some = {"dataset": folder / "sft.jsonl", "max_length": 64, "batch_size": 8, "micro_batch_size": 8}
+    some |= {"max_steps": 60, "lr": 1e-2, "epochs": 9, "sample_prompts": 0, "save_every": 0, "eval_every": 0}
+    some |= {"model": folder / "base", "output_dir": folder / "policy"}
+    succeeds(processes.script("sft", *flags(**some), plots=False))
+    return folder
+
+
+def options_of(name, small):
+    kind = KINDS.get(name, "prompts")
+    data = {"dataset": small / f"{kind}.jsonl", "eval_dataset": small / f"{kind}_test.jsonl"}
+    if name == "common.ai_feedback":
+        return {"model": "gold_labeler:exact", "dataset": data["dataset"]}
+    model = small / ("base" if name in KINDS else "policy")
+    more = {"reward": {"sft_model": model}, "advantage_model": {"policy": model}}
+    more |= {"dpo_iterative": {"offline_data": small / "preferences.jsonl"}}
+    return {"model": model, **data, **RUNS[name], **more.get(name, {})}
+
+
+def run(name, small, folder, *more, plots=False, cwd=processes.ROOT / "tests", **options):
+    how = {key: options.pop(key) for key in ("moment", "ranks", "restart", "kill_after") if key in options}
+    given = flags(**{**options_of(name, small), "output_dir": folder, **options})
+    return processes.script(name, *given, *more, plots=plots, cwd=cwd, **how)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small, tmp_path_factory):
+    """name -> a finished run of that script, and its seconds."""
+    runs = {}
+
+    def of(name):
+        if name not in runs:
+            folder, start = tmp_path_factory.mktemp(name) / "run", time.time()
+            succeeds(run(name, small, folder))
+            runs[name] = SimpleNamespace(folder=folder, seconds=time.time() - start)
+        return runs[name]
+
+    return of
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same_weights(folder, undisturbed):
+    got, want = weights(folder), weights(undisturbed)
+    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    assert (folder / "summary.json").exists() and not list(folder.rglob("*.tmp"))
+
+
+def last_line(ended):
+    """What stands at the end of a terminal."""
+    return [line for line in ended.err.replace("\r", "\n").splitlines() if line.strip()][-1]
+
+
+# -- kill -9 -----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undisturbed, tmp_path, name):
+    """Twice: the second time in a run that was resumed."""
+    whole, draw = undisturbed(name), random.Random(name)
+    for more in ([], ["--resume"]):
+        killed = run(name, small, tmp_path / "run", *more, kill_after=draw.random() * whole.seconds)
+        assert killed.code in (-9, 0)  # 0: it was sooner at its end
+    succeeds(run(name, small, tmp_path / "run", "--resume"))
+    assert_same_weights(tmp_path / "run", whole.folder)
+
+
+# -- Ctrl-C, a full disk, a rank that dies -----------------------------------------------
+LAST_CHECKPOINT = "interrupted: --resume goes on from the last checkpoint"
+# In every script the 4th step is in the middle of the run, and a checkpoint follows it
+MOMENTS = {"Ctrl-C": "interrupt row 4", "full disk": "full row 4", "dead rank": "rank1 row 4"}
+
+
+@pytest.fixture(scope="module")
+def stopped(small, tmp_path_factory):
+    """(name, moment) -> a folder with what a run left that ended there, and how it ended."""
+    runs = {}
+
+    def of(name, what):
+        if (name, what) not in runs:
+            folder, ranks = tmp_path_factory.mktemp(name) / "run", 1 + (what == "dead rank")
+            ended = run(name, small, folder, moment=MOMENTS.get(what, what), ranks=ranks)
+            runs[name, what] = SimpleNamespace(folder=folder, ended=ended)
+        return runs[name, what]
+
+    return of
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bits(small, undisturbed, stopped, tmp_path, name):
+    before = stopped(name, "Ctrl-C")
+    assert before.ended.code == 130 and "Traceback" not in before.ended.err, before.ended.err[-2000:]
+    assert LAST_CHECKPOINT in before.ended.err.splitlines()
+    assert (before.folder / "checkpoint" / "latest").exists()
+    shutil.copytree(before.folder, tmp_path / "run")
+    succeeds(run(name, small, tmp_path / "run", "--resume"))
+    assert_same_weights(tmp_path / "run", undisturbed(name).folder)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_ctrl_c_says_in_the_last_line_how_to_go_on(stopped, name):
+    assert last_line(stopped(name, "Ctrl-C").ended) == LAST_CHECKPOINT
+
+
+DISKS = [(name, "full disk") for name in SCRIPTS]  # no room for a checkpoint
+OTHER_DISKS = [("sft", f"full {moment}") for moment in ("start", "row 3", "results", "export", "summary")]
+OTHER_DISKS += [("rejection_sampling", "full results"), ("dpo_iterative", "full pool 2")]
+
+
+@pytest.mark.parametrize("name, what", [*DISKS, OTHER_DISKS[2], OTHER_DISKS[-1]])
+def test_a_full_disk_leaves_a_run_that_goes_on_to_the_same_bits(
+    small, undisturbed, stopped, tmp_path, name, what
+):
+    before = stopped(name, what)
+    assert before.ended.code in (1, 2) and not (before.folder / "summary.json").exists()
+    shutil.copytree(before.folder, tmp_path / "run") if before.folder.exists() else None
+    succeeds(run(name, small, tmp_path / "run", "--resume"))
+    assert_same_weights(tmp_path / "run", undisturbed(name).folder)
+
+
+TENSORS = [(name, f"full tensors {2 if name == 'ppo' else 4}") for name in ("sft", "ppo")]
+
+
+@pytest.mark.parametrize("name, what", DISKS + OTHER_DISKS + TENSORS)
+def test_a_full_disk_is_one_clear_line_at_the_end(stopped, name, what):
+    ended = stopped(name, what).ended
+    assert_error(ended)
+    assert last_line(ended) == ended.errors[0] and ": make room, then --resume" in ended.errors[0]
+
+
+RANKS = ("sft", "ppo", "dpo_iterative")  # a loop of each kind: two ranks take their seconds
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_after_a_rank_died_a_restart_by_torchrun_and_one_rank_go_on(
+    small, undisturbed, stopped, tmp_path, name
+):
+    """torchrun's restart without --resume; one rank with it, from the checkpoint of two."""
+    before = stopped(name, "dead rank")
+    assert "rank1 at row 4" in before.ended.err and before.ended.code not in (0, 124)
+    saved = (before.folder / "checkpoint" / "latest").read_text()
+    kept = read_json(before.folder / "checkpoint" / saved / "state.json")["logged_rows"]
+    for folder in ("two", "one"):
+        shutil.copytree(before.folder, tmp_path / folder)
+    ended = succeeds(run(name, small, tmp_path / "two", ranks=2, restart=1))
+    assert "another number of ranks" not in ended.out
+    ended = succeeds(run(name, small, tmp_path / "one", "--resume"))
+    assert "another number of ranks: random numbers start afresh" in ended.out
+    rows = {folder: read_jsonl(tmp_path / folder / "metrics.jsonl") for folder in ("two", "one")}
+    want = read_jsonl(undisturbed(name).folder / "metrics.jsonl")
+    for folder, found in rows.items():
+        assert found[:kept] == read_jsonl(before.folder / "metrics.jsonl")[:kept]  # their clock, too
+        assert [row["step"] for row in found] == [row["step"] for row in want]
+        assert (tmp_path / folder / "summary.json").exists()
+        if name in KINDS:  # nothing is sampled that is learnt from: the same weights but for rounding
+            got, whole = weights(tmp_path / folder), weights(undisturbed(name).folder)
+            assert all(torch.allclose(got[key], whole[key], atol=1e-5) for key in whole)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_that_dies_is_one_clear_line_of_the_others(stopped, name):
+    ended = stopped(name, "dead rank").ended
+    assert "Traceback" not in ended.err and "--resume" in last_line(ended)
+
+
+# -- an output directory that cannot be written ------------------------------------------
+def error_of(name, small, folder, **options):
+    """What main ends with in this process, which must be something that the user can mend."""
+    script = importlib.import_module(name)
+    given = {**options_of(name, small), "output_dir": folder, **options}
+    args = script.Args(**{k: str(v) if isinstance(v, Path) else v for k, v in given.items()})
+    with pytest.raises((InputError, OSError)) as error:
+        script.main(args)
+    return " ".join(str(error.value).split())
+
+
+@pytest.mark.parametrize("folder", ["file", "file/run", "/proc/run"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+def test_an_output_directory_that_cannot_be_made_is_named(small, tmp_path, name, folder):
+    (tmp_path / "file").write_text("somebody's")
+    assert str(tmp_path / folder) in error_of(name, small, tmp_path / folder)
+    assert (tmp_path / "file").read_text() == "somebody's"
+
+
+# -- data files of nonsense --------------------------------------------------------------
+NOISE = random.Random(0).randbytes(3000)
+LINES = {  # what a .jsonl file holds that no reader of rows can read, whatever else is in it
+    "random bytes": NOISE,
+    "zeros": bytes(1000),
+    "UTF-16": '{"prompt": "copy ant"}\n'.encode("utf-16"),
+    "latin-1": '{"prompt": "copy \xe4nt"}\n'.encode("latin-1"),
+    "a cut line": b'{"prompt": "copy ant", "comple',
+    "a list": b'["copy ant", "ant"]\n',
+    "a number": b"5\n",
+    "null": b"null\n",
+    "text": b'"copy ant"\n',
+    "one large list": b'[{"prompt": "copy ant"}, {"prompt": "copy bear"}]\n',
+    "a number of 9000 digits": b'{"prompt": ' + b"9" * 9000 + b"}\n",
+    "10000 brackets": b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}\n",
+    "10000 brackets that stay open": b"[" * 10_000 + b"\n",
+    "10 MB without a line's end": b'{"prompt": "' + b"ant " * 2_500_000,
+}
+
+
+def broken_files(folder, good):
+    """Files that cannot be read at all, by what is wrong with them."""
+    files = {f"lines.{number}.jsonl": good + content for number, content in enumerate(LINES.values())}
+    files |= {"empty.jsonl": b"", "blank.jsonl": b"\n \n\n", "cut.jsonl.gz": gzip.compress(good)[:-20]}
+    packed = bytearray(gzip.compress(good))
+    packed[len(packed) // 2] ^= 255
+    files |= {"altered.jsonl.gz": bytes(packed), "plain.jsonl.gz": good, "noise.jsonl.gz": NOISE}
+    files |= {"packed noise.jsonl.gz": gzip.compress(NOISE), "noise.parquet": NOISE, "empty.parquet": b""}
+    files |= {"empty.jsonl.gz": b"", "rows.json": good}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    for name, value in (("binary.parquet", b"ant"), ("numbers.parquet", 5)):  # columns of another type
+        columns = {key: [value] for key in ("prompt", "completion", "chosen", "rejected")}
+        pyarrow.parquet.write_table(pyarrow.table(columns), folder / name)
+    (folder / "folder.jsonl").mkdir()
+    return [*files, "binary.parquet", "numbers.parquet", "folder.jsonl"]
+
+
+WRONG = [None, 5, -1.5, True, [], {}, [1], ["ant"], [[]], [{}], [None], {"a": {"b": 1}}, "", " \n", "\ud800"]
+WRONG += [float("nan"), float("inf"), 10**400, json.loads("[" * 300 + "]" * 300), "ant <|end|> bear"]
+WRONG += [
+    [{"role": "user"}],
+    [{"role": "user", "content": None}],
+    [{"content": "ant"}, {"role": "assistant"}],
+]
+WRONG += [[{"role": "user", "content": [{"type": "text", "text": "ant"}]}]]
+NEEDED = {"sft": ["prompt", "completion"], "preferences": ["chosen", "rejected"], "prompts": ["prompt"]}
+NEEDED |= {"text": ["text"]}
+FEEDS = [  # script, argument, kind of rows
+    ("sft", "dataset", "sft"),
+    ("sft", "eval_dataset", "sft"),
+    ("reward", "dataset", "preferences"),
+    ("advantage_model", "dataset", "preferences"),
+    ("rejection_sampling", "dataset", "prompts"),
+    ("rejection_sampling", "sft_dataset", "sft"),
+    ("ppo", "dataset", "prompts"),
+    ("ppo", "ptx_dataset", "text"),
+    ("ppo", "rehearsal_data", "sft"),
+    ("ppo", "forget_dataset", "prompts"),
+    ("dpo_iterative", "dataset", "prompts"),
+    ("dpo_iterative", "offline_data", "preferences"),
+    ("common.ai_feedback", "dataset", "preferences"),
+]
+
+
+@functools.cache
+def plain(kind, split="train"):
+    """Some rows, with nothing but the columns that are needed."""
+    columns = sorted({*NEEDED[kind], *(["prompt"] if kind != "text" else [])})
+    return [{key: row[key] for key in columns} for row in tiny.rows(kind, split)[:400]]
+
+
+def odd_rows(kind, name):
+    """Rows that are JSON objects and no good for a script. A labeler is told texts without special tokens."""
+    good, special = plain(kind)[0], name != "common.ai_feedback"
+    wrong = [value for value in WRONG if special or "<|end|>" not in str(value)]
+    rows = [{**good, key: value} for key in NEEDED[kind] for value in wrong]
+    rows += [{k: v for k, v in good.items() if k != key} for key in NEEDED[kind]]
+    return rows + [{}, {"foo": 1}, {"messages": 5}, {"conversations": {}}, {"\ud800": "\ud800"}]
+
+
+@pytest.fixture(scope="module")
+def broken(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("broken")
+    return folder, broken_files(folder, (small / "sft.jsonl").read_bytes())
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+def test_a_file_that_cannot_be_read_is_named_and_an_old_run_stays(small, broken, undisturbed, tmp_path, name):
+    """Whatever else is wrong, --overwrite included."""
+    folder, files = broken
+    shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    for file in files:
+        message = error_of(name, small, tmp_path / "run", overwrite=True, dataset=folder / file)
+        row = {"lines": f"{file}:401: "}
+        row |= {"binary": f"({file}:1)", "numbers": f"({file}:1)"}
+        assert row.get(file.split(".")[0], file) in message and len(message) < 500, message
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+
+
+@pytest.mark.parametrize("name, argument, kind", FEEDS)
+def test_rows_that_are_no_good_are_an_error_that_names_the_first_of_each_kind(
+    small, tmp_path, capsys, name, argument, kind
+):
+    rows = odd_rows(kind, name)
+    path = write_rows(tmp_path / "odd.jsonl", rows)
+    message = error_of(name, small, tmp_path / "run", **{argument: path})
+    assert f"{path}: none of its {len(rows)} rows " in message and not (tmp_path / "run").exists()
+    assert "(odd.jsonl:1)" in message
+    printed = capsys.readouterr().out
+    assert f"dropped {len(rows)} of {len(rows)} rows" in printed and printed.isascii()
+
+
+def some_good(kind, split, n):
+    return plain(kind, split)[1 : n + 1]
+
+
+# Of columns that a row need not have. What they make of the row is not said here
+OTHERS = [
+    {"category": x} for x in (5, [], ["a"], math.nan, 10**400, "", "x" * 9999, "a/b\n\0\x1b[2J", WRONG[18])
+]
+OPTIONAL = (
+    "is_safety gold chosen_gold utility margin rating preference chosen_score score_chosen responses id"
+)
+OTHERS += [{key: x} for key in OPTIONAL.split() for x in WRONG if x != "\ud800"]
+OTHERS += [
+    {"chosen_score": 1e308, "rejected_score": -1e308},
+    {"chosen_gold": math.nan, "rejected_gold": 1e308},
+]
+
+
+def run_on(name, small, folder, rows, **options):
+    """A run whose training and held-out rows are `rows(kind, split)`."""
+    kind, files = KINDS.get(name, "prompts"), {}
+    for split, argument in (("train", "dataset"), ("test", "eval_dataset")):
+        files[argument] = write_rows(folder / f"{split}.jsonl", rows(kind, split))
+    if name == "common.ai_feedback":
+        files.pop("eval_dataset")
+    return run(name, small, folder / "run", **files, **options)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small, tmp_path, name):
+    def rows(kind, split):
+        good = some_good(kind, split, 400)[-20:]
+        others = [{**row, **OTHERS[i]} for i, row in enumerate(some_good(kind, split, len(OTHERS)))]
+        column = "prompt" if (name, split) == ("sft", "train") else "id"
+        large = {**good[0], column: ("x" * 99 + " ") * 100_000}  # 10 MB, of a prompt or of no matter
+        return [*good[:9], *odd_rows(kind, name), *others, *good[9:], large]
+
+    ended = succeeds(run_on(name, small, tmp_path, rows))
+    assert (tmp_path / "run" / "summary.json").exists()
+    for split in ("train", "test")[: 1 if name == "common.ai_feedback" else 2]:
+        kind = KINDS.get(name, "prompts")
+        n, bad = len(rows(kind, split)), len(odd_rows(kind, name))
+        (dropped,) = re.findall(rf"{split}.jsonl: dropped (\d+) of {n} rows", ended.out)
+        assert int(dropped) >= bad
+
+
+@pytest.mark.parametrize(
+    "name, category",
+    [
+        ("sft", "\ud800"),
+        *[(name, "\ud800") for name in ("reward", *SCRIPTS[3:], "common.ai_feedback")],
+        *[(name, "$\\frac$") for name in ("reward", "ppo")],
+    ],
+)
+def test_categories_may_have_any_name(small, tmp_path, name, category):
+    def rows(kind, split):
+        return [
+            {**row, "category": ("ant", category)[i % 2]} for i, row in enumerate(some_good(kind, split, 24))
+        ]
+
+    ended = run_on(name, small, tmp_path, rows, plots=True)
+    assert "Traceback" not in ended.err and ended.code in (0, 2), ended.err[-2000:]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "ppo"])
+def test_an_error_is_short_however_long_the_names_of_columns_are(small, tmp_path, name):
+    path = write_rows(tmp_path / "long.jsonl", [{"a" * 10_000: 1}])
+    assert len(error_of(name, small, tmp_path / "run", dataset=path)) < 1000
