@@ -1301,3 +1301,43 @@ def test_labels_ratings_and_revisions_go_through_the_scripts(pairs, prompts, tmp
     for r in pool:  # the rater's
         s = gold_labeler.rating(r["prompt"][-1]["content"], r["response"])
         assert r["score"] == pytest.approx((0.8 * s + 0.2 * (1 if s > 5 else 10) - 5.5) / 4.5, abs=1e-6)
+
+
+# -- the whole chain, in small ---------------------------------------------------------------
+def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for_ppo(tmp_path):
+    """reward.py, sft.py and ppo.py take what the labeler gives as it is; tests/benchmarks/rlaif.py has sizes
+    that show an effect."""
+    few = {"max_steps": 2, "batch_size": 4, "micro_batch_size": 4, "max_length": 64, "plots": False}
+    smaller_model(tmp_path / "policy")
+    kinds = {"preferences": "label", "prompts": "revise"}
+    for kind, task in kinds.items():
+        for split, n in (("train", 24), ("test", 8)):
+            write_rows(tmp_path / f"{kind}.{split}.jsonl", tiny.rows(kind, split)[:n])
+        succeeds(script(tmp_path / task, tmp_path / f"{kind}.train.jsonl", task))
+
+    def trained(name, folder, **options):
+        options = {"model": tmp_path / "policy", "output_dir": tmp_path / folder, **options}
+        plots = options.pop("plots", False)
+        succeeds(processes.script(name, *flags(**options), cwd=TESTS, plots=plots))
+        return tmp_path / folder
+
+    test = {"eval_dataset": tmp_path / "preferences.test.jsonl", "sft_model": tmp_path / "policy"}
+    folder = trained(
+        "reward", "reward", dataset=tmp_path / "label/rows.jsonl", length_prompts=0, **test, **few
+    )
+    rows = read_jsonl(tmp_path / "label" / "rows.jsonl")
+    first = read_jsonl(folder / "metrics.jsonl")
+    assert all(0 < row["preference"] < 1 for row in rows)  # soft labels, and learnt as such:
+    steps = [row["loss/reward"] for row in first if "loss/reward" in row]
+    assert len(steps) == 2 and all(map(math.isfinite, steps))
+    sft = write_rows(tmp_path / "sft.test.jsonl", tiny.rows("sft", "test")[:8])
+    options = {"dataset": tmp_path / "revise/rows.jsonl", "eval_dataset": sft}
+    trained("sft", "revised", sample_prompts=0, **options, **few)
+    options = {"dataset": tmp_path / "prompts.train.jsonl", "eval_dataset": tmp_path / "prompts.test.jsonl"}
+    options |= {"scorer": "common.ai_feedback:rater=gold_labeler:exact", "iterations": 1, "max_length": 64}
+    options |= {"prompts_per_iteration": 8, "minibatch_size": 16, "max_new_tokens": 24, "eval_prompts": 8}
+    folder = trained("ppo", "ppo", **options)
+    for row in read_jsonl(folder / "samples.jsonl"):
+        s = gold_labeler.rating(row["prompt"][-1]["content"], row["response"])
+        wanted = 0.8 * s + 0.2 * (1 if s > 5 else 10)
+        assert row["score"] == pytest.approx((wanted - 5.5) / 4.5)
