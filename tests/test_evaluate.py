@@ -872,7 +872,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
         (["--n-bootstrap", "1"], "--n-bootstrap 1: wanted 2 or more"),
         (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
-        (["--max-length", "26"], "none of its 1000 rows can be used as a prompt.*longer than 2 tokens"),
+        (["--max-length", "26"], "none of its 1000 rows can be used.*longer than 2 tokens"),
         (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
         (["--slots", "0"], "--slots 0"),
         (["--output-dir", ""], "--output-dir is empty"),

@@ -299,7 +299,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
     rows = [{"text": "the ant"}, {"text": " "}, {"text": None}, {"other": 1}, {"text": "a bear"}, {"text": 3}]
     assert [d.row.where for d in texts_of(tmp_path, *rows)] == ["text.jsonl:1", "text.jsonl:5"]
     assert "text.jsonl:2" in capsys.readouterr().out
-    with pytest.raises(InputError, match="none of its 2 rows has a `text`"):
+    with pytest.raises(InputError, match="none of its 2 rows can be used: no text .text.jsonl:1"):
         texts_of(tmp_path, *rows[1:3])
 
 

@@ -78,3 +78,11 @@ def test_no_machines_path_or_registry_is_named():
         ):
             text = path.read_text(errors="replace")
             assert not re.search(r"(?<![\w.])/(tmp|work|home|root)/\w", text), path
+
+
+def test_every_picture_has_a_run_that_makes_it_and_is_shown(monkeypatch):
+    monkeypatch.syspath_prepend(processes.ROOT / "tests" / "benchmarks")
+    made = {f"{name}.png" for name in importlib.import_module("pictures").PICTURES}
+    there = {path.name for path in (processes.ROOT / "docs").iterdir()}
+    assert made == there == set(re.findall(r"!\[[^]]+\]\(docs/(\w+\.png)\)", README))
+    assert all(path.stat().st_size < 100_000 for path in (processes.ROOT / "docs").iterdir())

@@ -1,0 +1,53 @@
+"""Bring the pictures in docs/ up to date from the plots that runs left. One whose run is not there stays as it is, and
+what makes it is said.
+
+    python tests/benchmarks/pictures.py                     after the quickstart
+"""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
+    "sft_tiny": ("sft/metrics.png", "python sft.py"),
+    "tiny_scores": ("advantage_model/scores.png", "python reward.py, then python advantage_model.py"),
+    "tiny_best_of_n": ("rejection_sampling/best_of_n.png", "python rejection_sampling.py"),
+    "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
+    "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),
+    "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
+    "ppo_overoptimisation": ("ppo_arms/2_0/frontier.png", "tests/benchmarks/ppo_arms.py --only 2"),
+    "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
+    "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
+    "hh_scores": ("hh_reward/scores.png", "README's reward.py on HH-RLHF --output-dir runs/hh_reward"),
+    "hh_ppo": ("hh_ppo/metrics.png", "README's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
+    "smollm2_best_of_n": ("smollm2_rs/best_of_n.png", "README's rejection_sampling.py --output-dir runs/smollm2_rs"),
+}
+LARGEST = 100_000  # bytes: a repository keeps every version for ever
+
+
+@dataclass
+class Args:
+    runs: str = "runs"
+    """Where the runs are."""
+    docs: str = str(ROOT / "docs")
+    """Where the pictures go."""
+
+
+def main(args: Args):
+    for name, (plot, command) in PICTURES.items():
+        path = Path(args.runs, plot)
+        if not path.exists():
+            print(f"{name}.png stays: no {path} ({command})")
+        elif path.stat().st_size > LARGEST:
+            sys.exit(f"{path} has more than {LARGEST:,} bytes")
+        else:
+            shutil.copyfile(path, Path(args.docs, f"{name}.png"))
+            print(f"{name}.png from {path}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
