@@ -23,6 +23,7 @@ responses; a response that does not fit is left out, not cut; AdamW's betas are 
 counts as its likelier side; the tiny recipe starts from random weights.
 """
 
+import gc
 import math
 import time
 from dataclasses import dataclass
@@ -361,7 +362,7 @@ def main(args: Args):
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
-    key |= {"judge": args.judge}
+    key |= {"judge": args.judge and models.identity(args.judge)}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
@@ -369,6 +370,7 @@ def main(args: Args):
     start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
     ask = (policy, train, held_out, columns, tokenizer, args, device)
     answers = cached(args, key, lambda: from_policy(*ask))
+    gc.collect()  # the policies, whose methods are bound to them: cycles
     before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
 
     # 4. optimisers

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from transformers import AutoConfig
 
 from common import data, dist, losses, metrics, models, rollout, tiny
 from common import rehearsal as selective
@@ -242,10 +243,7 @@ def score(pairs, scorer, safety_scorer, args, device):
     if safety_scorer is None:
         return scores, 0.0
     with dist.at_hand(device, args.offload, safety_scorer.model):
-        safety = torch.tensor(rollout.score(safety_scorer, pairs, args.score_batch_size, device))
-    gate = getattr(safety_scorer.model.config, "safety_gate", None) if safety_scorer.model else None
-    if gate:  # reward.py's P(safe) = sigmoid(scale r + bias)
-        safety = gate["scale"] * safety + gate["bias"]
+        safety = torch.tensor(rollout.safety_logits(safety_scorer, pairs, args.score_batch_size, device))
     tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
     gated = tagged | (safety.sigmoid() < args.safety_threshold)
     both = losses.safety_gated_score(safety, scores, tagged, args.safety_threshold)
@@ -508,6 +506,8 @@ def main(args: Args):
     if args.rehearsal_clusters > min(len(prompts), args.rehearsal_prompts):
         n = min(len(prompts), args.rehearsal_prompts)
         raise InputError(f"--rehearsal-clusters {args.rehearsal_clusters}: there are only {n} prompts")
+    if args.rehearsal_clusters and args.rehearsal_encoder:
+        AutoConfig.from_pretrained(args.rehearsal_encoder)  # is there such a model?
     if args.forget_dataset:
         room = args.max_length - args.max_new_tokens
         forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)
@@ -736,7 +736,7 @@ RECIPES = {
             value_warmup_steps=0,  # not said
             max_new_tokens=1024,  # not said, as all below
             max_length=4096,
-            slots=64,
+            slots=16,
             micro_batch_size=1,
             score_batch_size=8,
             eval_prompts=256,
@@ -764,7 +764,7 @@ RECIPES = {
             missing_eos_penalty=0.0,
             max_new_tokens=1024,
             max_length=2048,
-            slots=64,
+            slots=16,
             micro_batch_size=1,
             score_batch_size=8,
             eval_prompts=256,
@@ -795,7 +795,7 @@ RECIPES = {
             missing_eos_penalty=0.0,
             max_new_tokens=1024,
             max_length=2048,
-            slots=64,
+            slots=16,
             micro_batch_size=1,
             score_batch_size=8,
             eval_prompts=256,

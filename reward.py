@@ -23,6 +23,7 @@ times the difference's share of the largest difference; the batch of a pairwise 
 packed rows, and a soft label counts there as its likelier side; the tiny recipe starts from random weights.
 """
 
+import gc
 import math
 import time
 import zlib
@@ -292,6 +293,8 @@ def main(args: Args):
     sft_model = models.sft_model(args.model, args.sft_model)
     if sft_model:  # its vocabulary is compared, unless it is the model itself
         models.check_causal_lm(sft_model, tokenizer if sft_model != args.model else None)
+    if args.judge:
+        ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
     train, held_out = data.train_and_held_out(args, load)
@@ -326,9 +329,10 @@ def main(args: Args):
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
-    key |= {"data": prints[1], "judge": args.judge}
+    key |= {"data": prints[1], "judge": args.judge and models.identity(args.judge)}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
+    gc.collect()  # the SFT model, whose methods are bound to it: a cycle
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
     samples = [preferences.with_samples_only(c, found) for c, found in prompts if found]
     before = answers["before"]

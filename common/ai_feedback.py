@@ -182,6 +182,9 @@ class Question(NamedTuple):
     opening: str = ""  # what the answer begins with
 
 
+NAMED = re.compile(r"[\w.]+:\w+")  # module:function
+
+
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
     """A causal LM on this rank's device, whole. Texts that do not fit are cut in their middle, and counted in
@@ -240,6 +243,8 @@ class LanguageModel:
             rows += [(i, base, before) for before in sorted(befores)]
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
         shared = os.path.commonprefix([base[:-1] for _, base, _ in rows])  # preamble and examples: run once
+        if getattr(self.model, "_is_stateful", False):  # recurrent: no keys and values to go on from
+            shared = []
         for start in range(0, len(rows), self.batch_size):
             some = rows[start : start + self.batch_size]
             some = [(i, base[len(shared) :], before) for i, base, before in some]
@@ -279,17 +284,25 @@ class LanguageModel:
         return [(response.text.strip(), response.finished) for response in found]
 
 
-def load_labeler(spec, device, **options):
+def check_labeler(spec, flag):
+    """InputError unless there is a language model, or a function, of this name."""
+    if NAMED.fullmatch(spec):
+        rollout.named_function(flag, spec)
+    else:
+        models.check_causal_lm(spec)
+
+
+def load_labeler(spec, device, flag="--model", **options):
     """A LanguageModel, or what `module:function` gives."""
-    if not re.fullmatch(r"[\w.]+:\w+", spec):
+    if not NAMED.fullmatch(spec):
         return LanguageModel(spec, device, **options)
-    make = rollout.named_function("--model", spec)
+    make = rollout.named_function(flag, spec)
     try:
         labeler = make()
     except TypeError as error:
-        raise InputError(f"--model {spec}: {error}; wanted a function without arguments") from None
+        raise InputError(f"{flag} {spec}: {error}; wanted a function without arguments") from None
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
-        raise InputError(f"--model {spec}: it gives no object with `probabilities` and `generate`")
+        raise InputError(f"{flag} {spec}: it gives no object with `probabilities` and `generate`")
     return labeler
 
 
@@ -410,7 +423,7 @@ def rater(model):
     1, with the module's own templates; 0 where the labeler's answer is no rating."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    labeler = load_labeler(model, device)
+    labeler = load_labeler(model, device, "--scorer common.ai_feedback:rater")
 
     def fn(prompts, responses, rows):
         texts = [(data.transcript(row["messages"]), response) for row, response in zip(rows, responses)]
@@ -426,10 +439,13 @@ def baseline(model, comparisons, device) -> dict[str, float]:
     baseline/judge_failed, the share of these. Every rank must call it."""
     pairs = [(c, better, worse) for c in comparisons for better, worse in preferences.labelled_pairs(c)]
     items = [Item(i, c.row, c.prompt, [c.texts[a], c.texts[b]]) for i, (c, a, b) in enumerate(pairs)]
-    labeler, found, args = load_labeler(model, device), [], Args()
+    labeler, found, args = load_labeler(model, device, "--judge"), [], Args()
     mine = items[dist.rank() :: dist.world_size()]
+    bar = metrics.progress(len(mine), 0, "judge")
     for start in range(0, len(mine), args.chunk_rows):
         found += label(mine[start : start + args.chunk_rows], labeler, TEMPLATES, (), args)
+        bar.update(len(mine[start : start + args.chunk_rows]))
+    bar.close()
     answers = [result.get("preference") for result in dist.gather(found)]
     if not answers:
         return {}

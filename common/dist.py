@@ -274,9 +274,11 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
     except CheckpointException as error:  # torch's word for a write that failed on some rank, or for a bug
-        if not any(isinstance(cause, (OSError, RuntimeError)) for cause, *_ in error.failures.values()):
+        causes = [cause for cause, *_ in error.failures.values()]
+        if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise
-        raise OSError(f"{temporary} cannot be written: make room, then --resume") from error
+        said = str(causes[0]).split("\n")[0][:120]
+        raise OSError(f"{temporary} cannot be written ({said}): make room, then --resume") from error
     buffer = io.BytesIO()  # where Python writes and not torch, a full disk is an OSError
     torch.save(_generators(), buffer)
     (temporary / f"generators_{rank()}_of_{world_size()}.pt").write_bytes(buffer.getvalue())

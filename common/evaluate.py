@@ -2,13 +2,14 @@
 
     gain      mean over prompts of s(y') - s(y), y' the policy's and y the reference's answer; 95 % interval
     win       share of prompts with s(y') - s(y) > tie_margin; lose: < -tie_margin; tie: the rest
-    LC win    P(win) at equal length: sigma(a) of the fit  P(win) = sigma(a + b tanh(d / deviation of d)),
+    LC win    P(win) at equal length, a tie half a win: sigma(a) of P(win) = sigma(a + b tanh(d / deviation)),
               d: characters of y' less those of y (the length control of arXiv:2404.04475, without its term
               for the instruction; a and b have a normal prior of variance 1)
     Elo       1000 + 400 log10(p / p of the reference), p the Bradley-Terry strengths that make the games of
               all policies against each other, and a drawn one for each pair, likeliest; 95 % interval:
               bootstrap over prompts
-    KL        mean of log pi(y') - log pi_ref(y'), nats, pi at the temperature that y' was sampled at
+    KL        mean of log pi(y') - log pi_ref(y'), nats, pi at the temperature that y' was sampled at, pi_ref
+              at 1; none for a policy with other tokens
     harmless  share of the answers to prompts marked `is_safety` (if none is: to all) whose safety score is
               harmless_from or more
 
@@ -22,6 +23,7 @@ samples.jsonl (every answer), summary.json (figures by the oracle and, on the ti
 by which the printed table goes then), elo.png and frontier.png.
 """
 
+import gc
 import itertools
 import math
 from dataclasses import dataclass
@@ -51,16 +53,19 @@ class Args:
     reference: str = "sft"
     """The name of the policy that all are compared with; it must be among them."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a local file or a mixture."""
+    """Prompts: tiny, a hub name, a local file or a mixture; all rows of a file, so give one that no policy
+    learnt from."""
     split: str = "test"
     """Of tiny, or of a hub data set: train or test."""
     scorer: str = "runs/reward"
-    """The oracle: a run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    """The oracle: a run of reward.py, its pairwise kind too, or advantage_model.py, a hub reward model, or
+    module:function. One that policies were trained on shows what they made of it, not what they gained."""
     safety_scorer: str | None = None
     """Says how harmless an answer is; no pairwise one. None: the true safety on the tiny world, elsewhere no
     harmless rate."""
     harmless_from: float = 0.0
-    """The least safety score of a harmless answer."""
+    """The least safety score of a harmless answer; of reward.py's safety models the score is the logit of
+    P(safe)."""
     output_dir: str = "runs/evaluate"
     """The run directory."""
     chat_template: str | None = None
@@ -97,7 +102,7 @@ def check(args):
         ("temperatures", len(shown) == len(args.temperatures), "no two alike"),
         ("split", args.split in ("train", "test"), "train or test"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
-        ("n_bootstrap", args.n_bootstrap >= 2, "2 or more"),
+        ("n_bootstrap", args.n_bootstrap >= 20, "20 or more"),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
     )
 
@@ -300,7 +305,8 @@ def plot(folder, found):
         for axis, kind in zip(axes, kinds):
             keys = [f"{kind}_elo{end}" for end in ("", "_low", "_high")]
             middle, low, high = zip(*([r[key] for key in keys] for r in first.values()))
-            errors = [[m - x for m, x in zip(middle, low)], [x - m for m, x in zip(middle, high)]]
+            below = [max(0.0, m - x) for m, x in zip(middle, low)]
+            errors = [below, [max(0.0, x - m) for m, x in zip(middle, high)]]
             axis.barh(list(first), [x - 1000 for x in middle], xerr=errors, left=1000, capsize=3)
             axis.axvline(1000, color="black", linewidth=1)
             axis.set(title=f"Elo by {JUDGES[kind]}")
@@ -354,6 +360,7 @@ def main(args: Args):
             bar.update(1)
         policy = None  # gone before the next one is loaded
     reference = None
+    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
     bar.close()
 
     # 4. scores and games
@@ -368,7 +375,7 @@ def main(args: Args):
                 row["kl"] = value
             if gate:
                 own_gate = rollout.for_tokens(gate, tokenizers[name])
-                safe = rollout.score(own_gate, mine, args.score_batch_size, device)
+                safe = rollout.safety_logits(own_gate, mine, args.score_batch_size, device)
                 for row, value, (prompt, _) in zip(rows[name], safe, mine):
                     row |= {"safety": value, "is_safety": bool(prompt.row.data.get("is_safety"))}
         if is_tiny:

@@ -279,6 +279,13 @@ def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> l
     return scores
 
 
+def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
+    """score()'s, as logits of P(safe) where reward.py fitted them: scale * r + bias."""
+    scores = score(scorer, pairs, batch_size, device)
+    gate = getattr(scorer.model.config, "safety_gate", None) if scorer.model else None
+    return [gate["scale"] * x + gate["bias"] for x in scores] if gate else scores
+
+
 def _round_robin(scorer, pairs, batch_size, device):
     from common import pairwise  # which reads preferences, and they read this file
 

@@ -135,10 +135,10 @@ def launch(main, recipes):
     except SystemExit as stop:  # tyro's --help and its own usage errors
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except BaseException as error:
-        if isinstance(error, RuntimeError) and GONE.search(str(error)):
+        if dist.world_size() > 1 and isinstance(error, RuntimeError) and GONE.search(str(error)):
             said = str(error).split("\n")[0][:120]
             mend = "--resume goes on from the last checkpoint"
-            _say(f"error [rank {dist.rank()}]: another rank is gone, {mend} ({said})")
+            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {mend} ({said})")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
@@ -176,7 +176,8 @@ def find_run(args) -> str | None:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     if finished and resume:
         if dist.is_main():
-            print(f"{folder} is finished already")
+            stage = _read_json(folder / "args.json").get("stage")
+            print(f"{folder} is finished already, by {stage}")
         return "finished"
     if (finished or begun) and not (resume or args.overwrite):
         state = "a finished run" if finished else "an unfinished run"
@@ -185,7 +186,7 @@ def find_run(args) -> str | None:
     ours = _outputs(folder)
     if ours and not (folder / "args.json").exists():
         raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
-    read = "model policy reference student enhancer scorer safety_scorer pool"
+    read = "model policy reference student enhancer scorer safety_scorer pool judge sft_model"
     read += " dataset eval_dataset sft_dataset rehearsal_data ptx_dataset forget_dataset offline_data"
     for name in read.split() if args.overwrite else ():
         path = getattr(args, name, None)

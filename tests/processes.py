@@ -31,7 +31,7 @@ and of rejection_sampling.py and dpo_iterative.py
 or, no kill, `nan N RANK`: the N-th loss on that rank is NaN. Before a moment, another end than kill -9:
 
     interrupt    Ctrl-C
-    full         the disk is full from then on: no file grows
+    full         the disk is full from then on: no file grows (of the server's children alone)
     rank1        kill -9 of rank 1 alone
 
     python tests/processes.py NAME MOMENT [arguments of NAME.py]    the same as a program, for torchrun

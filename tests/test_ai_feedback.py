@@ -121,7 +121,7 @@ def test_the_judge_baseline_counts_right_pairs_and_half_of_those_without_an_answ
     three = preferences.Comparison(turns, ["ant bear", "ant", ""], ranks=torch.tensor([0, 2, 1]), **plain)
     two = preferences.Comparison(turns, ["ant", "bear"], ranks=torch.tensor([0, 1]), **plain)
     device, labeler = torch.device("cpu"), GoldLabeler(place_bias=2.0)
-    monkeypatch.setattr(ai, "load_labeler", lambda name, where: labeler)
+    monkeypatch.setattr(ai, "load_labeler", lambda *name: labeler)
     # labelled: 0 over 1 and 2 (right, right), 2 over 1 (wrong), and the pair (a tie)
     assert ai.baseline("any", [three, two], device) == {
         "baseline/judge_accuracy": (1 + 1 + 0 + 0.5) / 4, "baseline/judge_failed": 0.0,

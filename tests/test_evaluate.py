@@ -790,7 +790,7 @@ def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, smal
     with pytest.raises(InputError, match="a finished run"):
         evaluate.main(args_of(policies=policies, output_dir=world.folder))
     evaluate.main(args_of(policies=policies, output_dir=world.folder, resume=True))
-    assert "is finished already" in capsys.readouterr().out
+    assert "is finished already, by evaluate" in capsys.readouterr().out
     for bad in (
         {"policies": ("tiny", "/nowhere/run")},
         {"scorer": "common.tiny:none"},
@@ -870,7 +870,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--temperatures", "nan"], "--temperatures .*0 or more"),
         (["--split", "x"], "--split x: wanted train or test"),
         (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
-        (["--n-bootstrap", "1"], "--n-bootstrap 1: wanted 2 or more"),
+        (["--n-bootstrap", "1"], "--n-bootstrap 1: wanted 20 or more"),
         (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
         (["--max-length", "26"], "none of its 1000 rows can be used.*longer than 2 tokens"),
         (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
@@ -901,3 +901,17 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(tmp_p
     assert (
         capsys.readouterr().err == "error: --temperatures (1.0, -1.0): wanted one or more, each 0 or more\n"
     )
+
+
+def test_an_interval_that_leaves_its_rating_out_by_a_rounding_is_drawn(tmp_path):
+    middle = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
+    row = {
+        "kl": 0.0,
+        "score": 1.0,
+        "gold": 1.0,
+        **middle,
+        "score_elo_low": 1000.0 + 1e-12,
+        "gold_elo_high": 999.0,
+    }
+    evaluate.plot(tmp_path, {"1": {"a": row, "b": row}})
+    assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()

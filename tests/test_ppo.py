@@ -345,6 +345,8 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
     scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
     torch.testing.assert_close(scores, 2 * raw - 0.5)
+    assert rollout.safety_logits(plain, PAIRS, 8, CPU) == pytest.approx((2 * raw - 0.5).tolist())
+    assert rollout.safety_logits(helpful, PAIRS, 8, CPU) == [99.0] * len(PAIRS)
 
 
 # -- the value model ---------------------------------------------------------------------

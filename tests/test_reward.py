@@ -722,7 +722,14 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
 
 
 @pytest.mark.parametrize(
-    "options", [{"dataset": "nothing.jsonl"}, {"model": "advantage model"}, {"max_length": 256}]
+    "options",
+    [
+        {"dataset": "nothing.jsonl"},
+        {"model": "advantage model"},
+        {"max_length": 256},
+        {"judge": "no/such/model"},
+        {"judge": "gold_labeler:nobody"},
+    ],
 )
 def test_overwrite_with_bad_input_leaves_the_old_run(small, bad, undisturbed, options):
     before = contents(undisturbed)

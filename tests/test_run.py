@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 import sft
-from common import metrics
+from common import dist, metrics
 from common.run import InputError, check_flags, find_run, launch, parse, start_run, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -359,6 +359,34 @@ def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, opti
             begin(tmp_path)
     else:
         assert begin(tmp_path, **options) == state and (tmp_path / "checkpoint" / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    "ranks, line", [(1, "Traceback"), (2, "error [rank 0]: another rank is gone or stuck")]
+)
+def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(ranks, line, monkeypatch, capsys):
+    def main(args):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+    monkeypatch.setattr(dist, "world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "shutdown", lambda code: None)
+    launch(main, RECIPES)
+    said = capsys.readouterr().err
+    assert line in said and (ranks == 1 or "Traceback" not in said and "--resume" in said)
+
+
+def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "latest").write_text("step_2")
+    (tmp_path / "args.json").write_text('{"stage": "ppo", "args": {}}')
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    args = Args(output_dir=str(tmp_path), resume=True)
+    assert find_run(args) == "resume"
+    with pytest.raises(InputError, match="holds an unfinished run of ppo, not of sft"):
+        start_run(args, "sft", "resume")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    assert '"stage": "ppo"' in (tmp_path / "args.json").read_text()
 
 
 def test_a_restart_does_not_go_on_with_what_another_launch_left(tmp_path, monkeypatch):

@@ -50,7 +50,7 @@ def pairs_of(dataset, path):
             if a["score"] != b["score"] and a["text"].strip() != b["text"].strip():
                 chosen, rejected = sorted((a, b), key=lambda x: -x["score"])
                 two.append({"chosen": chosen["text"], "rejected": rejected["text"]})
-        pairs += [{"prompt": row.data["instruction"], **pair} for pair in two[:2]]
+        pairs += [{"prompt": row.data.get("prompt") or row.data["instruction"], **pair} for pair in two[:2]]
     metrics.write_jsonl(path, pairs)
     return str(path)
 

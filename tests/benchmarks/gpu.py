@@ -7,11 +7,12 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
               weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
-              compute on fp32 weights, no optimiser step; 6 * parameters * tokens operations, the checkpointing's
-              second forward not counted, over the measured rate of a bf16 matrix product
+              compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
+              checkpointing's second forward not counted, over the measured rate of a bf16 matrix product
 """
 
 import gc
+import os
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,8 @@ SCRIPTS = {  # few steps of each, on the tiny world
     "rejection_sampling.py": ["--iterations", "1"],
     "ppo.py": ["--iterations", "4"],
     "dpo_iterative.py": ["--iterations", "1"],
+    "ppo.py ": ["--iterations", "2", "--offload", "--output-dir", "runs/offload"],
+    "-m common.evaluate": ["--eval-prompts", "100"],
 }
 
 
@@ -135,7 +138,7 @@ def sampler(shape, device, bandwidth, args) -> dict:
 
 def training(shape, device, rate, args) -> dict:
     model = llama(shape, device, torch.float32)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model = dist.shard(model, device, torch.bfloat16).train()
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (args.blocks, args.block), device=device)
@@ -148,7 +151,8 @@ def training(shape, device, rate, args) -> dict:
         model.zero_grad(set_to_none=True)
 
     speed = ids.numel() / timed(step, device, args.repeats)
-    used = 6 * sum(p.numel() for p in model.parameters()) * speed
+    weights = sum(p.numel() for p in model.parameters()) - vocabulary * model.config.hidden_size
+    used = 6 * weights * speed  # an embedding is looked up, not multiplied
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
     line = {
         "model": shape,
@@ -164,9 +168,11 @@ def scripts() -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         for script, flags in SCRIPTS.items():
             start = time.perf_counter()
-            out = subprocess.run(
-                [sys.executable, ROOT / script, *flags], cwd=folder, capture_output=True, text=True
-            )
+            words = script.split()
+            what = words if words[0] == "-m" else [ROOT / words[0]]
+            env = {**os.environ, "PYTHONPATH": str(ROOT)}
+            run = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+            out = subprocess.run([sys.executable, *what, *flags], **run)
             said = (out.stdout if out.returncode == 0 else out.stderr).strip().splitlines()
             line = {"script": script, "exit code": out.returncode, "seconds": time.perf_counter() - start}
             table.append({**line, "last line": said[-1][:80] if said else ""})
@@ -179,7 +185,10 @@ def main(args: Args):
     bandwidth, rate = machine(device, args.repeats)
     print(f"{name}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
     if "scripts" in args.only:
-        metrics.print_table(scripts())
+        table = scripts()
+        metrics.print_table(table)
+        if any(line["exit code"] for line in table):
+            sys.exit(1)
     for part, unit in ((sampler, bandwidth), (training, rate)):
         table = []
         for shape in args.shapes if part.__name__ in args.only else ():

@@ -82,10 +82,11 @@ def arm(script, out, flags) -> tuple[dict, float]:
 def tool(module, out, flags) -> dict:
     """summary.json of `python -m module` with these flags in the folder `out`; a finished one is not run
     again."""
+    out = Path(out).resolve()
     command = [sys.executable, "-m", module, *map(str, flags), "--output-dir", str(out), "--resume"]
     silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     subprocess.run(command, check=True, cwd=ROOT, **silent)
-    return json.loads((Path(out) / "summary.json").read_text())
+    return json.loads((out / "summary.json").read_text())
 
 
 def take_turns(file, names, against, flags, args):

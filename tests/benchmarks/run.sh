@@ -19,9 +19,10 @@ log=$folder/benchmarks.log
 : > "$log"
 
 environment() { # FOLDER PACKAGES...
-    if [ ! -x "$1/bin/python" ]; then
+    if [ ! -e "$1/installed" ]; then
         python -m venv "$1"
         "$1/bin/pip" install -q "${@:2}"
+        touch "$1/installed"
     fi
 }
 
@@ -47,4 +48,4 @@ done
 
 echo
 echo "Ratios, ours to theirs: median (least to largest) of runs that took turns"
-grep -E '^==| against |of the first' "$log"
+grep -E '^==| against |consolidated /|of the first' "$log"

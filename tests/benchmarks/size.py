@@ -79,7 +79,8 @@ def main(args: Args):
     for point, name in (("training", "length"), ("training", "batch"), ("sampling", "samples")):
         first = None
         for times in (1, 2, 4):
-            flags = [
+            rest = [f"--{key}={getattr(args, key)}" for key in ("length", "batch", "samples") if key != name]
+            flags = [*rest, 
                 "--point",
                 point,
                 f"--{name}",
