@@ -6,10 +6,11 @@
 #
 # FOLDER gets TRL's environments and benchmarks.log. PAIRS, RANKINGS: HH-RLHF pairs and rankings of six responses or
 # more, as reward.py takes them. TOKENIZER: HuggingFaceTB/SmolLM2-135M-Instruct unless given. Run it in our own
-# environment; set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL if torch is to come as a CPU build.
+# environment; set PIP_INDEX_URL or PIP_EXTRA_INDEX_URL if torch is to come as a CPU build, and REPEATS for other than
+# three turns of each.
 set -euo pipefail
 if [ $# -lt 3 ]; then
-    sed -n '2,10s/^# \{0,1\}//p' "$0"
+    sed -n '2,11s/^# \{0,1\}//p' "$0"
     exit 2
 fi
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -32,7 +33,8 @@ environment "$folder/trl_ppo" "$torch" trl==1.9.2 accelerate
 
 turns() { # SCRIPT ENVIRONMENT FLAGS...
     echo "== $1" | tee -a "$log"
-    python "$here/$1.py" --tokenizer "$tokenizer" --trl-python "$folder/$2/bin/python" "${@:3}" | tee -a "$log"
+    python "$here/$1.py" --tokenizer "$tokenizer" --trl-python "$folder/$2/bin/python" \
+        --repeats "${REPEATS:-3}" "${@:3}" | tee -a "$log"
 }
 
 turns sft trl --dataset "$rankings"
