@@ -178,6 +178,7 @@ def _child(name, argv, moment, plots, cwd, folder, environment):
         path = f"{folder}/{stream}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)  # ranks share it
     os.environ.update({key: str(value) for key, value in environment.items()})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run behind `&` it is ignored
     signal.alarm(SECONDS)
     os.chdir(cwd)
     if not plots:
