@@ -276,6 +276,8 @@ def behavior_logprobs(comparisons, tokenizer, args, device):
         model = dist.shard(models.load_policy(name, tokenizer), device)
         ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
         columns.append(preferences.seq_logprobs(model, comparisons, *ask))
+        del model
+        gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights
     return [torch.stack(of_one, 1) for of_one in zip(*columns)]
 
 
@@ -336,6 +338,8 @@ def main(args: Args):
     policy = models.sft_model(args.model, args.policy)
     for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
+    if args.judge:
+        ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
     load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
     train, held_out = data.train_and_held_out(args, load)

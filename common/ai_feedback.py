@@ -182,9 +182,6 @@ class Question(NamedTuple):
     opening: str = ""  # what the answer begins with
 
 
-NAMED = re.compile(r"[\w.]+:\w+")  # module:function
-
-
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
     """A causal LM on this rank's device, whole. Texts that do not fit are cut in their middle, and counted in
@@ -286,7 +283,7 @@ class LanguageModel:
 
 def check_labeler(spec, flag):
     """InputError unless there is a language model, or a function, of this name."""
-    if NAMED.fullmatch(spec):
+    if re.fullmatch(rollout.NAMED, spec):
         rollout.named_function(flag, spec)
     else:
         models.check_causal_lm(spec)
@@ -294,7 +291,7 @@ def check_labeler(spec, flag):
 
 def load_labeler(spec, device, flag="--model", **options):
     """A LanguageModel, or what `module:function` gives."""
-    if not NAMED.fullmatch(spec):
+    if not re.fullmatch(rollout.NAMED, spec):
         return LanguageModel(spec, device, **options)
     make = rollout.named_function(flag, spec)
     try:

@@ -190,6 +190,9 @@ class Scorer(NamedTuple):
     pairwise: bool = False  # it compares the responses to a prompt with each other
 
 
+NAMED = r"[\w.]+:\w+"  # module:function
+
+
 def named_function(flag, spec):
     """What `module:function` names; modules of the working directory are found too."""
     module, _, name = spec.partition(":")
@@ -204,7 +207,7 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template
     (`same_tokens` is False), scores the text, encoded anew. pairwise: whether a pairwise preference model
     will do. Every rank must call it."""
-    named = re.fullmatch(r"([\w.]+:\w+)(?:=(.+))?", spec)
+    named = re.fullmatch(f"({NAMED})(?:=(.+))?", spec)
     if named:
         name, argument = named.groups()
         function = named_function("--scorer", name)

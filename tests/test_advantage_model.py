@@ -39,14 +39,6 @@ from common.run import InputError, parse
 ROWS, RANKINGS = tiny.rows("preferences", "train"), tiny.rows("rankings", "train")[:5]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return make_small(tmp_path_factory.mktemp("small"))
@@ -611,7 +603,13 @@ def test_more_behavior_policies_or_columns_than_k_are_no_error_where_they_are_co
 
 
 @pytest.mark.parametrize(
-    "options", [{"dataset": "no_columns.jsonl", "n_others": 1}, {"model": "reward model"}]
+    "options",
+    [
+        {"dataset": "no_columns.jsonl", "n_others": 1},
+        {"model": "reward model"},
+        {"judge": "no/such/model"},
+        {"judge": "gold_labeler:nobody"},
+    ],
 )
 def test_overwrite_with_bad_input_leaves_the_old_run(small, bad, undisturbed, options):
     before = contents(undisturbed.folder)

@@ -41,14 +41,6 @@ TESTS = ROOT / "tests"
 PLAIN = ai.Args(model="m")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 

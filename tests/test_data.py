@@ -1,5 +1,6 @@
 """common/data.py and load_tokenizer: rows -> messages -> ids -> batches, and how bad input is answered."""
 
+import functools
 import gzip
 import itertools
 import json
@@ -164,6 +165,7 @@ def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
 
 # -- bad input: an InputError that names it --------------------------------------------------
 GOOD = b'{"prompt": "copy ant", "completion": "ant"}\n'
+packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each process must see the same names
 
 
 @pytest.mark.parametrize(
@@ -173,16 +175,16 @@ GOOD = b'{"prompt": "copy ant", "completion": "ant"}\n'
         ("r.parquet", None, "r.parquet"),
         ("r.jsonl", b"", "empty"),
         ("r.jsonl", b"\n \n", "empty"),
-        ("r.jsonl.gz", gzip.compress(b""), "empty"),
+        ("r.jsonl.gz", packed(b""), "empty"),
         ("r.txt", GOOD, "jsonl"),
         ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
         ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
         ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),
         ("r.jsonl", GOOD + b'{"prompt": "\xe9"}\n', r"r\.jsonl:2"),  # Latin-1, not UTF-8
         ("r.jsonl", GOOD + b'{"a":' + b"[" * 100000 + b"\n", r"r\.jsonl:2"),  # nested too deep to parse
-        ("r.jsonl.gz", gzip.compress(GOOD * 9)[:-12], r"r\.jsonl\.gz"),  # truncated
-        ("r.jsonl.gz", gzip.compress(GOOD * 9)[:-8] + b"\0" * 8, r"r\.jsonl\.gz"),  # wrong checksum
-        ("r.jsonl.gz", gzip.compress(GOOD)[:12] + b"\xff" * 20, r"r\.jsonl\.gz"),  # damaged in the middle
+        ("r.jsonl.gz", packed(GOOD * 9)[:-12], r"r\.jsonl\.gz"),  # truncated
+        ("r.jsonl.gz", packed(GOOD * 9)[:-8] + b"\0" * 8, r"r\.jsonl\.gz"),  # wrong checksum
+        ("r.jsonl.gz", packed(GOOD)[:12] + b"\xff" * 20, r"r\.jsonl\.gz"),  # damaged in the middle
         ("r.jsonl.gz", GOOD, r"r\.jsonl\.gz"),  # not compressed at all
         ("r.parquet", GOOD, r"r\.parquet"),
         ("r.parquet", b"", r"r\.parquet"),

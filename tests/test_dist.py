@@ -34,14 +34,6 @@ from common.metrics import read_jsonl
 WEIGHTS = "model/model.safetensors"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def prepare(folder):
     """What the cases read: two models, and a checkpoint written by 1 rank."""
     for name, seed in (("tied", 3), ("untied", 4)):

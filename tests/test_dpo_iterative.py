@@ -46,14 +46,6 @@ K, PROMPTS, ASKED, OFFLINE = 4, 12, 6, 24
 END, LOG2 = TOKENIZER.eos_token_id, math.log(2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- a small run -------------------------------------------------------------------------
 OPTIONS = {"scorer": GOLD, "iterations": 2, "prompts_per_iteration": PROMPTS, "n_samples": K}
 OPTIONS |= {"chunk_prompts": 5, "eval_prompts": ASKED, "max_new_tokens": 8, "max_length": 64, "epochs": 2}

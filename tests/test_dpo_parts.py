@@ -19,14 +19,6 @@ END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 LOG2 = math.log(2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # Whatever the script's defaults become, these tests know theirs
 DEFAULTS = {"model": "tiny", "reference": "sft", "max_new_tokens": 8, "max_length": 64, "max_grad_norm": 0.0}
 DEFAULTS |= {"temperatures": (1.0, 0.7), "n_samples": 8, "beta": 0.1, "length_penalty": 0.0, "seed": 0}

@@ -36,14 +36,6 @@ GOLD, SAFETY = "common.tiny:gold_scorer", "common.tiny:safety_scorer"
 PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def args_of(**options):
     short = {"max_new_tokens": 6, "n_bootstrap": 20, "scorer": GOLD, "reference": "untrained"}
     return evaluate.Args(

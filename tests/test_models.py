@@ -37,14 +37,6 @@ SMALL_BERT = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_
 SMALL_BERT |= {"num_attention_heads": 4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():  # for matrices this small the threads only wait for each other: 26 s become 5
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def small(kind, **options):
     torch.manual_seed(0)
     if kind == "gpt2":

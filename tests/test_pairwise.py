@@ -15,14 +15,6 @@ from common.run import InputError
 PROMPT = [{"role": "user", "content": "copy ant"}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny.tokenizer()

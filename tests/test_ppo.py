@@ -23,14 +23,6 @@ GOLD = "common.tiny:gold_scorer"
 PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def make_args(**options):
     return ppo.Args(**{"model": "tiny", "scorer": GOLD, "max_new_tokens": 8, "max_length": 64, **options})
 

@@ -439,14 +439,6 @@ V, PAD, END = 61, 0, 2
 SMALL = {"vocab_size": V, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": END}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Words:  # all that load_scorer and load_policy ask of a tokenizer
     pad_token_id, eos_token_id = PAD, END
 

@@ -15,14 +15,6 @@ from common.run import InputError
 GOLD = "common.tiny:gold_scorer"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- select ------------------------------------------------------------------------------
 # Three groups that lie far apart, mixed: rows 0 3 6 around x, 1 4 7 9 around y, 2 5 8 around z
 GROUPS = [{0, 3, 6}, {1, 4, 7, 9}, {2, 5, 8}]

@@ -53,14 +53,6 @@ K, PROMPTS, ASKED, SWEPT = 4, 12, 6, 3
 END = TOKENIZER.eos_token_id
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 # -- parts: what they are given ----------------------------------------------------------
 def make_args(**options):
     return rs.Args(**{"max_new_tokens": 8, "max_length": 64, "scorer": GOLD, **options})

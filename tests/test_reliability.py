@@ -46,14 +46,6 @@ KINDS = {"sft": "sft", "reward": "preferences", "advantage_model": "preferences"
 KINDS |= {"common.ai_feedback": "preferences"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A folder with rows of every kind, a model without training and one that ends its responses."""

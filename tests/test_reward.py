@@ -41,14 +41,6 @@ from common.run import InputError, parse
 ROWS = tiny.rows("preferences", "train")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     return make_small(tmp_path_factory.mktemp("small"))

@@ -17,14 +17,6 @@ from common.sampler import Rollout
 EOS = TOKENIZER.eos_token_id
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def user(text):
     return {"role": "user", "content": text}
 

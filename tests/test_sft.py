@@ -26,14 +26,6 @@ TOKENIZER = tiny.tokenizer()
 DOCUMENTS, HELD_OUT = 126, 24
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the processes; two threads on busy cores wait for each other
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     """A folder with train.jsonl and test.jsonl, and flags for a run on them that takes half a second."""
