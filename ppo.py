@@ -143,7 +143,9 @@ class Args:
     rehearsal_norm: Literal["sum", "mean"] = "sum"
     """A row's negative log likelihood is the sum over its tokens, as eq. 9 has it, or their mean."""
     max_length: int = 128
-    """Tokens of a prompt with its response, and of a text."""
+    """Tokens of a prompt with its response, and of a text; of a row that holds several of them."""
+    packing: bool = True
+    """Fill rows with several responses; --no-packing: a row a response, padded to the batch's longest."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; 0: only before and after training."""
     eval_prompts: int = 1000
@@ -193,13 +195,18 @@ def check(args):
 
 # -- batches: every rank has all rows of a rollout, and computes its share ---------------------------
 def micro_batches(documents, indices, pad_id, args, device):
-    """This rank's share of some rows (dist.batches): [(their numbers, Batch)]."""
+    """This rank's share of some rows (dist.batches), packed: [(their numbers in its order, Batch)]."""
     for some in dist.batches(sorted(indices), args.micro_batch_size, lambda i: len(documents[i].ids)):
-        yield some, data.collate([[documents[i]] for i in some], pad_id, device)
+        blocks = [[i] for i in some]
+        if args.packing:
+            lengths = [len(documents[i].ids) for i in some]
+            blocks = [[some[j] for j in block] for block in data.pack(lengths, args.max_length)]
+        batch = data.collate([[documents[i] for i in block] for block in blocks], pad_id, device)
+        yield [i for block in blocks for i in block], batch
 
 
 def spread(rows, action_mask):
-    """1-D tensors, a number for each response token of each row -> (B, T-1), 0 elsewhere."""
+    """1-D tensors, a number for each response token of each document of a batch -> (B, T-1), 0 elsewhere."""
     zeros = torch.zeros(action_mask.shape, device=action_mask.device)
     return zeros.masked_scatter(action_mask, torch.cat([*rows, torch.zeros(0)]).to(zeros))
 
@@ -211,8 +218,9 @@ def per_token(forward, plan, documents, pad_id, args, device):
     found, out = [], [None] * len(documents)
     for indices in plan:
         for some, batch in micro_batches(documents, indices, pad_id, args, device):
-            for i, mask, *numbers in zip(some, batch.action_mask, *forward(batch)):
-                found.append((i, [x[mask].tolist() for x in numbers]))
+            sizes = [data.n_response_tokens([[documents[i]]]) for i in some]
+            kept = [x[batch.action_mask].split(sizes) for x in forward(batch)]
+            found += [(i, [x.tolist() for x in numbers]) for i, *numbers in zip(some, *kept)]
     for i, numbers in dist.gather(found):
         out[i] = [torch.tensor(x) for x in numbers]
     return zip(*out)
@@ -223,6 +231,11 @@ def log_probabilities(model, batch, temperature=1.0, entropy=False):
     ids = (batch.input_ids, batch.action_mask, batch.position_ids)
     found = model.token_logprobs(*ids, temperature=temperature, entropy=entropy)
     return found if entropy else (found,)
+
+
+def state_values(model, batch):
+    """V of the state before each response token, (B, T-1)."""
+    return models.values(model, batch.input_ids, batch.action_mask, batch.position_ids)
 
 
 # -- the steps of an iteration -----------------------------------------------------------------------
@@ -292,7 +305,7 @@ def update(models_, optimizers, documents, indices, known, extra, moves, pad_id,
     for some, batch in micro_batches(documents, indices, pad_id, args, device):
         mask = batch.action_mask
         old, old_values, advantages, returns = (spread([known[k][i] for i in some], mask) for k in KNOWN)
-        new_values = models.values(value, batch.input_ids, mask)
+        new_values = state_values(value, batch)
         loss, v = losses.ppo_value_loss(new_values, old_values, returns, mask, args.clip_value, n_tokens=n)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
         p = {"loss_sum": 0.0, "n_clipped": 0, "ratio_sum": mask.sum(), "approx_kl_sum": 0.0, "ratio_max": 1.0}
@@ -331,10 +344,10 @@ def nll_backward(policy, name, rows, pad_id, args, device):
         if name == "ptx":
             loss, weight = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)[0], args.ptx_coef
         else:
-            per_row = torch.ones_like(logprobs)
-            if args.rehearsal_norm == "mean":
-                per_row = per_row / batch.action_mask.sum(1, keepdim=True).clamp(min=1)
-            loss = -losses.masked_sum(logprobs * per_row, batch.action_mask) / len(rows)
+            sizes = [data.n_response_tokens([[rows[i]]]) for i in some]
+            shares = [torch.full((n,), 1 / n if args.rehearsal_norm == "mean" else 1.0) for n in sizes]
+            loss = -losses.masked_sum(logprobs * spread(shares, batch.action_mask), batch.action_mask)
+            loss = loss / len(rows)
             weight = args.rehearsal_coef
         (weight * loss * dist.world_size()).backward()
         total += loss.item()
@@ -450,8 +463,8 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
         figures |= metrics.means(samples, columns)
         figures["eval/entropy"] = torch.cat(entropies).mean().item()
     if text:
-        alone = [[row] for row in text]
-        figures["eval/ptx_nll"] = models.mean_nll(policy, alone, pad_id, args.micro_batch_size, device)
+        blocks = data.make_blocks(text, args.max_length, args.packing)
+        figures["eval/ptx_nll"] = models.mean_nll(policy, blocks, pad_id, args.micro_batch_size, device)
     return figures, samples
 
 
@@ -527,6 +540,8 @@ def main(args: Args):
     policy = load_policy(args.model, tokenizer, args, device)
     reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
     value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
+    for model in (policy, reference, value) if args.packing else ():
+        models.check_packing(model)
 
     if args.rehearsal_clusters:
         file = Path(args.output_dir, "rehearsal.jsonl")
@@ -613,7 +628,7 @@ def main(args: Args):
         old_logprobs, entropies = per_token(lambda b: log_probabilities(policy, b, T, entropy=True), *rest)
         with dist.at_hand(device, args.offload, reference):
             (ref_logprobs,) = per_token(lambda b: log_probabilities(reference, b, T), *rest)
-        (old_values,) = per_token(lambda b: (models.values(value, b.input_ids, b.action_mask),), *rest)
+        (old_values,) = per_token(lambda b: (state_values(value, b),), *rest)
         found = (old_logprobs, ref_logprobs, old_values)
         advantages, returns, k1 = estimate_advantages(pairs, ends, *found, args)
         kl = sum(x.sum().item() for x in k1) / len(k1)

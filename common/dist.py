@@ -247,8 +247,11 @@ def _full_weights(model):
 def clip_grad_norm(model, max_norm: float) -> float:
     """Scale the gradients to a global norm of at most max_norm (0: leave them) and return the norm before
     that, over all ranks."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm if max_norm > 0 else float("inf"))
-    return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    if 0 < max_norm < norm.item():
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    return norm.item()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------

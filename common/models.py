@@ -266,11 +266,15 @@ def check_packing(model):
     seconds = []
     for first in (3, 4):  # the same shapes, so that the second document's figures agree to the last bit
         ids = [first * (i + 1) % vocabulary for i in range(5)] + [i % vocabulary for i in range(7)]
-        seconds.append(model.token_logprobs(torch.tensor([ids], device=device), mask, positions)[:, 5:])
+        ids = torch.tensor([ids], device=device)
+        if hasattr(model, "head_outputs"):
+            seconds.append(model.head_outputs(ids, positions.nonzero().T[:, 4:], positions))
+        else:
+            seconds.append(model.token_logprobs(ids, mask, positions)[:, 5:])
     leak = (seconds[0] - seconds[1]).abs().max().item()
     if not leak < 1e-6:
         kind = model.config.model_type
-        raise InputError(f"{kind}: packed documents see each other ({leak:.2g} nats), use --no-packing")
+        raise InputError(f"{kind}: packed documents see each other (by {leak:.2g}), use --no-packing")
 
 
 @torch.no_grad()
@@ -447,11 +451,11 @@ def score(model, input_ids, response_mask):
     return advantages(model, rewards[:, 0], expected[:, 1])
 
 
-def values(model, input_ids, action_mask):
+def values(model, input_ids, action_mask, position_ids=None):
     """V of the state before each action, by a model with one output: (B, T-1) fp32, 0 where action_mask is
-    False. input_ids: (B, T), right-padded; action_mask: (B, T-1) bool. Index t is read at token t, which sees
-    the tokens up to t and not the action, token t+1."""
-    found = model.head_outputs(input_ids, action_mask.nonzero().T)[:, 0]
+    False. input_ids: (B, T), right-padded; action_mask: (B, T-1) bool; position_ids: as token_logprobs takes
+    them. Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""
+    found = model.head_outputs(input_ids, action_mask.nonzero().T, position_ids)[:, 0]
     return torch.zeros(action_mask.shape, device=input_ids.device).masked_scatter(action_mask, found)
 
 

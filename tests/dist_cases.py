@@ -356,7 +356,7 @@ def ppo_steps(folder):
     rest = (PPO_STEPS[-1:], documents, pad_id, args, CPU)
     (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch), *rest)
     (ref,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch, 1.3), *rest)
-    (values,) = ppo.per_token(lambda b: (models.values(both[1], b.input_ids, b.action_mask),), *rest)
+    (values,) = ppo.per_token(lambda b: (ppo.state_values(both[1], b),), *rest)
     advantages, returns, _ = ppo.estimate_advantages(pairs, torch.arange(7.0) - 3, old, ref, values, args)
     known = dict(zip(ppo.KNOWN, (old, values, advantages, returns)))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in both]

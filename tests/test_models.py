@@ -201,14 +201,16 @@ def drop_positions(forward):
 
 def see_everything(forward):  # with a mask of its own transformers does not look for documents
     def wrapped(input_ids, **options):
-        return forward(input_ids=input_ids, attention_mask=torch.ones_like(input_ids), **options)
+        return forward(input_ids=input_ids, **{**options, "attention_mask": torch.ones_like(input_ids)})
 
     return wrapped
 
 
 @pytest.mark.parametrize("leak", [None, drop_positions, see_everything])
-def test_check_packing_passes_where_documents_are_apart_and_refuses_where_they_leak(leak):
-    model = models.load_policy("tiny", tiny.tokenizer())
+@pytest.mark.parametrize("kind", ["policy", "scorer"])
+def test_check_packing_passes_where_documents_are_apart_and_refuses_where_they_leak(leak, kind):
+    words = tiny.tokenizer()
+    model = models.load_policy("tiny", words) if kind == "policy" else models.load_scorer("tiny", words, 1)
     model.compute_dtype = torch.float32  # as dist.shard sets it
     if leak is None:
         models.check_packing(model)

@@ -124,18 +124,23 @@ def test_spread_puts_each_rows_numbers_where_its_actions_are():
     assert ppo.spread([], nothing).tolist() == [[0]]
 
 
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_micro_batches_hold_every_row_once(size):
-    args, indices = make_args(micro_batch_size=size), [4, 0, 2, 3]
+def test_micro_batches_hold_every_row_once(size, packing):
+    args, indices = make_args(micro_batch_size=size, packing=packing), [4, 0, 2, 3]
     found = list(ppo.micro_batches(DOCUMENTS, indices, PAD, args, CPU))
     assert sorted(i for some, _ in found for i in some) == sorted(indices)
     assert all(len(some) <= size for some, _ in found) and len(found) == math.ceil(4 / size)
     for some, batch in found:
-        for i, row, mask in zip(some, batch.input_ids, batch.action_mask):
-            assert row[: len(DOCUMENTS[i].ids)].tolist() == DOCUMENTS[i].ids.tolist()
-            assert (
-                row[1:][mask].tolist() == PAIRS[i][1].ids
-            )  # the end token, where there is one, is an action
+        assert len(batch.input_ids) == (1 if packing else len(some))  # they fit into --max-length together
+        width = batch.input_ids.shape[1]
+        starts = iter((batch.position_ids == 0).nonzero().tolist())
+        for i, (row, start) in zip(some, starts, strict=True):
+            ids, mask = batch.input_ids[row], batch.action_mask[row]
+            end = start + len(DOCUMENTS[i].ids)
+            assert ids[start:end].tolist() == DOCUMENTS[i].ids.tolist() and end <= width
+            # The end token, where there is one, is an action
+            assert ids[1:end][mask[: end - 1] & (torch.arange(end - 1) >= start)].tolist() == PAIRS[i][1].ids
 
 
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
@@ -144,18 +149,20 @@ def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_b
 
     def forward(batch):
         if what == "values":
-            return (models.values(model, batch.input_ids, batch.action_mask),)
+            return (ppo.state_values(model, batch),)
         return ppo.log_probabilities(model, batch, 0.7, entropy=True)
 
-    of = lambda plan, size: list(
-        ppo.per_token(forward, plan, DOCUMENTS, PAD, make_args(micro_batch_size=size), CPU)
+    of = lambda plan, size, **options: list(
+        ppo.per_token(forward, plan, DOCUMENTS, PAD, make_args(micro_batch_size=size, **options), CPU)
     )
     want = of([range(5)], 5)
     assert all([len(row) for row in rows] == LENGTHS for rows in want)
-    for plan, size in (([range(5)], 1), ([[4, 1], [0, 3, 2]], 2), ([[3], [2], [1], [4, 0]], 64)):
-        for rows, others in zip(want, of(plan, size), strict=True):
+    plans = ([range(5)], 1), ([[4, 1], [0, 3, 2]], 2), ([[3], [2], [1], [4, 0]], 64)
+    unpacked = of([range(5)], 5, packing=False)
+    for got in (unpacked, of([range(5)], 5, max_length=24), *(of(*plan) for plan in plans)):
+        for rows, others in zip(want, got, strict=True):
             for a, b in zip(rows, others, strict=True):
-                torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
+                torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
     with torch.no_grad():  # of each row alone, by plain transformers
         for i, document in enumerate(DOCUMENTS):
             ids, first = document.ids.long(), len(PAIRS[i][0].ids)
@@ -172,7 +179,9 @@ def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_b
 
 def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
     """A model whose value is the token's own id: V at index t is that of token t, not of the action t + 1."""
-    model = SimpleNamespace(head_outputs=lambda ids, where: ids[where[0], where[1]][:, None].float())
+    model = SimpleNamespace(
+        head_outputs=lambda ids, where, positions: ids[where[0], where[1]][:, None].float()
+    )
     ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
     assert models.values(model, ids, mask).tolist() == [[0, 12, 13, 14], [21, 22, 0, 0]]
@@ -449,9 +458,12 @@ def test_a_step_is_the_papers_losses_on_rows_of_their_own():
     assert result["sums"][4:6] == pytest.approx([21, 0], abs=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 3, 64])
-def test_micro_batches_change_neither_gradients_nor_figures(size):
-    (a, *ours), (b, *others) = one_step(micro_batch_size=size, told=known()), one_step()
+@pytest.mark.parametrize("rehearsal_norm", ["sum", "mean"])
+@pytest.mark.parametrize("size, packing", [(1, True), (3, True), (64, True), (64, False)])
+def test_micro_batches_change_neither_gradients_nor_figures(size, packing, rehearsal_norm):
+    options = {"extra": {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}, "rehearsal_norm": rehearsal_norm}
+    a, *ours = one_step(micro_batch_size=size, packing=packing, told=known(), **options)
+    b, *others = one_step(**options)
     assert a["sums"] == pytest.approx(b["sums"], rel=1e-4, abs=1e-4)
     assert a["norms"] == pytest.approx(b["norms"], rel=1e-5)
     for x, y in zip(ours, others):
