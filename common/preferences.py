@@ -351,20 +351,26 @@ def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, devic
     input_ids = torch.full((len(rows), width), pad_id)
     position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
     prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]
+    # Of each prompt and response: its place, first position, tree, branch, length; and its ids
+    pieces, texts = [], [torch.zeros(0, dtype=torch.int32)]
     for row, indices in enumerate(rows):
         start = 0
         for number, index in enumerate(indices, 1):
             prompt, responses = trees[index]
             for piece, ids in enumerate([prompt, *responses]):
-                end, first = start + len(ids), len(prompt) if piece else 0
-                input_ids[row, start:end] = ids
-                position_ids[row, start:end] = torch.arange(first, first + len(ids))
-                tree[row, start:end], branch[row, start:end] = number, piece
+                pieces.append((row * width + start, len(prompt) if piece else 0, number, piece, len(ids)))
+                texts.append(ids)
+                start += len(ids)
                 if piece:
-                    response_ends[index].append((row, end - 1))
+                    response_ends[index].append((row, start - 1))
                 else:
-                    prompt_ends[index] = (row, end - 1)
-                start = end
+                    prompt_ends[index] = (row, start - 1)
+    place, first, number, piece, sizes = torch.tensor(pieces, dtype=torch.long).view(-1, 5).T
+    within = torch.arange(sizes.sum()) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    place = place.repeat_interleave(sizes) + within
+    input_ids.view(-1)[place] = torch.cat(texts).to(input_ids)
+    position_ids.view(-1)[place] = first.repeat_interleave(sizes) + within
+    tree.view(-1)[place], branch.view(-1)[place] = (x.repeat_interleave(sizes) for x in (number, piece))
     mask = None
     if share_prompt:
         ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
