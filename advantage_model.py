@@ -338,6 +338,8 @@ def main(args: Args):
     policy = models.sft_model(args.model, args.policy)
     for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
+    if policy and (args.length_prompts or args.expected_reward_samples):
+        models.check_sampled(policy, "--length-prompts 0 --expected-reward-samples 0 does without samples")
     if args.judge:
         ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
@@ -359,14 +361,12 @@ def main(args: Args):
     model = models.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
     of_scores = {"n_policies": n_policies(args), "n_others": args.n_others, "bound": args.bound}
     model.config.advantage_model = of_scores
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
-    if args.max_length > room:
-        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    models.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
-    key |= {"judge": args.judge and models.identity(args.judge)}
+    key |= {"judge": args.judge and ai_feedback.identity(args.judge)}
     key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
@@ -387,8 +387,7 @@ def main(args: Args):
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"advantage": (model, optimizer)})
-        scheduler.load_state_dict(saved["scheduler"])
-        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
+        dist.resume_schedule(scheduler, saved["scheduler"], args.lr)
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 

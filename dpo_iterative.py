@@ -162,9 +162,11 @@ def equal_parts(n, k):
     return [n // k + (i < n % k) for i in range(k)]
 
 
-def sample_into_pool(responses, model, latest, tokenizer, prompts, version, args, device):
-    """The next iteration's responses, all that the pool does not hold yet. model: the newest policy if it is
-    loaded already; returned if it still is."""
+def sample_into_pool(responses, held, latest, tokenizer, prompts, version, args, device):
+    """The next iteration's responses, all that the pool does not hold yet. held: [the newest policy], if it
+    is loaded already, else [None]; emptied, so that no caller keeps it while another one is loaded. Returns
+    it if it still is."""
+    model = held.pop()
     ways, loaded = parts(latest, version, args), latest if model else None
     plan = [(temperature, n) for _, temperature, n in ways]
     todo = pool.chunks_to_sample(responses, prompts, version + 1, args, plan)
@@ -470,6 +472,9 @@ def main(args: Args):
     for name in (args.model, reference, enhancer):  # the model's own vocabulary is its own
         if name not in (None, "last"):
             models.check_causal_lm(name, tokenizer if name != args.model else None)
+            models.check_room(args.max_length, name)
+    for name in filter(None, (args.model, enhancer)) if args.iterations or args.eval_prompts else ():
+        models.check_sampled(name)
     prompts, held_out = rollout.train_and_held_out(args, tokenizer)
     offline, judged = offline_pairs(tokenizer, held_out, args)
     prompts = data.without_prompts_of(prompts, judged, args.dataset)
@@ -486,6 +491,8 @@ def main(args: Args):
         scorer = rollout.load_scorer(args.scorer, tokenizer, device, pairwise=True)
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
+        if scorer.model and scorer.same_tokens and not scorer.pairwise:
+            models.check_room(args.max_length, scorer.name, scorer.model.config)
 
     # 4. the pool, and where to go on
     start_run(args, "dpo_iterative", state)  # only now is an old run in output_dir replaced
@@ -524,7 +531,8 @@ def main(args: Args):
             began = time.time()
             asked = rollout.fresh_prompts(prompts, n, iteration, args.seed)
             options = (tokenizer, asked, version, args, device)
-            model, sampled = sample_into_pool(responses, model, latest, *options), time.time()
+            held, model = [model], None
+            model, sampled = sample_into_pool(responses, held, latest, *options), time.time()
 
             # score them, and pair the best with the worst
             pool.score(responses, scorer, prompts, args, device)

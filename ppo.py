@@ -345,7 +345,7 @@ def nll_backward(policy, name, rows, pad_id, args, device):
             loss, weight = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)[0], args.ptx_coef
         else:
             sizes = [data.n_response_tokens([[rows[i]]]) for i in some]
-            shares = [torch.full((n,), 1 / n if args.rehearsal_norm == "mean" else 1.0) for n in sizes]
+            shares = [torch.ones(n) / (n if args.rehearsal_norm == "mean" else 1) for n in sizes]
             loss = -losses.masked_sum(logprobs * spread(shares, batch.action_mask), batch.action_mask)
             loss = loss / len(rows)
             weight = args.rehearsal_coef
@@ -509,6 +509,8 @@ def main(args: Args):
     pad_id = tokenizer.pad_token_id
     for name in (args.model, args.reference or args.model):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None)
+        models.check_room(args.max_length, name)
+    models.check_sampled(args.model)
     prompts, held_out = rollout.train_and_held_out(args, tokenizer)
     text, text_held_out, rehearsal, forget = [], [], [], []
     if args.ptx_dataset:
@@ -536,12 +538,17 @@ def main(args: Args):
                 f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
                 "lets it score the text, encoded anew"
             )
-    start_run(args, "ppo", state)  # only now is an old run in output_dir replaced
+        if scorer.model and scorer.same_tokens:
+            models.check_room(args.max_length, scorer.name, scorer.model.config)
+    checkpoint, names = f"{args.output_dir}/checkpoint", [args.scorer, args.safety_scorer]
+    if state == "resume" and dist.checkpoint_state(checkpoint).get("scorers", names) != names:
+        raise InputError("--resume with another scorer: its scores cannot follow the old one's; begin anew")
     policy = load_policy(args.model, tokenizer, args, device)
     reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
     value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
     for model in (policy, reference, value) if args.packing else ():
         models.check_packing(model)
+    start_run(args, "ppo", state)  # only now is an old run in output_dir replaced
 
     if args.rehearsal_clusters:
         file = Path(args.output_dir, "rehearsal.jsonl")
@@ -569,12 +576,13 @@ def main(args: Args):
         torch.optim.AdamW(value.parameters(), lr=args.value_lr, **options),
     ]
     both = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
-    checkpoint, saved = f"{args.output_dir}/checkpoint", None
+    saved = None
     good = f"The last good checkpoint, if --save-every made one, is in {checkpoint}"
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, both)
     # best: the highest held-out reward, and how many evaluations ago
     now = {"iteration": 0, "value_steps": 0, "policy_steps": 0, "running": [0, 0.0, 0.0], "best": [-1e30, 0]}
+    now |= {"scorers": names}
     now |= saved or {}
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else 0)
 
@@ -649,7 +657,7 @@ def main(args: Args):
                 if text and args.ptx_coef > 0:
                     extra["ptx"] = stream(text, args.ptx_batch_size, now["policy_steps"], args.seed, "ptx")
                     ptx_tokens += data.n_response_tokens([extra["ptx"]])
-                if rehearsal:
+                if rehearsal and args.rehearsal_coef > 0:
                     key = (now["policy_steps"], args.seed, "rehearsal")
                     extra["rehearsal"] = stream(rehearsal, args.rehearsal_batch_size, *key)
                 step = (documents, indices, known, extra, moves, pad_id, args, device)

@@ -339,12 +339,17 @@ def figures(studies, version):
         if curve["temperature"] == study["temperature"]:
             out |= {"sweep/temperature": curve["temperature"], "sweep/max": curve["max"][-1]}
             out |= {"sweep/median": curve["median"][-1]}
+    same = comparable(studies, version)
     for name, other in (("first", min(studies)), ("before", version - 1)):
-        for key, column in columns.items() if other in studies and other != version else ():
+        for key, column in columns.items() if other in same and other != version else ():
             if key in out:
-                both = (studies[other]["samples"], samples)
-                out |= metrics.paired_figures(f"{key}_over_{name}", *both, column)
+                out |= metrics.paired_figures(f"{key}_over_{name}", same[other], samples, column)
     return out
+
+
+def comparable(studies, version):
+    """{version: its samples} of those that the same scorer scored, for --resume may bring another."""
+    return {v: x["samples"] for v, x in studies.items() if x["scorer"] == studies[version]["scorer"]}
 
 
 def report(studies, version):
@@ -358,8 +363,9 @@ def report(studies, version):
         numbers = f"largest of {len(curve['max'])} {curve['max'][-1]:.3f}, median {curve['median'][-1]:.3f}"
         numbers += f", best that ended {curve['best']:.3f}, {curve['finished']:.0%} ended"
         print(f"  temperature {curve['temperature']:g}: {numbers}")
-    if version - 1 in studies:
-        metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
+    same = comparable(studies, version)
+    if version - 1 in same:
+        metrics.print_table(metrics.regressions(same[version - 1], same[version]))
 
 
 def pool_figures(responses, chosen, iteration):
@@ -417,6 +423,11 @@ def main(args: Args):
     learner_scorer = rollout.for_tokens(scorer, learner)
     if args.student:
         models.check_causal_lm(args.student)
+    for name in filter(None, (policy, args.model, args.student)):
+        models.check_sampled(name)
+        models.check_room(args.max_length, name)
+    if scorer.model and scorer.same_tokens:
+        models.check_room(args.max_length, scorer.name, scorer.model.config)
 
     # 4. the pool, and where to go on
     start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
@@ -434,11 +445,11 @@ def main(args: Args):
         if version not in studies:
             model = pool.load(latest, learner, args, device)
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
-            studies[version] = found
+            studies[version] = found | {"scorer": scorer.version}
             log.log(step, version, **figures(studies, version))
-            found |= {"step": step, "logged_rows": log.n_rows}
+            studies[version] |= {"step": step, "logged_rows": log.n_rows}
             if dist.is_main():
-                write_json(versions / f"{version}.json", found)
+                write_json(versions / f"{version}.json", studies[version])
         report(studies, version)
         iteration = version + 1
         if version == last or iteration in made:
@@ -452,6 +463,7 @@ def main(args: Args):
         if chunks:
             sampler, told = policy if args.student else latest, studies[version]
             if args.student or model is None:
+                model = None  # before another one comes
                 model = pool.load(sampler, tokenizer, args, device)
             if args.student:  # whose own sweep is reported, but says nothing about the policy
                 quiet = dataclasses.replace(args, eval_prompts=0)
@@ -494,10 +506,10 @@ def main(args: Args):
         panels = {"loss": ["loss/nll"], "held-out responses": ["eval/score", "gold/score", "sweep/max"]}
         metrics.plot_metrics(args.output_dir, {**panels, "pool": ["pool/score", "pool/best"]})
         after = {str(version): figures(studies, version) for version in studies}
-        bound, table = metrics.best_of_n_kl(args.n_samples), [studies[v]["samples"] for v in (last - 1, last)]
+        bound, same = metrics.best_of_n_kl(args.n_samples), comparable(studies, last)
         print(f"best of {args.n_samples}: at most {bound:.2f} nats (KL) from the policy it is drawn from")
         numbers = {"steps": step, "pool": len(responses), "kl_bound": bound, "versions": after}
-        numbers["categories"] = metrics.regressions(*table)
+        numbers["categories"] = metrics.regressions(same[last - 1], same[last]) if last - 1 in same else []
         write_json(f"{args.output_dir}/summary.json", numbers)  # last
         print(f"wrote {args.output_dir}/model")
 

@@ -293,6 +293,8 @@ def main(args: Args):
     sft_model = models.sft_model(args.model, args.sft_model)
     if sft_model:  # its vocabulary is compared, unless it is the model itself
         models.check_causal_lm(sft_model, tokenizer if sft_model != args.model else None)
+    if sft_model and args.length_prompts and args.kind == "bradley_terry":
+        models.check_sampled(sft_model, "--length-prompts 0 does without samples")
     if args.judge:
         ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
@@ -319,9 +321,7 @@ def main(args: Args):
         model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     else:
         model = models.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
-    if args.max_length > room:
-        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    models.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, device)
     if args.kind == "pairwise":
         models.check_packing(model)
@@ -329,7 +329,7 @@ def main(args: Args):
         models.check_shared_prompt(model, args.max_length)
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
-    key |= {"data": prints[1], "judge": args.judge and models.identity(args.judge)}
+    key |= {"data": prints[1], "judge": args.judge and ai_feedback.identity(args.judge)}
     start_run(args, "reward", state)  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
     gc.collect()  # the SFT model, whose methods are bound to it: a cycle
@@ -347,8 +347,7 @@ def main(args: Args):
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"reward": (model, optimizer)})
-        scheduler.load_state_dict(saved["scheduler"])
-        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
+        dist.resume_schedule(scheduler, saved["scheduler"], args.lr)
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 

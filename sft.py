@@ -125,11 +125,8 @@ def answer(model, tokenizer, documents, args):
         if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
             break
     options = (1, args.max_new_tokens, args.temperature, args.seed)
-    try:
-        with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-            found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
-    except InputError as error:  # a sliding window, for one
-        raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
+    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
+        found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
     return [
         {"prompt": messages, "response": r.text, "tokens": len(r.ids), "finished": r.finished}
         for (messages, _), (r,) in zip(prompts, found)
@@ -165,18 +162,18 @@ def main(args: Args):
     train, held_out = data.train_and_held_out(args, lambda spec, split: data.load_sft(spec, *of, split))
     blocks = data.make_blocks(train, args.max_length, args.packing)
     data.check_same(args.dataset, (len(blocks), data.n_response_tokens(blocks)))
-    start_run(args, "sft", state)  # only now is an old run in output_dir replaced
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # 3. models
     model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
-    if args.max_length > room:
-        raise InputError(f"--max-length {args.max_length}: {args.model} has {room} positions")
+    models.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, device)
     if args.packing:
         models.check_packing(model)
+    if args.sample_prompts:
+        models.check_sampled(args.model, "--sample-prompts 0 trains without samples")
+    start_run(args, "sft", state)  # only now is an old run in output_dir replaced
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -186,8 +183,7 @@ def main(args: Args):
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"policy": (model, optimizer)})
-        scheduler.load_state_dict(saved["scheduler"])
-        scheduler.base_lrs = [args.lr]  # the arguments of this command hold, should they differ
+        dist.resume_schedule(scheduler, saved["scheduler"], args.lr)
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 

@@ -22,6 +22,7 @@ Every rank holds the whole labeler, and a share of the rows. A labeler may also 
 gives an object with the two methods of LanguageModel.
 """
 
+import inspect
 import itertools
 import math
 import os
@@ -287,6 +288,17 @@ def check_labeler(spec, flag):
         rollout.named_function(flag, spec)
     else:
         models.check_causal_lm(spec)
+
+
+def identity(spec) -> list:
+    """What changes when a labeler does: of a model its files, of a function its module's source."""
+    if not re.fullmatch(rollout.NAMED, spec):
+        return models.identity(spec)
+    try:
+        source = inspect.getsource(inspect.getmodule(rollout.named_function("--judge", spec)))
+    except (OSError, TypeError):
+        source = ""
+    return [spec, zlib.crc32(source.encode())]
 
 
 def load_labeler(spec, device, flag="--model", **options):
@@ -624,6 +636,8 @@ def main(args: Args):
     data.check_same(args.dataset, rollout.seed_of(*(item.texts for item in items)))
 
     # 3. model
+    if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(rollout.NAMED, args.model):
+        models.check_sampled(args.model)
     options = {"chat_template": args.chat_template, "max_length": args.max_length, "dtype": args.dtype}
     labeler = load_labeler(args.model, device, **options, batch_size=args.batch_size)
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced

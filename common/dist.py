@@ -304,7 +304,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
 
 def load_checkpoint(root, modules: dict) -> dict:
     """Restore `modules` and the random number generators from the checkpoint that `root`/latest names, and
-    return its `state`."""
+    return its `state`. Learning rate, weight decay and their like stay as the optimisers have them now."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -312,8 +312,12 @@ def load_checkpoint(root, modules: dict) -> dict:
     with warnings.catch_warnings(action="ignore"):
         dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     for name, (model, optimizer) in modules.items():
+        groups = optimizer.param_groups if optimizer else []
+        now = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         states = {"model_state_dict": tensors[name]["model"], "optim_state_dict": tensors[name]["optimizer"]}
         set_state_dict(model, optimizer or [], **states)
+        for group, settings in zip(optimizer.param_groups if optimizer else [], now):
+            group.update(settings)
     generators = folder / f"generators_{rank()}_of_{world_size()}.pt"
     if generators.exists():
         _set_generators(torch.load(generators, weights_only=False))
@@ -323,6 +327,15 @@ def load_checkpoint(root, modules: dict) -> dict:
     for name in state.pop("fresh_optimizers"):
         modules[name][1].state.clear()
     return state
+
+
+def resume_schedule(scheduler, state: dict, lr: float):
+    """Go on in a schedule of the learning rate where `state`, its state_dict, was, with the peak `lr` of this
+    command."""
+    scheduler.load_state_dict(state)
+    scheduler.base_lrs = [lr]
+    scheduler._last_lr = [lr * scheduler.lr_lambdas[0](scheduler.last_epoch)]
+    scheduler.optimizer.param_groups[0]["lr"] = scheduler._last_lr[0]
 
 
 def checkpoint_state(root) -> dict:

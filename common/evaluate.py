@@ -128,6 +128,7 @@ def read_policies(args) -> dict[str, str]:
     folder = Path(args.output_dir).resolve()
     for path in found.values():
         models.check_causal_lm(path)
+        models.check_sampled(path)
         if args.overwrite and path != "tiny" and Path(path).resolve().is_relative_to(folder):
             raise InputError(f"--overwrite would remove {path} before it is read: another --output-dir")
     return found

@@ -13,7 +13,7 @@ import jinja2
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common import data, dist, losses, tiny
+from common import data, dist, losses, sampler, tiny
 from common.run import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -189,6 +189,25 @@ def check_causal_lm(name, tokenizer=None):
             raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
     if tokenizer is not None and load_tokenizer(name, quiet=True).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
+
+
+def check_sampled(name, mend=""):
+    """InputError if the attention of the model of this name is one that the sampler does not know: better
+    now than hours from now. mend: how to do without samples."""
+    try:
+        if name != "tiny":
+            sampler.check_attention(_read_config(name).get_text_config())
+    except ValueError as error:
+        raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
+
+
+def check_room(length: int, name, config=None):
+    """InputError if a model has fewer positions than `length` tokens, --max-length. config: its own, or None:
+    of the model of this name."""
+    config = config or (tiny.model().config if name == "tiny" else _read_config(name))
+    room = getattr(config.get_text_config(), "max_position_embeddings", length)
+    if length > room:
+        raise InputError(f"--max-length {length}: {name} has {room} positions")
 
 
 def identity(name) -> list:

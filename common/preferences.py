@@ -373,9 +373,10 @@ def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, devic
     tree.view(-1)[place], branch.view(-1)[place] = (x.repeat_interleave(sizes) for x in (number, piece))
     mask = None
     if share_prompt:
+        tree, branch = tree.to(device), branch.to(device)
         ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool).tril())[:, None].to(device)
+        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
     else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
@@ -399,18 +400,18 @@ def of_each(comparisons, batches_, forward) -> list:
 def response_logprobs(model, batch) -> torch.Tensor:
     """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
     (n_responses,), gradient flows."""
-    where, targets, lengths, ends = [], [], [], iter(batch.response_ends.T.tolist())
-    for c, before in zip(batch.comparisons, batch.prompt_ends[1].tolist()):
-        for ids in (*c.response_ids, *c.samples):
-            row, end = next(ends)
-            # A response's first token comes after the prompt's last one, which may stand far before it
-            where += [(row, before), *((row, column) for column in range(end - len(ids) + 1, end))]
-            targets.append(ids)
-            lengths.append(len(ids))
-    where = torch.tensor(where, dtype=torch.long).view(-1, 2).T
-    targets = torch.cat([torch.zeros(0, dtype=torch.long), *targets])
-    owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
-    where, targets, owner = (x.to(batch.input_ids.device) for x in (where, targets, owner))
+    device = batch.input_ids.device
+    texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
+    targets = torch.cat([torch.zeros(0, dtype=torch.long), *texts]).to(device)
+    sizes, lengths = (torch.tensor(x, dtype=torch.long) for x in (batch.sizes, [len(ids) for ids in texts]))
+    begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    within = (torch.arange(len(begin)) - begin).to(device)  # a token's place in its response
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    prompt = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # of each response
+    (rows, ends), before = batch.response_ends, batch.prompt_ends[1][prompt]
+    # A response's first token comes after the prompt's last one, which may stand far before it
+    columns = torch.where(within == 0, before[owner], (ends - lengths.to(device))[owner] + within)
+    where = torch.stack([rows[owner], columns])
     logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
     return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
 

@@ -39,17 +39,17 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
 
 
 @torch.no_grad()
-def embed_texts(name, texts: list[str], batch_size=64) -> torch.Tensor:
+def embed_texts(name, texts: list[str], device, batch_size=64) -> torch.Tensor:
     """(texts, H): the same by a sentence encoder, princeton-nlp/sup-simcse-roberta-base for one: the vector
     of the first token, which SimCSE trains."""
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer, out = AutoTokenizer.from_pretrained(name), []
-    encoder = AutoModel.from_pretrained(name).eval()
+    encoder = AutoModel.from_pretrained(name).eval().to(device)
     for start in range(0, len(texts), batch_size):
         some = texts[start : start + batch_size]
-        inputs = tokenizer(some, padding=True, truncation=True, return_tensors="pt")
-        out.append(torch.nn.functional.normalize(encoder(**inputs).last_hidden_state[:, 0], dim=1))
+        inputs = tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
+        out.append(torch.nn.functional.normalize(encoder(**inputs).last_hidden_state[:, 0], dim=1).cpu())
     return torch.cat(out)
 
 
@@ -96,7 +96,8 @@ def rehearsal_rows(
         found = rollout.rollout(policy, tokenizer, ids, *options, slots=slots)
         embeddings = embed(policy, ids) if encoder is None else None
     if encoder is not None:
-        embeddings = embed_texts(encoder, [prompt.turns[-1]["content"] for prompt in prompts])
+        texts = [prompt.turns[-1]["content"] for prompt in prompts]
+        embeddings = embed_texts(encoder, texts, next(policy.parameters()).device)
     responses = [response for (response,) in found]
     scores = rollout.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
     usable = [r.finished and r.clean and bool(r.text.strip()) for r in responses]

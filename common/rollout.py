@@ -318,9 +318,12 @@ def _without_special(tokenizer, prompt, response):
 
 def _encode(scorer, prompt, response):
     """(prompt ids, response ids) in the scorer's tokens, with an end token."""
+    room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
     if scorer.same_tokens:
         ids, eos = response.ids, scorer.tokenizer.eos_token_id
-        encoded = prompt.ids, ids if ids and ids[-1] == eos else [*ids, eos]
+        if ids[-1:] != [eos]:  # one that was cut and fills all positions gives up its last token
+            ids = [*(ids[:-1] if len(prompt.ids) + len(ids) == room else ids), eos]
+        encoded = prompt.ids, ids
     else:
         messages, answer = _without_special(scorer.tokenizer, prompt, response)
         try:
@@ -328,7 +331,6 @@ def _encode(scorer, prompt, response):
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
         encoded = ids, answers[0]
-    room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", math.inf)
     if sum(map(len, encoded)) > room:
         n, where = sum(map(len, encoded)), prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")

@@ -188,12 +188,12 @@ def find_run(args) -> str | None:
         raise InputError(f"{ours[0]} is in the way, and {folder} is no run's directory: another --output-dir")
     read = "model policy reference student enhancer scorer safety_scorer pool judge sft_model"
     read += " dataset eval_dataset sft_dataset rehearsal_data ptx_dataset forget_dataset offline_data"
-    for name in read.split() if args.overwrite else ():
+    for name in read.split() if ours and not (resume and begun) else ():  # start_run will remove what is ours
         path = getattr(args, name, None)
         word = name in ("reference", "enhancer") and path in ("sft", "last", "previous")
         if path and not word and Path(path).resolve().is_relative_to(folder.resolve()):
-            flag = f"--{name.replace('_', '-')} {path}"
-            raise InputError(f"--overwrite would remove {flag} before it is read: another --output-dir")
+            flag, what = f"--{name.replace('_', '-')} {path}", "--overwrite" if args.overwrite else "this run"
+            raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
     return "resume" if resume and begun else None
 
 

@@ -83,7 +83,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     # Longest prompts first: rows beside each other have like lengths, and little of the cache is read in vain
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     waiting = deque(i * n + j for i in order for j in range(n))  # rows without a slot yet, as output rows
-    prefilled = {}  # prompt -> (its keys and values, its last logits), while some of its n rows still wait
+    prefilled = {}  # prompt -> (its keys and values, its last logits), of the last prompts that were run
     cache = RaggedCache(model, slots, max(map(len, prompts)) + max_new_tokens)
     row = torch.zeros(slots, dtype=torch.long, device=device)  # which output row a slot holds
     length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
@@ -94,15 +94,15 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         # refill
         new = [waiting.popleft() for _ in range(min(slots - live, len(waiting)))]
         if new:
-            fresh = [i for i in dict.fromkeys(r // n for r in new) if i not in prefilled]
-            _prefill(model, prompts, fresh, prefilled)
-            for slot, r in enumerate(new, live):
-                cache.fill(slot, prefilled[r // n][0])
-                row[slot], length[slot] = r, len(prompts[r // n])
-            first = torch.stack([prefilled[r // n][1] for r in new])
-            logits = first if live == 0 else torch.cat([logits, first])
+            first = []
+            for j, r in enumerate(new):
+                if r // n not in prefilled:  # then no row of the prompts before is left
+                    prefilled = _prefill(model, prompts, list(dict.fromkeys(r // n for r in new[j:])))
+                cache.fill(live + j, prefilled[r // n][0])
+                row[live + j], length[live + j] = r, len(prompts[r // n])
+                first.append(prefilled[r // n][1])
+            logits = torch.stack(first) if live == 0 else torch.cat([logits, torch.stack(first)])
             live += len(new)
-            # Rows wait in the order of their prompts, so only the next one's can be needed again
             prefilled = {i: kept for i, kept in prefilled.items() if waiting and i == waiting[0] // n}
 
         # choose
@@ -118,7 +118,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         holes = [slot for slot in range(left) if done[slot]]
         movers = [slot for slot in range(left, live) if not done[slot]]
         cache.move(movers, holes)
-        for state in (row, length, token):
+        for state in (row, length, token) if holes else ():
             state[holes] = state[movers]
         bar.update(live - left)
         bar.set_postfix(live=left, waiting=len(waiting), refresh=False)
@@ -240,24 +240,22 @@ class RaggedCache(Cache):
         return (torch.arange(width, device=length.device) <= length[:, None])[:, None, None]
 
 
-def _prefill(model, prompts, which, into):
-    """Run the prompts `which` once, right-padded (causal attention never looks at the padding), and put into
-    `into`, for each, its keys and values, a (heads, P, head_dim) pair a layer, and its last logits (V,)."""
-    device = next(model.parameters()).device
-    while which:
-        width = len(prompts[which[0]])  # the longest: they come longest first
-        count = max(1, PREFILL_TOKENS // width)
-        group, which = which[:count], which[count:]
-        lengths = [len(prompts[i]) for i in group]
-        ids = torch.tensor([prompts[i] + [0] * (width - len(prompts[i])) for i in group], device=device)
-        places, place = (torch.tensor(lengths, device=device) - 1).unique(return_inverse=True)
-        options = {"logits_to_keep": places} if _takes(model, "logits_to_keep") else {}  # at the ends only
-        kept = DynamicCache(config=model.config.get_text_config())
-        logits = model(input_ids=ids, past_key_values=kept, use_cache=True, **options).logits
-        last = logits[torch.arange(len(group), device=device), place if options else places[place]]
-        for j, i in enumerate(group):
-            ours = (j, slice(None), slice(lengths[j]))
-            into[i] = ([(layer.keys[ours], layer.values[ours]) for layer in kept.layers], last[j])
+def _prefill(model, prompts, which):
+    """Run the first of the prompts `which`, as many as PREFILL_TOKENS hold, right-padded (causal attention
+    never looks at the padding) -> {prompt: (its keys and values, a (heads, P, head_dim) pair a layer, and its
+    last logits (V,))}."""
+    device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
+    group = which[: max(1, PREFILL_TOKENS // width)]
+    lengths = [len(prompts[i]) for i in group]
+    ids = torch.tensor([prompts[i] + [0] * (width - len(prompts[i])) for i in group], device=device)
+    places, place = (torch.tensor(lengths, device=device) - 1).unique(return_inverse=True)
+    options = {"logits_to_keep": places} if _takes(model, "logits_to_keep") else {}  # at the ends only
+    kept = DynamicCache(config=model.config.get_text_config())
+    logits = model(input_ids=ids, past_key_values=kept, use_cache=True, **options).logits
+    last = logits[torch.arange(len(group), device=device), place if options else places[place]]
+    ours = [(j, slice(None), slice(length)) for j, length in enumerate(lengths)]
+    pairs = [[(layer.keys[at], layer.values[at]) for layer in kept.layers] for at in ours]
+    return {i: (pair, row) for i, pair, row in zip(group, pairs, last)}
 
 
 def _step(model, cache, tokens, length):
@@ -280,6 +278,15 @@ def _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slot
         raise ValueError(f"sample: prompt {empty[0]} has no tokens" if empty else "sample: no prompts")
 
 
+def check_attention(config):
+    """ValueError unless all attention of a model with this (text) config is full."""
+    layers = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if layers is None and window is not None or set(layers or ["full_attention"]) != {"full_attention"}:
+        what = f"a sliding window of {window}" if layers is None else ", ".join(sorted(set(layers)))
+        raise ValueError(f"sample: {config.model_type} has {what}; the sampler knows full attention only")
+
+
 def _check_model(model, prompts, max_new_tokens):
     """Refuse what a ragged cache would get wrong, silently or not; then, once a model, try a short ragged
     batch against a plain forward."""
@@ -290,11 +297,7 @@ def _check_model(model, prompts, max_new_tokens):
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
     if _checked.get(model):
         return
-    layers = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if layers is None and window is not None or set(layers or ["full_attention"]) != {"full_attention"}:
-        what = f"a sliding window of {window}" if layers is None else ", ".join(sorted(set(layers)))
-        raise ValueError(f"sample: {kind} has {what}; the sampler knows full attention only")
+    check_attention(config)
     takes_positions = _takes(model, "position_ids") and _takes(model, "past_key_values")
     if getattr(config, "alibi", False) or not takes_positions:
         raise ValueError(f"sample: {kind} takes no position_ids (ALiBi or recurrent); the sampler needs them")
@@ -303,8 +306,8 @@ def _check_model(model, prompts, max_new_tokens):
     device, vocabulary = next(model.parameters()).device, config.vocab_size
     rows = [[(7 * i + 3) % vocabulary for i in range(6)], [(5 * i + 1) % vocabulary for i in range(4)]]
     plain = [model(input_ids=torch.tensor([x], device=device), use_cache=False).logits[0, -1] for x in rows]
-    prefilled, cache, length = {}, RaggedCache(model, 2, 8), torch.tensor([4, 2], device=device)
-    _prefill(model, [rows[0][:4], rows[1][:2]], [0, 1], prefilled)
+    cache, length = RaggedCache(model, 2, 8), torch.tensor([4, 2], device=device)
+    prefilled = _prefill(model, [rows[0][:4], rows[1][:2]], [0, 1])
     for slot in (0, 1):
         cache.fill(slot, prefilled[slot][0])
     for step in (0, 1):

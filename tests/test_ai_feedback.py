@@ -2,8 +2,11 @@
 random models against plain softmax; the run directory; the scripts that read what it writes."""
 
 import collections
+import importlib
+import linecache
 import math
 import re
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -106,6 +109,20 @@ def prompts(tmp_path_factory):
 
 
 # -- a baseline for reward models ----------------------------------------------------------
+def test_a_judge_is_another_one_when_its_module_changes(tmp_path, monkeypatch):
+    """Its answers are kept in cache.json under this key, which outlives --overwrite."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    keys = []
+    for text in ("def judge(): return 1\n", "def judge(): return 2\n", "def judge(): return 1\n"):
+        (tmp_path / "changing_judge.py").write_text(text)
+        sys.modules.pop("changing_judge", None)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        keys.append(ai.identity("changing_judge:judge"))
+    assert keys[0] == keys[2] != keys[1]
+    assert ai.identity("org/judge") == models.identity("org/judge")
+
+
 def test_the_judge_baseline_counts_right_pairs_and_half_of_those_without_an_answer(monkeypatch):
     """Of a ranking of three and a pair: gold is 2, 1, 0 and 1, 1 (a tie of gold, so 1/2)."""
     turns = [{"role": "user", "content": "copy ant bear"}]

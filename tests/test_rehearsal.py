@@ -102,7 +102,7 @@ def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
     encoder = RobertaModel(config, add_pooling_layer=False).eval()
     encoder.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    got = rehearsal.embed_texts(str(tmp_path), TEXTS, batch_size=2)
+    got = rehearsal.embed_texts(str(tmp_path), TEXTS, "cpu", batch_size=2)
     with torch.no_grad():
         for text, vector in zip(TEXTS, got, strict=True):  # alone, so without padding
             hidden = encoder(**TOKENIZER(text, return_tensors="pt")).last_hidden_state[0, 0]

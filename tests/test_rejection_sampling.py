@@ -492,6 +492,21 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
     assert [c["finished"] for c in found["curves"]] == [0.5, 1.0]
 
 
+def test_versions_that_other_scorers_scored_are_not_compared():
+    """--resume may bring another scorer, whose scores say nothing beside the first one's."""
+    samples = [[{"score": x} for x in some] for some in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
+    of = lambda *scorers: {
+        v: {"samples": rows, "curves": [], "temperature": 1.0, "scorer": scorer}
+        for v, (rows, scorer) in enumerate(zip(samples, scorers))
+    }
+    same = rs.figures(of("a", "a", "a"), 2)
+    assert same["eval/score_over_first"] == 7.5 and same["eval/score_over_before"] == 6.0
+    assert not [key for key in rs.figures(of("a", "a", "b"), 2) if "over" in key]
+    assert {key for key in rs.figures(of("b", "a", "b"), 2) if "over" in key} == {
+        key for key in same if "over_first" in key
+    }
+
+
 def test_the_figures_are_those_of_pool_and_samples(small, whole):
     rows, pool = read_jsonl(whole.folder / "metrics.jsonl"), pool_of(whole.folder)
     kinds = ["eval/score", "pool/rows", "loss/nll"]

@@ -22,6 +22,7 @@ import pytest
 import torch
 from processes import SCRIPTS, flags
 from safetensors.torch import load_file
+from transformers import MistralConfig, MistralForCausalLM
 from scorers import assert_error, read_json, smaller_model, succeeds, write_rows
 
 from common import tiny
@@ -118,6 +119,64 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
         assert killed.code in (-9, 0)  # 0: it was sooner at its end
     succeeds(run(name, small, tmp_path / "run", "--resume"))
     assert_same_weights(tmp_path / "run", whole.folder)
+
+
+# -- a model that will not do --------------------------------------------------------------
+@pytest.fixture(scope="module")
+def window(small):
+    """A model with a window of attention, which the sampler refuses."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "vocab_size": len(tiny.tokenizer()), "sliding_window": 99}
+    MistralForCausalLM(MistralConfig(**sizes)).save_pretrained(small / "window")
+    tiny.tokenizer().save_pretrained(small / "window")
+    return small / "window"
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("what", ["cannot be sampled", "2048 positions"])
+def test_a_model_that_will_not_do_is_an_error_and_an_old_run_stays(
+    small, undisturbed, window, tmp_path, name, what
+):
+    shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    options = {"max_length": 2049}
+    if what == "cannot be sampled":
+        options = {{"reward": "sft_model", "advantage_model": "policy"}.get(name, "model"): window}
+    assert what in error_of(name, small, tmp_path / "run", overwrite=True, **options)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+
+
+# -- other settings on the way -------------------------------------------------------------
+@pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "ppo"])
+def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
+    small, undisturbed, stopped, tmp_path, name
+):
+    """From its first step on. (In the two other scripts each step sets it anew.)"""
+    shutil.copytree(stopped(name, "Ctrl-C").folder, tmp_path / "run")
+    n_before = len(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert (
+        "resuming with another lr" in succeeds(run(name, small, tmp_path / "run", "--resume", lr=1e-30)).out
+    )
+    whole, other = (read_jsonl(x / "metrics.jsonl") for x in (undisturbed(name).folder, tmp_path / "run"))
+    if name == "ppo":  # a policy that stands still has the probabilities of the rollout
+        assert [row["policy/ratio_max"] for row in other if "policy/ratio_max" in row][-1] == 1.0
+        assert [row["policy/ratio_max"] for row in whole if "policy/ratio_max" in row][-1] > 1.0
+        return
+    key, peak = "optim/lr", {"sft": 3e-3}.get(name, 1e-3)
+    rates = [[row[key] for row in rows if key in row] for rows in (whole, other)]
+    checkpoint = next(i for i, (a, b) in enumerate(zip(*rates)) if a != b)
+    assert checkpoint < min(n_before, len(rates[0]) - 1) and rates[0][:checkpoint] == rates[1][:checkpoint]
+    assert rates[1][checkpoint:] == pytest.approx([x / peak * 1e-30 for x in rates[0][checkpoint:]], rel=1e-9)
+    ours, kept = weights(tmp_path / "run"), weights(undisturbed(name).folder)
+    assert any(not torch.equal(x, kept[key]) for key, x in ours.items())
+
+
+def test_ppo_does_not_go_on_with_another_scorer(small, stopped, tmp_path):
+    shutil.copytree(stopped("ppo", "Ctrl-C").folder, tmp_path / "run")
+    before = (tmp_path / "run" / "args.json").read_text()
+    message = error_of("ppo", small, tmp_path / "run", resume=True, scorer="common.tiny:safety_scorer")
+    assert "--resume with another scorer" in message
+    assert (tmp_path / "run" / "args.json").read_text() == before
 
 
 # -- Ctrl-C, a full disk, a rank that dies -----------------------------------------------

@@ -338,9 +338,11 @@ def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, p
 def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(reward_model, load):
     (prompt,) = load([{"prompt": "copy ant cat"}])
     room = 128 - len(prompt.ids) - 1
-    fits, long = (response(" ".join(["ant"] * n), finished=False) for n in (room, room + 1))
-    assert len(rollout.score(reward_model, [(prompt, fits)], 1, CPU)) == 1
-    with pytest.raises(InputError, match="p.jsonl:1: prompt and response have 129 tokens.*has 128 positions"):
+    answer = lambda n, **options: response(" ".join(["ant"] * n), **options)
+    fits, full, long = (answer(n, finished=False) for n in (room, room + 1, room + 2))
+    scores = [rollout.score(reward_model, [(prompt, x)], 1, CPU) for x in (fits, full, answer(room))]
+    assert scores[0] == scores[1] == scores[2]  # the end token takes the place of the last one
+    with pytest.raises(InputError, match="p.jsonl:1: prompt and response have 130 tokens.*has 128 positions"):
         rollout.score(reward_model, [(prompt, long)], 1, CPU)
 
 

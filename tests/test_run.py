@@ -315,6 +315,20 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     assert find_run(args) == "finished"  # nothing is removed then
 
 
+def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
+    """A run that got no checkpoint is begun anew without a flag, and its files go."""
+    leave(tmp_path / "run", "args.json", "rehearsal.jsonl")
+    for resume in (False, True):
+        args = Inputs(
+            output_dir=str(tmp_path / "run"), offline_data=str(tmp_path / "run" / "rehearsal.jsonl")
+        )
+        args.resume = resume
+        with pytest.raises(InputError, match="this run would remove --offline-data .*before it is read"):
+            find_run(args)
+    leave(tmp_path / "run", "checkpoint/latest")
+    assert find_run(args) == "resume"  # nothing is removed then
+
+
 def test_a_run_without_a_checkpoint_is_begun_anew_without_a_flag(tmp_path):
     leave(tmp_path, *OUTPUT)
     assert begin(tmp_path) is None

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, MambaConfig, MistralConfig, Qwen2Config
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from common import tiny
+from common import sampler, tiny
 from common.sampler import choose, sample
 
 V = 97
@@ -63,6 +63,24 @@ def test_greedy_equals_generate_token_for_token(config):
         lengths.add(len(want))
     assert len(lengths) > 3  # slots really were refilled at different times
     assert (out.sample_logprobs == 0).all()  # a point mass: log 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, monkeypatch, n):
+    """No more prompts' keys and values are held at once than one group's."""
+    options = {"n": n, "max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "temperature": 0, "slots": 10}
+    want, sizes, run = sample(llama, MIXED, **options), [], sampler._prefill
+    monkeypatch.setattr(sampler, "PREFILL_TOKENS", 80)
+    monkeypatch.setattr(sampler, "_prefill", lambda *given: sizes.append(run(*given)) or sizes[-1])
+    got = sample(llama, MIXED, **options)
+    assert torch.equal(got.response_tokens, want.response_tokens)
+    for group in sizes:
+        longest = max(len(MIXED[i]) for i in group)
+        assert len(group) == 1 or len(group) * longest <= 80
+    asked = [i for group in sizes for i in group]
+    assert set(asked) == set(range(len(MIXED))) and len(sizes) >= 5
+    # A prompt whose rows wait over two refills is run once
+    assert len(asked) == len(MIXED)
 
 
 def test_slots_do_not_change_greedy_answers(llama):

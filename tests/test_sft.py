@@ -703,8 +703,9 @@ def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
     assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
 
 
-def test_overwrite_with_a_mistyped_dataset_leaves_the_old_run(small, undisturbed, tmp_path):
+def test_overwrite_with_bad_input_leaves_the_old_run(small, undisturbed, tmp_path):
     assert run(small, tmp_path, max_steps=1).code == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert_error(run(small, tmp_path, "--overwrite", dataset="mistyped.jsonl"), "mistyped.jsonl")
+    assert_error(run(small, tmp_path, "--overwrite", max_length=10**6), "--max-length", "positions")
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

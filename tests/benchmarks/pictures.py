@@ -19,7 +19,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
-    "ppo_overoptimisation": ("ppo_arms/2_0/frontier.png", "tests/benchmarks/ppo_arms.py --only 2"),
+    "ppo_overoptimisation": ("ppo_weak/frontier.png", "README's ppo.py --kl-coef 0.05 --output-dir runs/ppo_weak"),
     "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "hh_scores": ("hh_reward/scores.png", "README's reward.py on HH-RLHF --output-dir runs/hh_reward"),
