@@ -415,16 +415,15 @@ def figures(studies, version, args):
     """Means of a version's samples, its figures on the held-out pairs, and its samples against those of the
     first version and of the one before."""
     samples, out = studies[version]["samples"], dict(studies[version]["pairs"])
-    same = {v for v, found in studies.items() if found["scorer"] == studies[version]["scorer"]}  # comparable
+    same = pool.comparable(studies, version)
     columns = {"eval/score": "score", "gold/score": "gold", "gold/perfect": "perfect", "eval/kl": "kl"}
     out |= metrics.means(samples, {**columns, "sample/length": "tokens", "sample/finished": "finished"})
     if version and samples and 0 in same:
-        out |= metrics.against(studies[0]["samples"], samples, args.tie_margin, "sft/")
+        out |= metrics.against(same[0], samples, args.tie_margin, "sft/")
     if version > 1 and samples and version - 1 in same:
-        earlier = studies[version - 1]["samples"]
         for key, column in (("eval/score", "score"), ("gold/score", "gold")):
             if key in out:
-                out |= metrics.paired_figures(f"{key}_over_before", earlier, samples, column)
+                out |= metrics.paired_figures(f"{key}_over_before", same[version - 1], samples, column)
     return out
 
 
@@ -435,8 +434,9 @@ def report(studies, version, args):
     print(f"version {version}:")
     for key, value in figures(studies, version, args).items():
         print(f"  {key}: {value:.4g}")
-    if version and studies[version]["scorer"] == studies[version - 1]["scorer"]:
-        metrics.print_table(metrics.regressions(*(studies[v]["samples"] for v in (version - 1, version))))
+    same = pool.comparable(studies, version)
+    if version - 1 in same:
+        metrics.print_table(metrics.regressions(same[version - 1], same[version]))
 
 
 def pool_figures(responses, pairs, dropped, iteration):
@@ -577,10 +577,11 @@ def main(args: Args):
         metrics.plot_metrics(args.output_dir, {**panels, "accuracy": ["train/accuracy", "pairs/accuracy"]})
         curves = {"oracle": "eval/score", "true reward": "gold/score"}
         metrics.plot_frontier(args.output_dir, "eval/kl", curves)
-        ends = {f"version {v}": studies[v]["samples"] for v in (0, last) if studies[v]["samples"]}
+        same = pool.comparable(studies, last)
+        ends = {f"version {v}": same[v] for v in (0, last) if same.get(v)}
         metrics.plot_lengths(args.output_dir, ends)
         after = {str(version): figures(studies, version, args) for version in studies}
-        table = metrics.regressions(studies[0]["samples"], studies[last]["samples"])
+        table = metrics.regressions(same[0], same[last]) if 0 in same else []
         numbers = {"steps": step, "pool": len(responses), "versions": after, "categories": table}
         write_json(f"{args.output_dir}/summary.json", numbers)  # last
         print(f"wrote {args.output_dir}/model")

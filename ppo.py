@@ -540,9 +540,12 @@ def main(args: Args):
             )
         if scorer.model and scorer.same_tokens:
             models.check_room(args.max_length, scorer.name, scorer.model.config)
-    checkpoint, names = f"{args.output_dir}/checkpoint", [args.scorer, args.safety_scorer]
-    if state == "resume" and dist.checkpoint_state(checkpoint).get("scorers", names) != names:
-        raise InputError("--resume with another scorer: its scores cannot follow the old one's; begin anew")
+    checkpoint, by = f"{args.output_dir}/checkpoint", [scorer and scorer.version for scorer in scorers]
+    if state == "resume" and dist.checkpoint_state(checkpoint).get("scorers", by) != by:
+        raise InputError(
+            "--resume with another scorer, or one whose files have changed: its scores cannot follow the old "
+            "ones; begin anew"
+        )
     policy = load_policy(args.model, tokenizer, args, device)
     reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
     value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
@@ -582,7 +585,7 @@ def main(args: Args):
         saved = dist.load_checkpoint(checkpoint, both)
     # best: the highest held-out reward, and how many evaluations ago
     now = {"iteration": 0, "value_steps": 0, "policy_steps": 0, "running": [0, 0.0, 0.0], "best": [-1e30, 0]}
-    now |= {"scorers": names}
+    now["scorers"] = by
     now |= saved or {}
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else 0)
 

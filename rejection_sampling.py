@@ -339,17 +339,12 @@ def figures(studies, version):
         if curve["temperature"] == study["temperature"]:
             out |= {"sweep/temperature": curve["temperature"], "sweep/max": curve["max"][-1]}
             out |= {"sweep/median": curve["median"][-1]}
-    same = comparable(studies, version)
+    same = pool.comparable(studies, version)
     for name, other in (("first", min(studies)), ("before", version - 1)):
         for key, column in columns.items() if other in same and other != version else ():
             if key in out:
                 out |= metrics.paired_figures(f"{key}_over_{name}", same[other], samples, column)
     return out
-
-
-def comparable(studies, version):
-    """{version: its samples} of those that the same scorer scored, for --resume may bring another."""
-    return {v: x["samples"] for v, x in studies.items() if x["scorer"] == studies[version]["scorer"]}
 
 
 def report(studies, version):
@@ -363,7 +358,7 @@ def report(studies, version):
         numbers = f"largest of {len(curve['max'])} {curve['max'][-1]:.3f}, median {curve['median'][-1]:.3f}"
         numbers += f", best that ended {curve['best']:.3f}, {curve['finished']:.0%} ended"
         print(f"  temperature {curve['temperature']:g}: {numbers}")
-    same = comparable(studies, version)
+    same = pool.comparable(studies, version)
     if version - 1 in same:
         metrics.print_table(metrics.regressions(same[version - 1], same[version]))
 
@@ -423,7 +418,8 @@ def main(args: Args):
     learner_scorer = rollout.for_tokens(scorer, learner)
     if args.student:
         models.check_causal_lm(args.student)
-    for name in filter(None, (policy, args.model, args.student)):
+    base = args.model if args.start_from != "last" and not args.student else None
+    for name in filter(None, (policy, base, args.student)):
         models.check_sampled(name)
         models.check_room(args.max_length, name)
     if scorer.model and scorer.same_tokens:
@@ -500,13 +496,15 @@ def main(args: Args):
             for curve in found["curves"]
         ]
         metrics.write_jsonl(f"{args.output_dir}/curves.jsonl", curves)
-        ends = [curve for curve in curves if curve["policy"] in (f"version {first}", f"version {last}")]
+        same = pool.comparable(studies, last)
+        ends = [f"version {v}" for v in (first, last) if v in same]
+        ends = [curve for curve in curves if curve["policy"] in ends]
         if ends:
             metrics.plot_best_of_n(args.output_dir, ends)
         panels = {"loss": ["loss/nll"], "held-out responses": ["eval/score", "gold/score", "sweep/max"]}
         metrics.plot_metrics(args.output_dir, {**panels, "pool": ["pool/score", "pool/best"]})
         after = {str(version): figures(studies, version) for version in studies}
-        bound, same = metrics.best_of_n_kl(args.n_samples), comparable(studies, last)
+        bound = metrics.best_of_n_kl(args.n_samples)
         print(f"best of {args.n_samples}: at most {bound:.2f} nats (KL) from the policy it is drawn from")
         numbers = {"steps": step, "pool": len(responses), "kl_bound": bound, "versions": after}
         numbers["categories"] = metrics.regressions(same[last - 1], same[last]) if last - 1 in same else []

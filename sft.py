@@ -125,8 +125,11 @@ def answer(model, tokenizer, documents, args):
         if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
             break
     options = (1, args.max_new_tokens, args.temperature, args.seed)
-    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
+    try:
+        with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
+            found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
+    except InputError as error:  # it takes no positions, for one
+        raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
     return [
         {"prompt": messages, "response": r.text, "tokens": len(r.ids), "finished": r.finished}
         for (messages, _), (r,) in zip(prompts, found)

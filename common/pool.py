@@ -156,6 +156,12 @@ def resume_log(args, studies, made, loss):
     return metrics.Metrics(args.output_dir, keep_rows=keep), step
 
 
+def comparable(studies, version) -> dict:
+    """{version: its samples} of those that one scorer scored, for --resume may bring another."""
+    scorer = studies[version].get("scorer")
+    return {v: found["samples"] for v, found in studies.items() if found.get("scorer") == scorer}
+
+
 def cosine(place, n_steps, args) -> float:
     """Share of --lr at step `place` of n_steps: --warmup-ratio of them rise linearly, the rest fall to 0 by a
     cosine."""

@@ -191,7 +191,9 @@ def find_run(args) -> str | None:
     for name in read.split() if ours and not (resume and begun) else ():  # start_run will remove what is ours
         path = getattr(args, name, None)
         word = name in ("reference", "enhancer") and path in ("sft", "last", "previous")
-        if path and not word and Path(path).resolve().is_relative_to(folder.resolve()):
+        real = Path(path or "").resolve()
+        gone = real == folder.resolve() or any(real.is_relative_to(old.resolve()) for old in ours)
+        if path and not word and gone:
             flag, what = f"--{name.replace('_', '-')} {path}", "--overwrite" if args.overwrite else "this run"
             raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
     return "resume" if resume and begun else None

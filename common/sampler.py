@@ -97,6 +97,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
             first = []
             for j, r in enumerate(new):
                 if r // n not in prefilled:  # then no row of the prompts before is left
+                    prefilled = None  # so that one group is held, not two
                     prefilled = _prefill(model, prompts, list(dict.fromkeys(r // n for r in new[j:])))
                 cache.fill(live + j, prefilled[r // n][0])
                 row[live + j], length[live + j] = r, len(prompts[r // n])
@@ -285,6 +286,8 @@ def check_attention(config):
     if layers is None and window is not None or set(layers or ["full_attention"]) != {"full_attention"}:
         what = f"a sliding window of {window}" if layers is None else ", ".join(sorted(set(layers)))
         raise ValueError(f"sample: {config.model_type} has {what}; the sampler knows full attention only")
+    if getattr(config, "alibi", False):
+        raise ValueError(f"sample: {config.model_type} has ALiBi; the sampler needs position_ids")
 
 
 def _check_model(model, prompts, max_new_tokens):
@@ -299,7 +302,7 @@ def _check_model(model, prompts, max_new_tokens):
         return
     check_attention(config)
     takes_positions = _takes(model, "position_ids") and _takes(model, "past_key_values")
-    if getattr(config, "alibi", False) or not takes_positions:
+    if not takes_positions:
         raise ValueError(f"sample: {kind} takes no position_ids (ALiBi or recurrent); the sampler needs them")
     # Two rows of different lengths: if the model did not honour mask, positions or cache, the longer one's
     # leftovers would show in the shorter one

@@ -325,6 +325,8 @@ def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
         args.resume = resume
         with pytest.raises(InputError, match="this run would remove --offline-data .*before it is read"):
             find_run(args)
+    beside = Inputs(output_dir=str(tmp_path / "run"), offline_data=str(tmp_path / "run" / "my_pairs.jsonl"))
+    assert find_run(beside) is None  # a file that no run writes stays
     leave(tmp_path / "run", "checkpoint/latest")
     assert find_run(args) == "resume"  # nothing is removed then
 

@@ -1,14 +1,17 @@
 """common/sampler.py against transformers' generate and plain forwards, which know nothing of it."""
 
 import collections
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers import BloomConfig, Gemma3TextConfig, GPT2Config, MambaConfig, MistralConfig, Qwen2Config
+from transformers import BloomConfig, FalconConfig, Gemma3TextConfig, GPT2Config, MambaConfig
+from transformers import MistralConfig, Qwen2Config
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common import sampler, tiny
@@ -69,18 +72,26 @@ def test_greedy_equals_generate_token_for_token(config):
 def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, monkeypatch, n):
     """No more prompts' keys and values are held at once than one group's."""
     options = {"n": n, "max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "temperature": 0, "slots": 10}
-    want, sizes, run = sample(llama, MIXED, **options), [], sampler._prefill
+    want, groups, run = sample(llama, MIXED, **options), [], sampler._prefill
+    alive = []  # weak references to each group's keys
+
+    def prefill(model, prompts, which):
+        gc.collect()
+        assert not [at for at in alive if at() is not None]
+        found = run(model, prompts, which)
+        groups.append(list(found))
+        alive.extend(weakref.ref(pairs[0][0]) for pairs, _ in found.values())
+        return found
+
     monkeypatch.setattr(sampler, "PREFILL_TOKENS", 80)
-    monkeypatch.setattr(sampler, "_prefill", lambda *given: sizes.append(run(*given)) or sizes[-1])
+    monkeypatch.setattr(sampler, "_prefill", prefill)
     got = sample(llama, MIXED, **options)
     assert torch.equal(got.response_tokens, want.response_tokens)
-    for group in sizes:
-        longest = max(len(MIXED[i]) for i in group)
-        assert len(group) == 1 or len(group) * longest <= 80
-    asked = [i for group in sizes for i in group]
-    assert set(asked) == set(range(len(MIXED))) and len(sizes) >= 5
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(len(MIXED[i]) for i in group) <= 80
     # A prompt whose rows wait over two refills is run once
-    assert len(asked) == len(MIXED)
+    asked = [i for group in groups for i in group]
+    assert sorted(asked) == list(range(len(MIXED))) and len(groups) >= 5
 
 
 def test_slots_do_not_change_greedy_answers(llama):
@@ -100,6 +111,10 @@ def test_slots_do_not_change_greedy_answers(llama):
             "gemma3_text has .*sliding_attention",
         ),
         (BloomConfig(vocab_size=V, hidden_size=64, n_layer=2, n_head=4), "bloom takes no position_ids"),
+        (
+            FalconConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+            "falcon has ALiBi",
+        ),
         (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba"),
     ],
 )
