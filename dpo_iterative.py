@@ -491,8 +491,7 @@ def main(args: Args):
         scorer = rollout.load_scorer(args.scorer, tokenizer, device, pairwise=True)
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
-        if scorer.model and scorer.same_tokens and not scorer.pairwise:
-            models.check_room(args.max_length, scorer.name, scorer.model.config)
+        rollout.check_room(scorer, args.max_length)
 
     # 4. the pool, and where to go on
     start_run(args, "dpo_iterative", state)  # only now is an old run in output_dir replaced

@@ -538,8 +538,7 @@ def main(args: Args):
                 f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
                 "lets it score the text, encoded anew"
             )
-        if scorer.model and scorer.same_tokens:
-            models.check_room(args.max_length, scorer.name, scorer.model.config)
+        rollout.check_room(scorer, args.max_length)
     checkpoint, by = f"{args.output_dir}/checkpoint", [scorer and scorer.version for scorer in scorers]
     if state == "resume" and dist.checkpoint_state(checkpoint).get("scorers", by) != by:
         raise InputError(

@@ -294,7 +294,7 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
 def study(model, tokenizer, held_out, scorer, version, args, device):
     """What a model can do on held-out prompts: {"samples": one response to each, "curves": the expected
     largest and median score among N responses at each temperature, and the best of K that can be selected,
-    "temperature": the one where that is highest}."""
+    "temperature": the one where that is highest, "scorer": its version}."""
     asked = rollout.a_part(held_out, args.eval_prompts)
     swept = rollout.a_part(held_out, args.sweep_prompts)
     rounds = [(asked, 1, 1.0)] * bool(asked)
@@ -325,7 +325,8 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
         scores = [x if ok else lowest for x, ok in zip(curve.pop("scores"), curve.pop("usable"))]
         curve["best"] = metrics.best_of_n(torch.tensor(scores).view(-1, args.n_samples))[0][-1]
     best = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
-    return {"samples": samples, "curves": curves, "temperature": best["temperature"]}
+    found = {"samples": samples, "curves": curves, "temperature": best["temperature"]}
+    return found | {"scorer": scorer.version}
 
 
 def figures(studies, version):
@@ -422,8 +423,7 @@ def main(args: Args):
     for name in filter(None, (policy, base, args.student)):
         models.check_sampled(name)
         models.check_room(args.max_length, name)
-    if scorer.model and scorer.same_tokens:
-        models.check_room(args.max_length, scorer.name, scorer.model.config)
+    rollout.check_room(scorer, args.max_length)
 
     # 4. the pool, and where to go on
     start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
@@ -441,11 +441,11 @@ def main(args: Args):
         if version not in studies:
             model = pool.load(latest, learner, args, device)
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
-            studies[version] = found | {"scorer": scorer.version}
+            studies[version] = found
             log.log(step, version, **figures(studies, version))
-            studies[version] |= {"step": step, "logged_rows": log.n_rows}
+            found |= {"step": step, "logged_rows": log.n_rows}
             if dist.is_main():
-                write_json(versions / f"{version}.json", studies[version])
+                write_json(versions / f"{version}.json", found)
         report(studies, version)
         iteration = version + 1
         if version == last or iteration in made:

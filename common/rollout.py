@@ -230,6 +230,13 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     return for_tokens(scorer, tokenizer)
 
 
+def check_room(scorer, max_length):
+    """InputError if the scorer has fewer positions than the max_length tokens of a prompt and its response.
+    (One with other tokens, or one that reads two responses at once, can tell only when it encodes them.)"""
+    if scorer.model and scorer.same_tokens and not scorer.pairwise:
+        models.check_room(max_length, scorer.name, scorer.model.config)
+
+
 def version_of(spec, behind) -> str:
     """The name and a fingerprint of what is behind it: rank 0's, for a copy of the files on another node has
     other times."""

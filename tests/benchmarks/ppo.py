@@ -39,7 +39,8 @@ def trl(args):
         # With gradient_accumulation_steps accelerate would leave out optimiser steps
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=EPISODES, num_mini_batches=EPISODES // 2,
         num_ppo_epochs=4, total_episodes=EPISODES * args.rollouts,
-        response_length=64, temperature=1.0, stop_token="eos", local_rollout_forward_batch_size=EPISODES, learning_rate=1e-6,
+        response_length=64, temperature=1.0, stop_token="eos", local_rollout_forward_batch_size=EPISODES,
+        learning_rate=1e-6,
         num_sample_generations=0, save_strategy="no", report_to="none", use_cpu=True, bf16=False, disable_tqdm=True,
     )  # fmt: skip
     policy, reference = (
