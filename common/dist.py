@@ -7,6 +7,7 @@ GPU, bf16 compute. The functions below are written so that a script reads the sa
 
 import contextlib
 import copy
+import ctypes
 import functools
 import io
 import json
@@ -37,6 +38,8 @@ def setup() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    else:
+        _keep_freed_memory()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not td.is_initialized():
         options = {"timeout": TIMEOUT, "device_id": device if cuda else None}
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
@@ -47,6 +50,16 @@ def setup() -> torch.device:
         # gloo beside nccl: checkpoints and objects travel on the CPU
         td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
     return device
+
+
+def _keep_freed_memory():
+    """Have glibc keep what is freed for the next tensor. By default a block of more than 32 MB goes back to the
+    system, which hands it out again page by page, zeroed: a fifth of PPO's time on a CPU with a vocabulary
+    of 49k."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # there is no mallopt but in glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink
 
 
 def shutdown(code: int = 0):

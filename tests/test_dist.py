@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import os
+import platform
 import re
 import shutil
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_the_launch_of_all_cases_ends_with_exit_code_0(two):
 def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
     assert two("sums") == {"all_sum": [3.0, pytest.approx(0.2)], "gather": [1, 1], "world": 2}
     assert (dist.all_sum(1, 0.1), dist.gather([5]), dist.world_size()) == ([1.0, 0.1], [5], 1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+def test_what_a_large_tensor_leaves_serves_the_next_one():
+    code = """
+import sys, torch
+from common import dist
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
+if sys.argv[1] == "setup":
+    dist.setup()
+torch.ones(2**24)  # 64 MB
+before = resident()
+torch.ones(2**24)
+print(before, resident())
+"""
+    kept, gone = (processes.python("-c", code, word).out.split() for word in ("setup", "no set-up"))
+    assert float(kept[0]) > float(gone[0]) + 50  # megabytes that were freed and are still there
+    assert float(kept[1]) < float(kept[0]) + 10  # and used again
 
 
 # -- training ----------------------------------------------------------------------------

@@ -68,6 +68,44 @@ def test_greedy_equals_generate_token_for_token(config):
     assert (out.sample_logprobs == 0).all()  # a point mass: log 1
 
 
+def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(llama, monkeypatch):
+    options = {"max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "slots": 5, "seed": 0}
+    want, head, products = sample(llama, MIXED, **options), llama.lm_head, []
+    monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
+    draw = sampler.choose
+
+    def choose(logits, *rest):  # inside, the head computes in its own way
+        hidden = torch.randn(2, 3, head.in_features)
+        products.append((head(hidden), torch.nn.functional.linear(hidden, head.weight)))
+        assert "forward" in vars(head) and head(hidden).is_contiguous()
+        return draw(logits, *rest)
+
+    monkeypatch.setattr(sampler, "choose", choose)
+    sample(llama, MIXED, **options)
+    assert products
+    for ours, plain in products:
+        torch.testing.assert_close(ours, plain)
+    monkeypatch.setattr(sampler, "choose", draw)
+    found = sample(llama, MIXED, **options)
+    assert torch.equal(found.response_tokens, want.response_tokens)
+    torch.testing.assert_close(found.sample_logprobs, want.sample_logprobs)
+    assert "forward" not in vars(head)
+    with pytest.raises(ValueError, match="seed"):  # after an error it is as it was, too
+        monkeypatch.setattr(sampler, "choose", lambda *_: (_ for _ in ()).throw(ValueError("seed")))
+        sample(llama, MIXED, **options)
+    assert "forward" not in vars(head)
+
+
+def test_a_head_with_a_forward_of_its_own_keeps_it(monkeypatch):
+    """accelerate's hooks are of this kind."""
+    model, calls = build(LlamaConfig(**SIZES)), []
+    monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
+    plain = model.lm_head.forward
+    own = model.lm_head.forward = lambda hidden: calls.append(1) or plain(hidden)
+    sample(model, MIXED[:2], max_new_tokens=3, stop_ids=[], pad_id=0, seed=0)
+    assert len(calls) >= 3 and vars(model.lm_head)["forward"] is own
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, monkeypatch, n):
     """No more prompts' keys and values are held at once than one group's."""
@@ -112,7 +150,9 @@ def test_slots_do_not_change_greedy_answers(llama):
         ),
         (BloomConfig(vocab_size=V, hidden_size=64, n_layer=2, n_head=4), "bloom takes no position_ids"),
         (
-            FalconConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+            FalconConfig(
+                vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
+            ),
             "falcon has ALiBi",
         ),
         (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba"),
