@@ -111,14 +111,16 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
 if sys.argv[1] == "setup":
     dist.setup()
-torch.ones(2**24)  # 64 MB
+for _ in range(3):
+    torch.ones(2**24)  # 64 MB
 before = resident()
-torch.ones(2**24)
+for _ in range(9):
+    torch.ones(2**24)
 print(before, resident())
 """
     kept, gone = (processes.python("-c", code, word).out.split() for word in ("setup", "no set-up"))
     assert float(kept[0]) > float(gone[0]) + 50  # megabytes that were freed and are still there
-    assert float(kept[1]) < float(kept[0]) + 10  # and used again
+    assert float(kept[1]) < float(kept[0]) + 100  # and are used again
 
 
 # -- training ----------------------------------------------------------------------------
