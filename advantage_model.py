@@ -99,9 +99,9 @@ class Args:
     """Tokens of a prompt with one response; longer ones are dropped."""
     share_prompt: bool = True
     """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
-    eval_every: int = 200
+    eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
-    save_every: int = 200
+    save_every: int = 250
     """Steps between checkpoints, of which the last is kept; 0: none."""
     length_prompts: int = 50
     """Held-out prompts with 8 sampled responses each, for the correlation of length and score, and e; 0:

@@ -511,6 +511,8 @@ def main(args: Args):
         if version not in studies:
             if model is None:
                 model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
+            if version == 0 and args.share_prompt:  # now, not when all is sampled
+                models.check_shared_prompt(model, args.max_length)
             before = studies[0]["samples"] if version else []
             fixed_reference = args.model if reference == "last" else reference
             about = (tokenizer, held_out, judged, scorer, fixed_reference, args, device)

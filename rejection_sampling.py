@@ -440,6 +440,8 @@ def main(args: Args):
         latest, model = str(versions / str(version)) if version > first else args.student or policy, None
         if version not in studies:
             model = pool.load(latest, learner, args, device)
+            if version == first and args.packing:  # now, not when all is sampled
+                models.check_packing(model)
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
             studies[version] = found
             log.log(step, version, **figures(studies, version))

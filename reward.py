@@ -90,9 +90,9 @@ class Args:
     """Tokens of a prompt with one response; longer ones are dropped."""
     share_prompt: bool = True
     """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
-    eval_every: int = 200
+    eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
-    save_every: int = 200
+    save_every: int = 250
     """Steps between checkpoints, of which the last is kept; 0: none."""
     sft_model: str | None = None
     """A causal LM, for the log probability baseline and the length samples. None: runs/sft for the model

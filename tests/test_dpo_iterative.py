@@ -1081,6 +1081,21 @@ def test_a_folder_of_an_old_run_may_be_named_as_the_references_default_is(small,
         assert (folder / "model").exists()
 
 
+def test_a_model_that_cannot_share_prompts_is_refused_before_anything_is_sampled(
+    small, tmp_path, monkeypatch
+):
+    def refuse(model, max_length):
+        raise InputError("use --no-share-prompt")
+
+    monkeypatch.setattr(models, "check_shared_prompt", refuse)
+    without_plots(monkeypatch)
+    with pytest.raises(InputError, match="--no-share-prompt"):
+        in_process(small, tmp_path / "run")
+    assert not read_jsonl(tmp_path / "run/pool.jsonl") and not list((tmp_path / "run/versions").iterdir())
+    in_process(small, tmp_path / "run", share_prompt=False, resume=True, **ONE_STEP)
+    assert len(read_jsonl(tmp_path / "run/pool.jsonl")) == 2 * PROMPTS * K
+
+
 def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):
     ended = processes.python(ROOT / "dpo_iterative.py", cwd=tmp_path)  # without runs/sft
     assert_error(ended, "runs/sft", "python sft.py")

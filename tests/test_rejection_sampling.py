@@ -690,6 +690,18 @@ def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order
     assert (tmp_path / "versions" / "1" / "config.json").exists()
 
 
+def test_a_model_that_cannot_be_packed_is_refused_before_anything_is_sampled(small, tmp_path, monkeypatch):
+    def refuse(model):
+        raise InputError("use --no-packing")
+
+    monkeypatch.setattr(models, "check_packing", refuse)
+    with pytest.raises(InputError, match="--no-packing"):
+        captured(small, tmp_path / "run", monkeypatch)
+    assert pool_of(tmp_path / "run") == [] and not list((tmp_path / "run/versions").iterdir())
+    captured(small, tmp_path / "run", monkeypatch, packing=False, resume=True)
+    assert len(pool_of(tmp_path / "run")) == 2 * PROMPTS * K
+
+
 def test_a_student_with_other_tokens_learns_the_text_in_its_own(small, tmp_path):
     own, options = other_tokenizer(), {**ONE_STEP, "iterations": 1, "lr": 1e-4}
     smaller_model(tmp_path / "student", own)
