@@ -15,7 +15,7 @@ sampled), pairs.jsonl, versions/ (each iteration's model and its samples), model
 metrics.jsonl, samples.jsonl, plots, summary.json.
 
     python dpo_iterative.py                                  the tiny world, under a minute on two CPU cores
-    python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_offline
+    python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_all_pairs
     torchrun --nproc-per-node 8 dpo_iterative.py rlhf_workflow --scorer runs/reward
 
 Differs from the paper: a pair whose better response did not end is dropped; the optimiser and the learning
@@ -130,6 +130,8 @@ def check(args):
     """What can be known to be wrong before anything is loaded."""
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     ways = len(args.temperatures) * (2 if args.enhancer else 1)
+    own = args.offline_data and not data.is_tiny(args.offline_data)
+    astray = own and not args.iterations and args.eval_prompts and data.is_tiny(args.dataset)
     check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
@@ -138,6 +140,7 @@ def check(args):
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+        ("dataset", not astray, "prompts to evaluate on, as --offline-data is your own, or --eval-prompts 0"),
     )
 
 
@@ -492,6 +495,9 @@ def main(args: Args):
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
         rollout.check_room(scorer, args.max_length)
+    if args.share_prompt and state != "resume":  # now, not when all is sampled
+        for name in dict.fromkeys([args.model, args.model if reference == "last" else reference]):
+            models.check_shared_prompt(pool.load(name, tokenizer, args, device), args.max_length)
 
     # 4. the pool, and where to go on
     start_run(args, "dpo_iterative", state)  # only now is an old run in output_dir replaced
@@ -511,8 +517,6 @@ def main(args: Args):
         if version not in studies:
             if model is None:
                 model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
-            if version == 0 and args.share_prompt:  # now, not when all is sampled
-                models.check_shared_prompt(model, args.max_length)
             before = studies[0]["samples"] if version else []
             fixed_reference = args.model if reference == "last" else reference
             about = (tokenizer, held_out, judged, scorer, fixed_reference, args, device)

@@ -516,8 +516,6 @@ def main(args: Args):
     if args.ptx_dataset:
         text = text_documents(args, tokenizer)
         text, text_held_out = data.hold_out(text, share=0.1, most=200)
-    if args.rehearsal_data:
-        rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
     if args.rehearsal_clusters > min(len(prompts), args.rehearsal_prompts):
         n = min(len(prompts), args.rehearsal_prompts)
         raise InputError(f"--rehearsal-clusters {args.rehearsal_clusters}: there are only {n} prompts")
@@ -527,6 +525,10 @@ def main(args: Args):
         room = args.max_length - args.max_new_tokens
         forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)
         forget = rollout.a_part(forget, args.eval_prompts)
+        prompts = data.without_prompts_of(prompts, forget, args.dataset)
+    if args.rehearsal_data:
+        apart = {"held_out": [*held_out, *forget]}
+        rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, **apart)
 
     # 3. models: policy, reference, one or two scorers, value
     scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]

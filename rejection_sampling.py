@@ -424,6 +424,9 @@ def main(args: Args):
         models.check_sampled(name)
         models.check_room(args.max_length, name)
     rollout.check_room(scorer, args.max_length)
+    if args.packing and state != "resume":  # what is trained first; now, not when all is sampled
+        learns = args.student or (policy if args.start_from == "last" else args.model)
+        models.check_packing(pool.load(learns, learner, args, device))
 
     # 4. the pool, and where to go on
     start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
@@ -440,8 +443,6 @@ def main(args: Args):
         latest, model = str(versions / str(version)) if version > first else args.student or policy, None
         if version not in studies:
             model = pool.load(latest, learner, args, device)
-            if version == first and args.packing:  # now, not when all is sampled
-                models.check_packing(model)
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
             studies[version] = found
             log.log(step, version, **figures(studies, version))

@@ -87,7 +87,7 @@ class Args:
     micro_batch_size: int = 32
     """Comparisons of a forward on one rank, at most."""
     max_length: int = 128
-    """Tokens of a prompt with one response; longer ones are dropped."""
+    """Tokens of a prompt with one response (--kind pairwise: with both); longer ones are dropped."""
     share_prompt: bool = True
     """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
     eval_every: int = 250
@@ -471,7 +471,7 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow": (
-        "RLHF Workflow's reward model; with --kind pairwise --lr 5e-6 --batch-size 128, its preference model",
+        "RLHF Workflow's; --kind pairwise --lr 5e-6 --batch-size 128 --max-length 3072: its preference model",
         Args(
             model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
             dataset="hendrydong/preference_700K",  # the authors' published mixture

@@ -5,8 +5,8 @@
 The prompt carries no loss, the end token does. Documents are packed into blocks, and a document never sees
 another one (RLHF Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1).
 
-Reads a model and rows with one response each (README, "Data"); writes runs/sft: model/, metrics.jsonl,
-samples.jsonl, plots, summary.json.
+Reads a model and rows with a response, or dialogues (README, "Data"); writes runs/sft: model/,
+metrics.jsonl, samples.jsonl, plots, summary.json.
 
     python sft.py                                           the tiny world, under a minute on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data

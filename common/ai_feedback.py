@@ -14,8 +14,8 @@ P is the labeler's probability of the text after the opening of its answer. With
 writes a rationale, and the answer is read after it.
 
     python -m common.ai_feedback label --model org/name --dataset pairs.jsonl --output-dir runs/labels
-    python reward.py --dataset runs/labels/rows.jsonl
-    python ppo.py --scorer common.ai_feedback:rater=org/name          rates while it trains
+    python reward.py --model org/other --dataset runs/labels/rows.jsonl
+    python ppo.py --model org/other --dataset prompts.jsonl --scorer common.ai_feedback:rater=org/name
     torchrun --nproc-per-node 8 -m common.ai_feedback revise --model org/name --constitution principles.txt
 
 Every rank holds the whole labeler, and a share of the rows. A labeler may also be `module:function`, which

@@ -272,6 +272,7 @@ def transcript(messages: list[dict]) -> str:
 
 # -- messages -> token ids -------------------------------------------------------------------------
 SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
+UNKNOWN = "the tokenizer knows few of its words: is it the right --model?"
 
 
 class Document(NamedTuple):
@@ -294,6 +295,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError(SPECIAL)
     ids, turns, _ = _turn_by_turn(tokenizer, messages)
+    check_known(tokenizer, ids)
     if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
         raise ValueError("the chat template rewrites earlier turns, so they cannot all be learnt")
     mask = [False] * len(ids)
@@ -318,6 +320,13 @@ def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[l
 def special_tokens(tokenizer):
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
+
+
+def check_known(tokenizer, ids):
+    """ValueError if most of these tokens stand for words that the tokenizer does not know."""
+    unknown = tokenizer.unk_token_id  # GPT-2's is another name of its end token
+    if unknown not in (None, tokenizer.eos_token_id) and 2 * ids.count(unknown) > len(ids):
+        raise ValueError(UNKNOWN)
 
 
 def _turn_by_turn(tokenizer, messages):

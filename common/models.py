@@ -108,7 +108,21 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     for settings in (model.config, sampling):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    others = [token for token in _own_end_tokens(name) if token != tokenizer.eos_token_id]
+    if others:  # Llama 3 and Qwen end with one of two tokens
+        sampling.eos_token_id = [tokenizer.eos_token_id, *others]
     return _ready(model, (token_logprobs, logprobs_at, next_token_logprobs), gradient_checkpointing)
+
+
+def _own_end_tokens(name) -> list[int]:
+    """The tokens at which a model's own generation_config has it stop, if it lists several."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = None if name == "tiny" else GenerationConfig.from_pretrained(find_model(name)).eos_token_id
+    except OSError:  # it has none
+        ends = None
+    return ends if isinstance(ends, list) else []
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
@@ -163,6 +177,8 @@ def n_outputs(name) -> int:
     config = None if name == "tiny" else _read_config(name)
     if config is None or "ForSequenceClassification" not in _kind(config):
         kind = "a causal language model" if config is None else f"a {_kind(config)}"
+        if hasattr(config, "preference_model"):
+            kind = "a pairwise preference model, which scores no response alone"
         raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
     if config.num_labels > 2:
         wanted = "wanted a run of reward.py or advantage_model.py"

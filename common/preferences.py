@@ -126,6 +126,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     for text in texts:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
     prompt_ids, response_ids = data.encode_responses(tokenizer, messages[:-1], texts)
+    data.check_known(tokenizer, prompt_ids)
     prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
     response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
     fits = [i for i in first.values() if len(prompt_ids) + len(response_ids[i]) <= max_length]
@@ -456,7 +457,8 @@ def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> li
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
         found = rollout.rollout(model, tokenizer, asked, n, max_new_tokens, seed=seed)
     for (i, _), responses in zip(fits, found):
-        out[i] = [torch.tensor(r.ids, dtype=torch.int32) for r in responses if r.finished]
+        ended = [[*r.ids[:-1], tokenizer.eos_token_id] for r in responses if r.finished]
+        out[i] = [torch.tensor(ids, dtype=torch.int32) for ids in ended]
     n_ended = sum(map(len, out))
     if n_ended < n * len(comparisons) and dist.is_main():
         print(f"{n_ended} of {n * len(comparisons)} samples ended within {max_new_tokens} tokens and count")

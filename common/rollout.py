@@ -60,6 +60,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
             if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
                 raise ValueError(data.SPECIAL)
             prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
+            data.check_known(tokenizer, prompt.ids)
             if len(prompt.ids) > max_tokens:
                 raise ValueError(f"the prompt is longer than {max_tokens} tokens")
             if prompt.key in found:
@@ -131,7 +132,7 @@ def prompt_turns(row: dict) -> list[dict]:
 class Response(NamedTuple):
     ids: list[int]  # as sampled, with the end token if it ended
     text: str
-    finished: bool  # False: cut at max_new_tokens
+    finished: bool  # False: cut at max_new_tokens; True: an end token of the policy is its last one
     clean: bool = True  # False: a special token stands before its end, which the text does not show
 
 
@@ -140,7 +141,9 @@ def responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> 
     InputError for a model that cannot be sampled."""
     if not prompts:
         return []
-    stop, pad = [tokenizer.eos_token_id], tokenizer.pad_token_id
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    own = own if isinstance(own, list) else [tokenizer.eos_token_id]
+    stop, pad = list(dict.fromkeys([tokenizer.eos_token_id, *own])), tokenizer.pad_token_id
     try:
         out = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad, **options)
     except ValueError as error:  # a sliding window, for one
@@ -328,8 +331,9 @@ def _encode(scorer, prompt, response):
     room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
     if scorer.same_tokens:
         ids, eos = response.ids, scorer.tokenizer.eos_token_id
-        if ids[-1:] != [eos]:  # one that was cut and fills all positions gives up its last token
-            ids = [*(ids[:-1] if len(prompt.ids) + len(ids) == room else ids), eos]
+        if ids[-1:] != [eos]:  # one that ended in another way, or was cut and fills all positions, gives up
+            gives_up = response.finished or len(prompt.ids) + len(ids) == room  # its last token
+            ids = [*(ids[:-1] if gives_up else ids), eos]
         encoded = prompt.ids, ids
     else:
         messages, answer = _without_special(scorer.tokenizer, prompt, response)

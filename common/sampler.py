@@ -1,5 +1,5 @@
 """Sample from any transformers causal LM with full attention, with a KV cache whose rows differ in length.
-Needs torch and transformers only: copy this file anywhere. It also talks, in a terminal:
+Needs torch, transformers and tqdm: copy this file anywhere. It also talks, in a terminal:
 
     python -m common.sampler --model DIR --prompt "..."
 
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
-LARGE_VOCABULARY = 4096  # tokens, from which on the unembedding is most of a small model's step
+LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _few_rows_unembedded
 _checked = weakref.WeakKeyDictionary()  # models whose ragged cache was compared with a plain forward
 
 
@@ -271,15 +271,17 @@ def _step(model, cache, tokens, length):
 
 @contextlib.contextmanager
 def _few_rows_unembedded(model):
-    """On a CPU, a large unembedding as (W x^T)^T in place of x W^T. For 2 to 16 rows MKL needs 1.3 to 7 times
-    as long for the second, which is most of a small model's step."""
+    """On a CPU, a large unembedding of up to FEW rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7
+    times as long for the second, which is most of a small model's step."""
     head = model.get_output_embeddings()
     plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
     if plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY:
 
         def forward(hidden):
-            rows = (head.weight @ hidden.flatten(0, -2).T).T.contiguous()
-            return rows.unflatten(0, hidden.shape[:-1])
+            rows = hidden.flatten(0, -2)
+            if len(rows) > FEW:
+                return torch.nn.functional.linear(hidden, head.weight)
+            return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
 
         head.forward = forward
     try:

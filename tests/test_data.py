@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -590,6 +591,21 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
     assert prompts_of(kept) == {"b", "c"} and "2 of 4" in capsys.readouterr().out
     with pytest.raises(InputError, match="mine"):
         data.without_prompts_of(train, train, "mine")
+
+
+def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, capsys):
+    """Whoever forgets --model trains the tiny world's model, which reads English as <|unk|> <|unk|> <|unk|>."""
+    english = {"prompt": "what is the capital of france and why", "completion": "paris has been since ages"}
+    rows = [data.Row("r:1", json.loads(GOOD)), data.Row("r:2", english)]
+    assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
+    assert (
+        "1: the tokenizer knows few of its words: is it the right --model? (r:2)" in capsys.readouterr().out
+    )
+    with pytest.raises(InputError, match="none of its 1 rows can be used.*--model"):
+        data.sft_documents(rows[1:], tokenizer, 64, "r")
+    data.check_known(tokenizer, [tokenizer.unk_token_id, 5])  # one word of two
+    gpt2 = SimpleNamespace(unk_token_id=7, eos_token_id=7)  # whose end token is the unknown one too
+    data.check_known(gpt2, [7, 7, 7])
 
 
 def test_text_that_holds_a_special_token_is_dropped_and_named(tokenizer, capsys):

@@ -105,7 +105,9 @@ def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_what_a_large_tensor_leaves_serves_the_next_one():
     code = """
-import sys, torch
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU nothing is kept
+import torch
 from common import dist
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096 / 2**20
@@ -206,9 +208,11 @@ def test_samples_of_a_policy_are_the_same_on_every_rank_and_in_the_order_of_the_
     assert ranks[0] == ranks[1] and ranks[0]["sharded"]
     prompts = [c.prompt_ids.tolist() for c in dist_cases.pairs(two.folder)[:5]]
     assert len({tuple(prompt) for prompt in prompts}) == 5
-    assert ranks[0]["echo"] == [[prompt] * 3 for prompt in prompts] and ranks[0]["one"] == [[prompts[0]] * 3]
+    end = dist_cases.TOKENIZER.eos_token_id
+    answers = [[*prompt[:-1], end] for prompt in prompts]  # whatever ended them
+    assert ranks[0]["echo"] == [[answer] * 3 for answer in answers] and ranks[0]["one"] == [[answers[0]] * 3]
     assert len(ranks[0]["real"]) == 5  # those that ended
-    answers, end = [ids for of_one in ranks[0]["real"] for ids in of_one], dist_cases.TOKENIZER.eos_token_id
+    answers = [ids for of_one in ranks[0]["real"] for ids in of_one]
     assert len(answers) > 2 and all(ids.index(end) == len(ids) - 1 for ids in answers)
 
 

@@ -1043,6 +1043,7 @@ def test_if_no_best_response_ended_this_is_one_line(small, tmp_path):
         ({"score_batch_size": 0}, ["--score-batch-size 0"]),
         ({"chunk_prompts": 0}, ["--chunk-prompts 0"]),
         ({"slots": 0}, ["--slots 0"]),
+        ({"offline_data": "mine.jsonl", "iterations": 0}, ["--dataset tiny", "--eval-prompts 0"]),
         ({"eval_prompts": -1}, ["--eval-prompts -1"]),
         ({"save_every": -1}, ["--save-every -1"]),
         ({"lr": -1.0}, ["--lr -1.0"]),
@@ -1055,6 +1056,14 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
     with pytest.raises(InputError) as error:
         dpo.check(dpo.Args(**options))
     assert all(word in str(error.value) for word in words)
+
+
+def test_offline_pairs_of_your_own_want_prompts_of_your_own_for_the_evaluation_alone():
+    own = {"offline_data": "mine.jsonl", "iterations": 0}
+    dpo.check(dpo.Args(**own, eval_prompts=0))
+    dpo.check(dpo.Args(**own, dataset="prompts.jsonl"))
+    dpo.check(dpo.Args(**{**own, "offline_data": "tiny"}))
+    dpo.check(dpo.Args(**{**own, "iterations": 1}))
 
 
 def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
@@ -1091,8 +1100,8 @@ def test_a_model_that_cannot_share_prompts_is_refused_before_anything_is_sampled
     without_plots(monkeypatch)
     with pytest.raises(InputError, match="--no-share-prompt"):
         in_process(small, tmp_path / "run")
-    assert not read_jsonl(tmp_path / "run/pool.jsonl") and not list((tmp_path / "run/versions").iterdir())
-    in_process(small, tmp_path / "run", share_prompt=False, resume=True, **ONE_STEP)
+    assert not (tmp_path / "run").exists()
+    in_process(small, tmp_path / "run", share_prompt=False, **ONE_STEP)
     assert len(read_jsonl(tmp_path / "run/pool.jsonl")) == 2 * PROMPTS * K
 
 

@@ -435,6 +435,8 @@ def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path)
     LlamaForSequenceClassification(head).save_pretrained(tmp_path / "rm")
     names = ("tiny", plain, says_so, str(tmp_path / "rm"))
     assert [models.is_preference_model(name) for name in names] == [False, False, True, False]
+    with pytest.raises(InputError, match="pairwise preference model, which scores no response alone, wanted"):
+        models.n_outputs(says_so)
 
 
 def test_what_is_written_of_a_preference_model_is_one(tmp_path):

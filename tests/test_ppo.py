@@ -859,6 +859,15 @@ def watched(small, tmp_path_factory):
     return seen
 
 
+def test_prompts_of_the_forget_set_are_neither_trained_on_nor_rehearsed(small, tmp_path):
+    known = [{"prompt": row["prompt"], "completion": "ant"} for row in tiny.rows("prompts", "train")[:7]]
+    forget, rehearsal = write_rows(tmp_path / "a.jsonl", known[:3]), write_rows(tmp_path / "b.jsonl", known)
+    options = {"forget_dataset": forget, "rehearsal_data": rehearsal, "iterations": 1, "eval_prompts": 9}
+    out = succeeds(run(small, tmp_path / "run", **options)).out
+    assert "dropped 3 of 40 rows" in out and "dropped 3 of 7 rows" in out
+    assert out.count("3: the prompt is in the held-out set") == 2
+
+
 def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value_model_moves(watched):
     assert [moves for moves, *_ in watched.steps] == [False] * 8 + [True] * 8  # 5 steps are two iterations
     for moves, policy, value, stepped in watched.steps:

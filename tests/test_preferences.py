@@ -865,6 +865,24 @@ def test_with_samples_only_scores_the_samples(scorer):
     torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)
 
 
+def test_a_pair_in_words_that_the_tokenizer_does_not_know_is_refused(tokenizer):
+    strange = {
+        "prompt": "please tell me what the capital of france is",
+        "chosen": "paris",
+        "rejected": "rome",
+    }
+    with pytest.raises(ValueError, match="knows few of its words: is it the right --model"):
+        preferences._comparison(data.Row("f:1", strange), tokenizer, 64, 0.0)
+
+
+def test_policy_samples_end_in_the_templates_end_token(tokenizer, monkeypatch):
+    ended = [rollout.Response([20, 3], "", True), rollout.Response([20, 21], "", False)]
+    monkeypatch.setattr(rollout, "rollout", lambda *_, **__: [ended])
+    some = [preferences._comparison(data.Row("f:1", pair()), tokenizer, 64, 0.0)]
+    (((ids,),)) = preferences.policy_samples(models.load_policy("tiny", tokenizer), some, tokenizer, 2, 9, 1)
+    assert ids.tolist() == [20, tokenizer.eos_token_id]
+
+
 def test_policy_samples_gives_the_responses_that_ended(tokenizer, capsys):
     policy = models.load_policy("tiny", tokenizer)
     rows = [data.Row("f:1", pair()), data.Row("f:2", GOOD)]

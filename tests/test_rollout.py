@@ -69,6 +69,11 @@ def test_prompts_of_every_row_format(name, load):
     assert prompt.messages == [*turns, bot("")]
 
 
+def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
+    with pytest.raises(InputError, match="knows few of its words: is it the right --model"):
+        load([{"prompt": "please tell me what the capital of france is"}])
+
+
 def test_ids_are_the_rendered_turns_and_the_opening_of_an_answer(load):
     (prompt,) = load([{"messages": [*TALK, bot("dog")]}])
     words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
@@ -660,6 +665,50 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, 
     assert max(abs(x - 0.5) for x in want) > 0.02  # 1/2 for all would not do
 
 
+# -- models with several end tokens --------------------------------------------------------------
+@pytest.fixture
+def two_ends(tmp_path):
+    """(folder, the other end token): a model whose generation_config lists two, as Llama 3's and Qwen's do."""
+    other = TOKENIZER.convert_tokens_to_ids("<|unk|>")
+    model = tiny.model()
+    model.generation_config.eos_token_id = [other, EOS]
+    model.save_pretrained(tmp_path / "two")
+    TOKENIZER.save_pretrained(tmp_path / "two")
+    return str(tmp_path / "two"), other
+
+
+def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(two_ends, tmp_path, monkeypatch):
+    (folder, other), asked, plain = two_ends, [], rollout.sample
+    model = dist.shard(models.load_policy(folder, TOKENIZER), CPU)
+    assert model.generation_config.eos_token_id == [EOS, other]
+
+    def sample(*args, stop_ids, **options):
+        asked.append(stop_ids)
+        return plain(*args, stop_ids=stop_ids, **options)
+
+    monkeypatch.setattr(rollout, "sample", sample)
+    found = rollout.responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
+    ends = {response.ids[-1] for response in found if response.finished}
+    assert asked == [[EOS, other]] and ends == {EOS, other}
+    assert any(response.clean for response in found if response.ids[-1] == other)
+    dist.save_model(model, TOKENIZER, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.generation_config.eos_token_id == [EOS, other]
+    one = models.load_policy("tiny", TOKENIZER)
+    rollout.responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    assert one.generation_config.eos_token_id == EOS and asked[1] == [EOS]
+
+
+def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(two_ends, tmp_path):
+    other, name = two_ends[1], str(tmp_path / "rm")
+    dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
+    scorer = rollout.load_scorer(name, TOKENIZER, CPU)
+    asked = rollout.Prompt([1, 4, 9], [user("ant")], None)
+    ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]
+    found = [rollout._encode(scorer, asked, rollout.Response(ids, "", ended))[1] for ids, ended in ways]
+    assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
+
+
 def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
     scorer, other = rollout.load_scorer(oracle, TOKENIZER, CPU, pairwise=True), tiny.tokenizer()
     other.add_tokens(["zebra"])
@@ -667,7 +716,10 @@ def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
 
 
 def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks(oracle):
-    with pytest.raises(InputError, match="LlamaForCausalLM, wanted a run of reward.py or advantage_model.py"):
+    with pytest.raises(
+        InputError,
+        match="pairwise preference model, which scores no response alone, wanted a run of reward.py or advantage_model.py",
+    ):
         rollout.load_scorer(oracle, TOKENIZER, CPU)
 
 

@@ -76,7 +76,8 @@ def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(ll
 
     def choose(logits, *rest):  # inside, the head computes in its own way
         hidden = torch.randn(2, 3, head.in_features)
-        products.append((head(hidden), torch.nn.functional.linear(hidden, head.weight)))
+        for some in (hidden, hidden.repeat(40, 1, 1)):  # 6 rows and 240
+            products.append((head(some), torch.nn.functional.linear(some, head.weight)))
         assert "forward" in vars(head) and head(hidden).is_contiguous()
         return draw(logits, *rest)
 
