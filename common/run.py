@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import hashlib
 import importlib.metadata
 import io
 import json
@@ -216,14 +217,30 @@ def start_run(args, stage: str, state: str | None):
                 old.unlink(missing_ok=True)
             for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        previous = _read_json(folder / "args.json").get("args", {}) if resume else {}
+        before = _read_json(folder / "args.json") if resume else {}
+        previous, files = before.get("args", {}), _data_files(args)
         now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
         for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
             if previous[name] != now[name]:
                 print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}")
+        for path in files.keys() & before.get("data", {}).keys():
+            if files[path] != before["data"][path]:
+                print(f"resuming with another {path}: its rows are not those that the run began with")
         about = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id()}
-        write_json(folder / "args.json", {**about, **_versions()})
+        write_json(folder / "args.json", {**about, "data": files, **_versions()})
     dist.barrier()
+
+
+def _data_files(args):
+    """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
+    found = {}
+    for name, spec in vars(args).items():
+        for part in (spec or "").split(",") if name.endswith(("dataset", "_data")) else ():
+            path = Path(re.sub(r":[\d.]+$", "", part.strip()))  # without its weight in a mixture
+            if path.is_file():
+                with open(path, "rb") as file:
+                    found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def _outputs(folder):

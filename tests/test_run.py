@@ -1,5 +1,6 @@
 """common/run.py and common/metrics.py: the command line, how errors end, the run directory, metrics.jsonl."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -234,6 +235,21 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     )
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
+
+
+def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(tmp_path, capsys):
+    one, two, run = tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz", str(tmp_path / "run")
+    one.write_text("1\n")
+    two.write_bytes(b"22")
+    given = {"output_dir": run, "offline_data": f"{one}:0.7, {two}:.3,org/name[train]", "model": str(one)}
+    start_run(Inputs(**given), "dpo_iterative", None)
+    data = json.loads((tmp_path / "run/args.json").read_text())["data"]
+    assert data == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)}
+    start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
+    assert capsys.readouterr().out == ""
+    one.write_text("2\n")
+    start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
+    assert capsys.readouterr().out.startswith(f"resuming with another {one}: its rows are not those")
 
 
 @pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
