@@ -13,7 +13,7 @@ policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have 
 Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/advantage_model: model/,
 metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json.
 
-    python advantage_model.py                               the tiny world, under a minute on two CPU cores
+    python advantage_model.py                               the tiny world, about a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
     torchrun --nproc-per-node 8 advantage_model.py advantage_model
 

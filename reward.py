@@ -11,7 +11,7 @@ model instead, a causal LM that reads both responses and names the better one (c
 Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json.
 
-    python reward.py                                        the tiny world, under a minute on two CPU cores
+    python reward.py                                        the tiny world, about a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
     python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2
                                                             Qwen's second stage, from the first, head included
