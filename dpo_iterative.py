@@ -495,9 +495,13 @@ def main(args: Args):
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
         rollout.check_room(scorer, args.max_length)
+    model = None  # the newest policy, where it is loaded
+    fixed_reference = args.model if reference == "last" else reference
     if args.share_prompt and state != "resume":  # now, not when all is sampled
-        for name in dict.fromkeys([args.model, args.model if reference == "last" else reference]):
-            models.check_shared_prompt(pool.load(name, tokenizer, args, device), args.max_length)
+        for name in dict.fromkeys([fixed_reference, args.model]):
+            model = None  # before another one comes
+            model = pool.load(name, tokenizer, args, device, args.gradient_checkpointing)
+            models.check_shared_prompt(model, args.max_length)
 
     # 4. the pool, and where to go on
     start_run(args, "dpo_iterative", state)  # only now is an old run in output_dir replaced
@@ -510,7 +514,6 @@ def main(args: Args):
     checkpoint, last = f"{args.output_dir}/checkpoint", max(1, args.iterations)
 
     # 5. loop
-    model = None  # the newest policy, where it is loaded
     for version in range(last + 1):
         # study the newest policy
         latest = str(versions / str(version)) if version else args.model
@@ -518,7 +521,6 @@ def main(args: Args):
             if model is None:
                 model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
             before = studies[0]["samples"] if version else []
-            fixed_reference = args.model if reference == "last" else reference
             about = (tokenizer, held_out, judged, scorer, fixed_reference, args, device)
             found = studies[version] = study(model, version, before, *about)
             log.log(step, version, **figures(studies, version, args))

@@ -527,8 +527,8 @@ def main(args: Args):
         forget = rollout.a_part(forget, args.eval_prompts)
         prompts = data.without_prompts_of(prompts, forget, args.dataset)
     if args.rehearsal_data:
-        apart = {"held_out": [*held_out, *forget]}
-        rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, **apart)
+        apart = [*held_out, *forget]
+        rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=apart)
 
     # 3. models: policy, reference, one or two scorers, value
     scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]

@@ -419,13 +419,12 @@ def main(args: Args):
     learner_scorer = rollout.for_tokens(scorer, learner)
     if args.student:
         models.check_causal_lm(args.student)
-    base = args.model if args.start_from != "last" and not args.student else None
-    for name in filter(None, (policy, base, args.student)):
+    learns = args.student or (policy if args.start_from == "last" else args.model)  # first of all
+    for name in dict.fromkeys([policy, learns]):
         models.check_sampled(name)
         models.check_room(args.max_length, name)
     rollout.check_room(scorer, args.max_length)
-    if args.packing and state != "resume":  # what is trained first; now, not when all is sampled
-        learns = args.student or (policy if args.start_from == "last" else args.model)
+    if args.packing and state != "resume":  # now, not when all is sampled
         models.check_packing(pool.load(learns, learner, args, device))
 
     # 4. the pool, and where to go on

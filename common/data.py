@@ -41,25 +41,31 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet file; or a hub name or a folder
     for datasets.load_dataset, with split, or configuration and split, in brackets: `org/name[train_sft]`,
     `org/name[main/train]`."""
-    sources = []
-    for part in spec.split(","):
-        match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
-        if not match:
-            raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
-        sources.append((list(map(_printable, _read(match[1], kind, split))), match[2] and float(match[2])))
-    weights = [weight for _, weight in sources]
+    read = [(list(map(_printable, _read(part, kind, split))), weight) for part, weight in sources(spec)]
+    weights = [weight for _, weight in read]
     if all(weight is None for weight in weights):
-        return [row for rows, _ in sources for row in rows]
+        return [row for rows, _ in read for row in rows]
     if None in weights or min(weights) <= 0:
         raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
     # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
     # place, so that a file sorted by length or topic is not cut at its end.
-    scale = min(len(rows) / weight for rows, weight in sources)
+    scale = min(len(rows) / weight for rows, weight in read)
     mixed = []
-    for rows, weight in sources:
+    for rows, weight in read:
         by_hash = sorted(range(len(rows)), key=lambda i: zlib.crc32(rows[i].where.encode()))
         mixed += [rows[i] for i in sorted(by_hash[: round(weight * scale)])]
     return mixed
+
+
+def sources(spec: str) -> list[tuple[str, float | None]]:
+    """The parts of load_rows' `spec` and their weights."""
+    found = []
+    for part in spec.split(","):
+        match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
+        if not match:
+            raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
+        found.append((match[1], match[2] and float(match[2])))
+    return found
 
 
 def _printable(row):

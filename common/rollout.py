@@ -142,10 +142,9 @@ def responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> 
     if not prompts:
         return []
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    own = own if isinstance(own, list) else [tokenizer.eos_token_id]
-    stop, pad = list(dict.fromkeys([tokenizer.eos_token_id, *own])), tokenizer.pad_token_id
+    stop = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else ())})
     try:
-        out = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad, **options)
+        out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a sliding window, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
     found, special = [], set(tokenizer.all_special_ids)

@@ -233,13 +233,14 @@ def start_run(args, stage: str, state: str | None):
 
 def _data_files(args):
     """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
+    from common import data  # which reads this file
+
     found = {}
     for name, spec in vars(args).items():
-        for part in (spec or "").split(",") if name.endswith(("dataset", "_data")) else ():
-            path = Path(re.sub(r":[\d.]+$", "", part.strip()))  # without its weight in a mixture
-            if path.is_file():
+        for path, _ in data.sources(spec) if spec and name.endswith(("dataset", "_data")) else ():
+            if Path(path).is_file():
                 with open(path, "rb") as file:
-                    found[str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+                    found[path] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
 
 

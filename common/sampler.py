@@ -273,22 +273,23 @@ def _step(model, cache, tokens, length):
 def _few_rows_unembedded(model):
     """On a CPU, a large unembedding of up to FEW rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7
     times as long for the second, which is most of a small model's step."""
+
+    def forward(hidden):
+        rows = hidden.flatten(0, -2)
+        if len(rows) > FEW:
+            return torch.nn.functional.linear(hidden, head.weight)
+        return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
+
     head = model.get_output_embeddings()
     plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-    if plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY:
-
-        def forward(hidden):
-            rows = hidden.flatten(0, -2)
-            if len(rows) > FEW:
-                return torch.nn.functional.linear(hidden, head.weight)
-            return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
-
-        head.forward = forward
+    if not plain or head.weight.device.type != "cpu" or head.weight.shape[0] < LARGE_VOCABULARY:
+        yield
+        return
+    head.forward = forward
     try:
         yield
     finally:
-        if plain:
-            vars(head).pop("forward", None)
+        del head.forward
 
 
 # -- checks ----------------------------------------------------------------------------------------
