@@ -356,10 +356,10 @@ def _answer(tokenizer, opening, messages):
     done = _render(tokenizer, messages)
     if not done.startswith(opening):
         raise ValueError("the chat template does not put an answer right after the opening of a turn")
-    answer = _tokenize(tokenizer, done[len(opening) :])
-    ends = [j + 1 for j, token in enumerate(answer) if token == tokenizer.eos_token_id]
+    answer, end = _tokenize(tokenizer, done[len(opening) :]), tokenizer.eos_token_id
+    ends = [j + 1 for j, token in enumerate(answer) if token == end]
     if not ends:  # the template ends no turns, but the model must learn to
-        return [*answer, tokenizer.eos_token_id], [], done
+        return [*answer, end], [], done
     return answer[: ends[-1]], answer[ends[-1] :], done
 
 

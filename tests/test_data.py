@@ -402,6 +402,16 @@ def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
         assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][:-1]
 
 
+def test_the_end_tokens_id_is_read_once_a_text_and_not_once_a_token(monkeypatch):
+    """Each reading goes through transformers' __getattr__, which takes as long as the token itself."""
+    tokenizer, reads = byte_tokenizer(), []
+    end = tokenizer.eos_token_id
+    count = property(lambda _: reads.append(1) or end)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "eos_token_id", count, raising=False)
+    data.encode(tokenizer, [user("hi"), bot("hello " * 50)])
+    assert 0 < len(reads) < 10
+
+
 @pytest.mark.parametrize("first", ["yes", "hello"], ids=["no merge", "merge across the turn's beginning"])
 def test_a_later_turn_is_trained_after_the_history_that_generation_sees(first):
     tokenizer = byte_tokenizer(CHATML)
