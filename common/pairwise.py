@@ -22,16 +22,18 @@ def instruction(prompt: list[dict], a: str, b: str) -> str:
 
 
 def document(tokenizer, prompt, a, b, letter="A") -> data.Document:
-    """The instruction and its answer, `letter`, the only token with loss. ValueError if the letter is no
-    single token of the tokenizer's, or the text cannot be encoded."""
+    """The instruction and its answer, `letter`, the only token with loss, right after the opening of an
+    answer: what a template writes around an answer (a space, empty thoughts, a second end token) is not
+    read. ValueError if the letter is no single token of the tokenizer's, or the text cannot be encoded."""
     question = {"role": "user", "content": instruction(prompt, a, b)}
-    messages = [question, {"role": "assistant", "content": letter}]
-    ids, mask = data.encode(tokenizer, messages)
-    start = mask.index(True)
-    if sum(mask) != 2 or ids[start] == tokenizer.unk_token_id:  # the letter and the end token
+    opening = data.encode_responses(tokenizer, [question], [])[0]
+    data.check_known(tokenizer, opening)
+    answer = tokenizer(letter, add_special_tokens=False)["input_ids"]
+    if len(answer) != 1 or answer == [tokenizer.unk_token_id]:
         raise ValueError(f"{letter!r} is not one token of this tokenizer's")
-    ids = torch.tensor(ids[: start + 1], dtype=torch.int32)
-    return data.Document(ids, torch.arange(len(ids)) == start, messages, None)
+    ids = torch.tensor(opening + answer, dtype=torch.int32)
+    messages = [question, {"role": "assistant", "content": letter}]
+    return data.Document(ids, torch.arange(len(ids)) == len(opening), messages, None)
 
 
 def usable(comparisons, tokenizer, max_length, name) -> list:
@@ -77,7 +79,6 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
     must call it with the same pairs."""
     if not pairs:
         return []
-    # The letters as they follow the opening of an answer, where " A" may be another token than "A"
     letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
     rows = [
         (i, order, document(tokenizer, prompt, *((a, b) if order == 0 else (b, a))))

@@ -171,7 +171,7 @@ PAIRS = [(PROMPT, "ant", "cat"), (PROMPT, "ant bear cat dog", "owl"), (PROMPT, "
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_preferences_are_the_log_odds_of_both_orders_averaged(size, policy, tokenizer):
     got = pairwise.preferences(policy, tokenizer, PAIRS, size, "cpu")
-    for value, (_, a, b) in zip(got, PAIRS):
+    for value, (_, a, b) in zip(got, PAIRS, strict=True):
         first, second = plain(policy, tokenizer, a, b), 1 - plain(policy, tokenizer, b, a)
         p = (first + second) / 2
         assert value == pytest.approx(math.log(p / (1 - p)), abs=1e-4)
@@ -227,36 +227,50 @@ def test_preferences_stay_finite_when_the_model_is_certain(tokenizer):
     assert pairwise.preferences(fake, tokenizer, [], 4, "cpu") == []
 
 
-# -- a byte-level tokenizer --------------------------------------------------------------------------
-def bytes_tokenizer(opening):
-    """Single bytes, and a space with A or B; `opening` begins an answer in the chat template."""
-    tokens = ["<pad>", "<bos>", "<end>", "<unk>", "ĠA", "ĠB", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+# -- chat templates that write more around an answer than its text ------------------------------------
+CHATML = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% endfor %}"
+TEMPLATES = {  # template, opening of an answer, end of the prompt
+    "chatml": (CHATML, "<start>assistant\n"),
+    "thoughts, as Qwen3": (
+        CHATML.replace("{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role != 'user' }}{{ m.content }}"),
+        "<start>assistant\n",
+    ),
+    "a second end token, as Phi": (CHATML + "{% if not add_generation_prompt %}<end>{% endif %}", "<start>"),
+    "a space, as Llama 2": (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% else %} {{ m.content }} <end>{% endif %}{% endfor %}",
+        "",
+    ),
+}
+
+
+def bytes_tokenizer(template, opening):
+    """Single bytes, and a space with A or B."""
+    tokens = ["<pad>", "<start>", "<end>", "<unk>", "ĠA", "ĠB", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     backend = Tokenizer(backends.BPE(vocab=vocabulary, merges=[("Ġ", "A"), ("Ġ", "B")], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<end>", "unk_token": "<unk>"}
+    names = {"pad_token": "<pad>", "bos_token": "<start>", "eos_token": "<end>", "unk_token": "<unk>"}
     result = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    result.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}\n{% else %}"
-        "Bot: {{ m['content'] }}<end>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}" + opening + "{% endif %}"
-    )
+    result.chat_template = template + "{% if add_generation_prompt %}" + opening + "{% endif %}"
     return result
 
 
-@pytest.mark.parametrize("opening", ["Bot: ", "Bot:"])  # after "Bot:" the letter's token is " A", not "A"
-def test_preferences_read_the_token_that_documents_teach(opening):
-    """A model that puts all its weight on the letters' tokens of the documents: it prefers the first."""
-    words = bytes_tokenizer(opening)
-    taught = [int(pairwise.document(words, PROMPT, "x", "y", letter).ids[-1]) for letter in "AB"]
-    assert len(set(taught)) == 2
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_letter_follows_the_opening_of_an_answer_whatever_the_template_writes_around_it(name):
+    """And a model that puts all its weight on the letters' tokens of the documents prefers the first."""
+    words = bytes_tokenizer(*TEMPLATES[name])
+    question = [{"role": "user", "content": pairwise.instruction(PROMPT, "x", "y")}]
+    for letter in "AB":
+        ids = pairwise.document(words, PROMPT, "x", "y", letter).ids.tolist()
+        assert ids == [*data.prompt_ids(words, question), words.convert_tokens_to_ids(letter)]
 
     def next_token_logprobs(input_ids, where):
         out = torch.full((where.shape[1], len(words)), -20.0)
         for i, (row, column) in enumerate(where.T.tolist()):
             first = "A] x" in words.decode(input_ids[row, : column + 1])
-            out[i, taught[not first]] = 0.0
+            out[i, words.convert_tokens_to_ids("A" if first else "B")] = 0.0
         return out
 
     fake = types.SimpleNamespace(next_token_logprobs=next_token_logprobs)
