@@ -26,6 +26,14 @@ from common.run import InputError
 
 
 # -- rows ------------------------------------------------------------------------------------------
+READ = set(  # the columns that something here reads
+    """messages conversations context_messages system prompt instruction input completion label output response
+    responses chosen rejected preference rating margin category is_safety text score_chosen score_rejected
+    chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold chosen_utility
+    rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
+)
+
+
 class Row(NamedTuple):
     where: str  # "file:12", for messages
     data: dict
@@ -90,7 +98,7 @@ def _read(source, kind, split):
         if not Path(source).is_file():
             raise InputError(f"--dataset {source}: there is no such file")
         if not source.endswith(".parquet"):
-            return _some(source, list(_read_jsonl(Path(source))))
+            return _checked(source, list(_read_jsonl(Path(source))), kind)
         import datasets
 
         try:
@@ -108,13 +116,20 @@ def _read(source, kind, split):
             rows = datasets.load_dataset(name, config or None, split=part or split)
         except Exception as error:  # no such name, no such split, no network, ...
             raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
-    return _some(source, [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)])
+    return _checked(source, [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)], kind)
 
 
-def _some(source, rows):
+def _checked(source, rows, kind):
     if not rows:
         raise InputError(f"{source}: the data set is empty")
+    unread = {name for row in rows for name, value in row.data.items() if value is not None} - READ
+    if unread and dist.is_main():
+        function = " (but a function of yours as --scorer gets them)" if kind == "prompts" else ""
+        _say_once(f"{source}: columns {columns(unread)} are not read{function}")
     return rows
+
+
+_say_once = functools.cache(print)  # of a data set that has several splits or uses
 
 
 def _tiny_options(source):
@@ -161,29 +176,35 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     ValueError says what is wrong with it.
 
     `messages` (or ShareGPT's `conversations`) rows train on every assistant turn; rows with one response on
-    that one: `prompt` + `completion`, `instruction` (+ `input`) + `output`, rankings (the best-scored of
-    `responses`), `chosen` of a preference."""
-    if "messages" in row or "conversations" in row:
-        return check_messages(row["messages"] if "messages" in row else sharegpt(row["conversations"])), True
-    question = row.get("prompt", row.get("instruction"))
-    if "completion" in row and "prompt" in row:
-        answer = row["completion"]
+    that one: `prompt` + `completion` (with a `label`, KTO's, if that is true), `instruction` (+ `input`) +
+    `output`, rankings (the best-scored of `responses`), `chosen` of a preference."""
+    whole = "messages" in row or "conversations" in row
+    if whole:
+        messages = row["messages"] if "messages" in row else sharegpt(row["conversations"])
+    elif "completion" in row and "prompt" in row:
+        if row.get("label", True) not in (True,):
+            raise ValueError("its label is not true, so the completion is not learnt")
+        messages = turns(row["prompt"], "user") + turns(row["completion"], "assistant")
     elif "output" in row and "instruction" in row:
-        question, answer = instruction(row), row["output"]
-    elif "responses" in row and question is not None:
-        answer = _best(row["responses"])
+        messages = turns(instruction(row), "user") + turns(row["output"], "assistant")
+    elif "responses" in row and question(row) is not None:
+        messages = turns(question(row), "user") + turns(_best(row["responses"]), "assistant")
+    elif "chosen" in row and (is_dialogue(row["chosen"]) or question(row) is None):
+        messages = dialogue(row["chosen"])  # with or without its prompt beside it
     elif "chosen" in row:
-        answer = row["chosen"]
+        messages = turns(question(row), "user") + turns(row["chosen"], "assistant")
     else:
         formats = "messages; conversations; prompt + completion; instruction + output; prompt + responses"
         raise ValueError(f"columns {columns(row)} are no SFT row, wanted {formats}; chosen")
-    if "chosen" in row and (question is None or is_dialogue(answer)):  # with or without its prompt beside it
-        return check_messages(dialogue(answer)), False
-    return check_messages(turns(question, "user") + turns(answer, "assistant")), False
+    return check_messages(messages, row.get("system")), whole
+
+
+def question(row):
+    """The column `prompt`, or `instruction` with the text of `input` behind it; None without either."""
+    return instruction(row) if row.get("prompt") is None and "instruction" in row else row.get("prompt")
 
 
 def instruction(row):
-    """The column `instruction`, with the text of `input` behind it."""
     question, extra = row["instruction"], row.get("input")
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, wanted text")
@@ -206,7 +227,7 @@ def sharegpt(value):
         return value
     names = {"human": "user", "gpt": "assistant"}
     return [
-        {"role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
+        {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
         if isinstance(m, dict) and "from" in m
         else m
         for m in value
@@ -253,20 +274,52 @@ def check_text(text: str):
         raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
 
 
-def check_messages(messages):
+def text_of(message: dict) -> str:
+    """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
+    content = message.get("content")
+    if message.get("tool_calls"):
+        raise ValueError("a message has tool_calls, which are not supported")
+    if isinstance(content, list) and content:
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"the content of a message has a part of type {repr(kind)[:40]}, wanted text")
+        return "".join(part["text"] for part in content)
+    if content is None:
+        raise ValueError("the content of a message is null")
+    if not isinstance(content, str):
+        raise ValueError("a message is not {role, content} with text in both")
+    return content
+
+
+def check_messages(messages, system=None) -> list[dict]:
+    """The messages, ending in the assistant's turn, as {role, content}, after the text of the column `system`
+    unless they have a system turn. ValueError says what is wrong with them."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
-    for message in messages:
-        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("a message is not {role, content} with text in both")
-        for text in texts:
-            check_text(text)
-    if messages[-1]["role"] != "assistant" or not messages[-1]["content"].strip():
+    if not all(isinstance(role(message), str) for message in messages):
+        raise ValueError("a message is not {role, content} with text in both")
+    messages = [{"role": message["role"], "content": text_of(message)} for message in messages]
+    empty = [m["role"] == "assistant" and not m["content"].strip() for m in messages]
+    if messages[-1]["role"] != "assistant" or empty[-1]:
         raise ValueError("no response")
-    if not any(message["content"].strip() for message in messages[:-1]):
+    if any(empty):
+        raise ValueError("an earlier answer is empty")
+    if not any(m["content"].strip() for m in messages[:-1]):
         raise ValueError("no prompt")
-    return [{"role": m["role"], "content": m["content"]} for m in messages]
+    if system and all(m["role"] != "system" for m in messages):
+        if not isinstance(system, str):
+            raise ValueError(f"system is {type(system).__name__}, wanted text")
+        messages = [{"role": "system", "content": system}, *messages]
+    for message in messages:
+        check_text(message["role"])
+        check_text(message["content"])
+    return messages
+
+
+def check_prompt(messages: list, system=None) -> list[dict]:
+    """check_messages for what an answer follows."""
+    return check_messages([*messages, {"role": "assistant", "content": "an answer"}], system)[:-1]
 
 
 def transcript(messages: list[dict]) -> str:
@@ -419,8 +472,8 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
     return without_prompts_of(documents, held_out, spec)
 
 
-def columns(row: dict) -> str:
-    """A row's columns, the first eight, for messages."""
+def columns(row) -> str:
+    """A row's columns (or these names), the first eight, for messages."""
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
 
 

@@ -62,8 +62,9 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
-    rows = data.load_rows(spec, "preferences", split)
     dropped, found, per_prompt = collections.defaultdict(list), [], collections.Counter()
+    rows = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
+    n_rows = len(rows) + sum(map(len, dropped.values()))
     for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
         try:
             comparison = _comparison(row, tokenizer, max_length, min_score_gap)
@@ -86,14 +87,38 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
             dropped["another row has the opposite label for the same responses"].append(c.row.where)
         else:
             kept.append(c)
-    data.report(spec, len(rows), dropped)
+    data.report(spec, n_rows, dropped)
     left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
     if left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
         print(f"{spec}: left out {left_out:,} responses of rankings, {why}")
     if not kept:
-        raise data.none_left(spec, len(rows), dropped)
+        raise data.none_left(spec, n_rows, dropped)
     return kept
+
+
+def _with_labels_as_pairs(rows, dropped):
+    """The rows; those of one completion and its `label` (KTO's) as pairs, each true one of a prompt with each
+    false one. Without an equal prompt of the other label there is none."""
+    out, labelled = [], collections.defaultdict(lambda: ([], []))
+    for row in rows:
+        values = row.data
+        is_other = values.get("chosen") is not None or values.get("responses") is not None
+        if is_other or "completion" not in values or "label" not in values:
+            out.append(row)
+        elif values["label"] not in (False, True):
+            dropped["label is neither true nor false"].append(row.where)
+        else:
+            prompt = repr([values.get(name) for name in ("system", "prompt", "instruction", "input")])
+            labelled[prompt][bool(values["label"])].append(row)
+    for worse, better in labelled.values():
+        for a, b in itertools.product(better, worse):
+            sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
+            out.append(a._replace(data={**a.data, **sides}))
+        if not (worse and better):
+            reason = "a label makes a pair where its prompt has both a true and a false completion"
+            dropped[reason] += [row.where for row in worse + better]
+    return out
 
 
 def _comparison(row, tokenizer, max_length, min_score_gap):
@@ -176,8 +201,15 @@ def column(comparison, name) -> list | None:
     return None if None in found else found
 
 
-def _question(values):
-    return values["prompt"] if values.get("prompt") is not None else values.get("instruction")
+def _prompt(values):
+    return data.check_prompt(data.turns(data.question(values), "user"), values.get("system"))
+
+
+def _answer(side):
+    turns = data.turns(side, "assistant")
+    if len(turns) != 1 or not isinstance(turns[0], dict):
+        raise ValueError("chosen or rejected is not one answer")
+    return data.text_of(turns[0])
 
 
 def _ranking(values):
@@ -196,7 +228,7 @@ def _ranking(values):
         raise ValueError("responses is no list of {text, score}")
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
-    return data.turns(_question(values), "user"), texts, grades
+    return _prompt(values), texts, grades
 
 
 def _ranks(grades, gap):
@@ -211,19 +243,16 @@ def _ranks(grades, gap):
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; both may be whole dialogues, with or without `prompt`
     beside them."""
-    sides, prompt = [values["chosen"], values["rejected"]], _question(values)
+    sides = [values["chosen"], values["rejected"]]
     if not all(isinstance(side, str | list) and side for side in sides):
         raise ValueError("an empty side")
-    if prompt is None or all(map(data.is_dialogue, sides)):
-        chosen, rejected = (data.check_messages(data.dialogue(side)) for side in sides)
+    if all(map(data.is_dialogue, sides)) or data.question(values) is None:
+        system = values.get("system")
+        chosen, rejected = (data.check_messages(data.dialogue(side), system) for side in sides)
         if data.prompt_key(chosen) != data.prompt_key(rejected):
             raise ValueError("chosen and rejected have different prompts")
         return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
-    answers = [data.turns(side, "assistant") for side in sides]
-    for answer in answers:
-        if len(answer) != 1 or not isinstance(answer[0], dict) or type(answer[0].get("content")) is not str:
-            raise ValueError("chosen or rejected is not one answer")
-    return data.turns(prompt, "user"), [answer[0]["content"] for answer in answers]
+    return _prompt(values), [_answer(side) for side in sides]
 
 
 def _pair_grades(values):

@@ -112,10 +112,8 @@ def prompt_turns(row: dict) -> list[dict]:
     given = row.get("messages") or row.get("context_messages")
     if given or row.get("conversations"):
         turns = given or data.sharegpt(row["conversations"])
-    elif row.get("prompt") is not None:
-        turns = data.turns(row["prompt"], "user")
-    elif row.get("instruction") is not None:
-        turns = data.turns(data.instruction(row), "user")
+    elif data.question(row) is not None:
+        turns = data.turns(data.question(row), "user")
     elif row.get("chosen"):
         turns = data.dialogue(row["chosen"])
     else:
@@ -125,7 +123,7 @@ def prompt_turns(row: dict) -> list[dict]:
         turns = turns[:-1]
     if not isinstance(turns, list) or not turns or data.role(turns[-1]) != "user":
         raise ValueError("no message of the user at the end")
-    return data.check_messages([*turns, {"role": "assistant", "content": "an answer"}])[:-1]
+    return data.check_prompt(turns, row.get("system"))
 
 
 # -- responses -------------------------------------------------------------------------------------

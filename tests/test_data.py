@@ -81,6 +81,39 @@ def test_sft_messages_of_every_row_format(name):
     assert data.sft_messages(row) == (messages, all_turns)
 
 
+SYSTEM, TOOLS = {"role": "system", "content": "s"}, {**bot("b"), "tool_calls": [{"id": 1}]}
+IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]}
+
+
+@pytest.mark.parametrize(
+    "row, messages",
+    [
+        ({"system": "s", "messages": TALK}, [SYSTEM, *TALK]),
+        ({"system": "s", "prompt": "a", "completion": "b", "label": True}, [SYSTEM, user("a"), bot("b")]),
+        ({"system": "s", "prompt": "a", "chosen": "b", "rejected": "c"}, [SYSTEM, user("a"), bot("b")]),
+        ({"system": "t", "messages": [SYSTEM, *TALK]}, [SYSTEM, *TALK]),  # the messages' own stays
+        ({"system": None, "messages": TALK}, TALK),
+        ({"messages": [{**user(""), "content": [{"type": "text", "text": x} for x in "ac"]}, bot("b")]},
+         [user("ac"), bot("b")]),
+        ({"messages": [user("a"), {**bot("b"), "tool_calls": None}]}, [user("a"), bot("b")]),
+        ({"instruction": "a", "input": "i", "responses": SCORED}, [user("a\n\ni"), bot("b")]),
+    ],
+)  # fmt: skip
+def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
+    assert data.sft_messages(row)[0] == messages
+
+
+def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
+    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "answer": 4}]
+    spec = write(tmp_path / "r.jsonl", rows)
+    for split in ("train", "test"):
+        data.load_rows(spec, "sft", split)
+    assert capsys.readouterr().out == f"{spec}: columns ['answer', 'system_prompt'] are not read\n"
+    for kind in tiny.SIZES:
+        data.load_rows("tiny", kind)
+    assert not capsys.readouterr().out
+
+
 def test_messages_rows_train_on_every_assistant_turn_and_others_on_the_last(tokenizer):
     count = {}
     for name in ("messages", "HH chosen"):  # the same dialogue; each turn is a word and the end token
@@ -247,6 +280,14 @@ def test_hub_failure_is_an_input_error(monkeypatch):
         ({"prompt": "a\ud800", "completion": "b"}, "surrogate"),
         ({"prompt": "a", "completion": "\udfff b"}, "surrogate"),
         ({"chosen": "plain text", "rejected": "x"}, "Human"),
+        ({"messages": [user("a"), bot(" "), user("c"), bot("d")]}, "an earlier answer is empty"),
+        ({"chosen": HH.replace(" b", "")}, "an earlier answer is empty"),
+        ({"messages": [user("a"), TOOLS]}, "tool_calls"),
+        ({"messages": [IMAGE, bot("b")]}, "a part of type 'image'"),
+        ({"messages": [{**user("a"), "content": None}, bot("b")]}, "content of a message is null"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **TOOLS}]}, "tool_calls"),
+        ({"system": 5, "prompt": "a", "completion": "b"}, "system is int"),
+        ({"prompt": "a", "completion": "b", "label": False}, "its label is not true"),
     ],
 )
 def test_unusable_row_is_dropped_counted_and_named(row, why, tokenizer, tmp_path, capsys):

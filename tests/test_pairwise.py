@@ -232,7 +232,7 @@ CHATML = "{% for m in messages %}<start>{{ m.role }}\n{{ m.content }}<end>\n{% e
 TEMPLATES = {  # template, opening of an answer, end of the prompt
     "chatml": (CHATML, "<start>assistant\n"),
     "thoughts, as Qwen3": (
-        CHATML.replace("{{ m.content }}", "{{ '<think>\n\n</think>\n\n' if m.role != 'user' }}{{ m.content }}"),
+        CHATML.replace("{{ m.c", "{{ '<think>\n\n</think>\n\n' if m.role != 'user' }}{{ m.c"),
         "<start>assistant\n",
     ),
     "a second end token, as Phi": (CHATML + "{% if not add_generation_prompt %}<end>{% endif %}", "<start>"),

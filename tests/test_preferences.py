@@ -49,7 +49,18 @@ GOOD = pair("copy owl", "owl", "pig")  # a row that stays, so that not every fil
 TALK = [user("ant"), bot("bear"), user("cat")]
 HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
 SCORED = responses(dog=1, eel_fox=3.5, goat=-2)
+SYSTEM = {"role": "system", "content": "so"}
+PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "dog"}]}]
 PAIR_FORMATS = {
+    "content in parts": ({"prompt": "cat", "chosen": PARTS, "rejected": [bot("eel")]}, [user("cat")]),
+    "system column": (
+        {"system": "so", "prompt": "cat", "chosen": "dog", "rejected": "eel"},
+        [SYSTEM, user("cat")],
+    ),
+    "system column beside dialogues": (
+        {"system": "so", "chosen": HH + " dog", "rejected": HH + " eel"},
+        [SYSTEM, *TALK],
+    ),
     "prompt + texts": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
     "instruction + texts": ({"instruction": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
     "prompt + answers as messages": (
@@ -71,6 +82,10 @@ PAIR_FORMATS = {
     ),
 }
 RANKING_FORMATS = {
+    "instruction, input, system": (
+        {"instruction": "cat", "input": "owl", "system": "so", "responses": SCORED},
+        [SYSTEM, user("cat\n\nowl")],
+    ),
     "prompt": ({"prompt": "cat", "responses": SCORED}, [user("cat")]),
     "instruction": ({"instruction": "cat", "responses": SCORED}, [user("cat")]),
     "prompt messages": ({"prompt": TALK, "responses": SCORED}, TALK),
@@ -201,6 +216,12 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen="ant <|end|> ant"), "the text holds a special token"),
     (pair(chosen="ant " * 60), "longer than 64 tokens (--max-length)"),
     (pair(prompt="ant " * 60), "longer than 64 tokens (--max-length)"),
+    (pair(prompt=[user("ant"), bot(""), user("cat")]), "an earlier answer is empty"),
+    ({"chosen": HH.replace(" bear", "") + " dog", "rejected": HH + " eel"}, "an earlier answer is empty"),
+    (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
+    (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
+    ({"prompt": "copy ant", "completion": "ant", "label": True}, "both a true and a false completion"),
+    ({"prompt": "copy ant", "completion": "ant", "label": None}, "label is neither true nor false"),
 ]
 
 
@@ -234,6 +255,16 @@ def test_a_score_as_text_of_a_number_is_read(load):
     """As data.sft_messages reads it."""
     (c,) = load([{"prompt": "copy ant", "responses": responses(ant="3", cat="10")}])
     assert c.texts == ["cat", "ant"] and c.grades == [10.0, 3.0]
+
+
+def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load, capsys):
+    rows = [("ant", "dog", True), ("ant", "cat", False), ("owl", "dog", True), ("ant", "eel", 1)]
+    rows += [("ant", "fox", 0), ([user("ant")], [bot("pig")], True), ([user("ant")], [bot("owl")], False)]
+    found = load([dict(zip(("prompt", "completion", "label"), row)) for row in rows])
+    of_first = [(1, "dog", "cat"), (1, "dog", "fox"), (4, "eel", "cat"), (4, "eel", "fox")]
+    expected = [(f"p.jsonl:{n}", [better, worse]) for n, better, worse in [*of_first, (6, "pig", "owl")]]
+    assert [(c.row.where, c.texts) for c in found] == expected
+    assert why(capsys) == {"a label makes a pair where its prompt has both a true and a false completion": 1}
 
 
 def test_reasons_are_counted_one_by_one(load, capsys):

@@ -341,7 +341,7 @@ WRONG += [
     [{"role": "user", "content": None}],
     [{"content": "ant"}, {"role": "assistant"}],
 ]
-WRONG += [[{"role": "user", "content": [{"type": "text", "text": "ant"}]}]]
+WRONG += [[{"role": "user", "content": [{"type": "image", "url": "ant"}]}]]
 NEEDED = {"sft": ["prompt", "completion"], "preferences": ["chosen", "rejected"], "prompts": ["prompt"]}
 NEEDED |= {"text": ["text"]}
 FEEDS = [  # script, argument, kind of rows

@@ -56,6 +56,12 @@ FORMATS = {
         {"conversations": [{"from": "human", "value": "cat"}, {"from": "gpt", "value": "dog"}]},
         [user("cat")],
     ),
+    "prompt and a system column": ({"prompt": TALK, "system": "so"}, [SYSTEM, *TALK]),
+    "messages and two system turns": ({"messages": [SYSTEM, *TALK], "system": "no"}, [SYSTEM, *TALK]),
+    "content in parts": (
+        {"messages": [{**user(""), "content": [{"type": "text", "text": "cat"}]}, bot("dog")]},
+        [user("cat")],
+    ),
     "chosen as HH dialogue": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
     "chosen as messages": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
 }
@@ -97,6 +103,9 @@ UNUSABLE = {
     "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
     "a message is not {role, content}": {"prompt": 5},
     "a lone surrogate": {"prompt": "\ud800"},
+    "an earlier answer is empty": {"prompt": HH.replace(" bear", "")},
+    "a message has tool_calls": {"messages": [{**bot("ant"), "tool_calls": [{}]}, user("cat")]},
+    "content of a message is null": {"messages": [{"role": "user", "content": None}]},
 }
 
 
