@@ -28,9 +28,9 @@ from common.run import InputError
 # -- rows ------------------------------------------------------------------------------------------
 READ = set(  # the columns that something here reads
     """messages conversations context_messages system prompt instruction input completion label output response
-    responses chosen rejected preference rating margin category is_safety text score_chosen score_rejected
-    chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold chosen_utility
-    rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
+    responses text category is_safety chosen rejected preference rating margin score_chosen score_rejected
+    chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold
+    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
 )
 
 
@@ -283,7 +283,7 @@ def text_of(message: dict) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"the content of a message has a part of type {repr(kind)[:40]}, wanted text")
+                raise ValueError(f"a message has a part of type {repr(kind)[:40]}, wanted text")
         return "".join(part["text"] for part in content)
     if content is None:
         raise ValueError("the content of a message is null")

@@ -108,7 +108,8 @@ def a_part(prompts, n) -> list[Prompt]:
 
 
 def prompt_turns(row: dict) -> list[dict]:
-    """The messages that a response to a row's prompt follows. ValueError says why there are none."""
+    """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
+    says why there are none."""
     given = row.get("messages") or row.get("context_messages")
     if given or row.get("conversations"):
         turns = given or data.sharegpt(row["conversations"])

@@ -304,6 +304,9 @@ WRONG = [None, 3, -1.5, True, 10**400, float("inf"), "", " \n", "\ud800", {}, {"
 WRONG += [[["x"]], [user("x"), None], [{"role": "user"}], [{"role": 1, "content": "x"}], [user(["x"])]]
 
 
+MAY_BE_BLANK = {"role", "from", "content", "value", "instruction", "input"}
+
+
 def places(value, path=()):
     """The path of everything inside a row: columns, messages, their role and content, ..."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -325,14 +328,7 @@ def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, 
         unread |= path[-1] == "text" and path[1] != 1  # of a response that is not the best
         if unread or (path[-1] == "input" and value in (None, "")):
             assert kept, (path, value)
-        elif value in ("", " \n") and path[-1] in (
-            "role",
-            "from",
-            "content",
-            "value",
-            "instruction",
-            "input",
-        ):
+        elif value in ("", " \n") and path[-1] in MAY_BE_BLANK:
             pass  # beside other text a turn may be blank; where it is the only one, see the test above
         elif path[-1] not in ("role", "from", "score"):  # a role may be any text, a score any number
             assert not kept, (path, value)
@@ -649,9 +645,8 @@ def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, c
     english = {"prompt": "what is the capital of france and why", "completion": "paris has been since ages"}
     rows = [data.Row("r:1", json.loads(GOOD)), data.Row("r:2", english)]
     assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
-    assert (
-        "1: the tokenizer knows few of its words: is it the right --model? (r:2)" in capsys.readouterr().out
-    )
+    reason = "1: the tokenizer knows few of its words: is it the right --model? (r:2)"
+    assert reason in capsys.readouterr().out
     with pytest.raises(InputError, match="none of its 1 rows can be used.*--model"):
         data.sft_documents(rows[1:], tokenizer, 64, "r")
     data.check_known(tokenizer, [tokenizer.unk_token_id, 5])  # one word of two
@@ -661,10 +656,8 @@ def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, c
 
 def test_text_that_holds_a_special_token_is_dropped_and_named(tokenizer, capsys):
     """`<|end|>` in an answer would end it there, `<|assistant|>` in a question would open one."""
-    bad = [
-        {"prompt": "copy ant", "completion": "ant <|end|> fox"},
-        {"prompt": "<|assistant|> hi", "completion": "b"},
-    ]
-    rows = [data.Row("r:1", json.loads(GOOD)), *(data.Row(f"r:{i + 2}", row) for i, row in enumerate(bad))]
+    rows = [data.Row("r:1", json.loads(GOOD))]
+    rows += [data.Row("r:2", {"prompt": "copy ant", "completion": "ant <|end|> fox"})]
+    rows += [data.Row("r:3", {"prompt": "<|assistant|> hi", "completion": "b"})]
     assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
     assert "2: the text holds a special token" in capsys.readouterr().out

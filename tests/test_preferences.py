@@ -123,25 +123,12 @@ def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load, to
 
 
 def test_optional_columns_are_read(load):
-    first, second = load(
-        [
-            pair(
-                rating="slightly better",
-                margin=2,
-                preference=0.75,
-                category=7,
-                chosen_score=3,
-                rejected_score=1,
-            ),
-            pair("copy eel", score_chosen=0.5, score_rejected=-1),  # the names of another data set
-        ]
-    )
-    assert (first.rating, first.margin, first.preference, first.category) == (
-        "slightly better",
-        2.0,
-        0.75,
-        "7",
-    )
+    labels = {"rating": "slightly better", "margin": 2, "preference": 0.75, "category": 7}
+    scored = pair(**labels, chosen_score=3, rejected_score=1)
+    names_of_another_data_set = pair("copy eel", score_chosen=0.5, score_rejected=-1)
+    first, second = load([scored, names_of_another_data_set])
+    assert (first.rating, first.margin) == ("slightly better", 2.0)
+    assert (first.preference, first.category) == (0.75, "7")
     assert first.grades == [3.0, 1.0] and second.grades == [0.5, -1.0]
 
 
@@ -269,11 +256,8 @@ def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load,
 
 def test_reasons_are_counted_one_by_one(load, capsys):
     load([GOOD, pair(chosen="cat"), pair("copy eel", "cat"), pair(rating="good"), pair(chosen="")])
-    assert why(capsys) == {
-        "the responses are the same": 2,
-        f"rating 'good' is none of {FOUR}": 1,
-        "an empty side": 1,
-    }
+    rating = f"rating 'good' is none of {FOUR}"
+    assert why(capsys) == {"the responses are the same": 2, rating: 1, "an empty side": 1}
 
 
 def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
@@ -297,12 +281,8 @@ def test_contradicting_rows_are_both_dropped_and_repeated_ones_stay(load, capsys
     assert [c.row.where for c in kept] == ["p.jsonl:3", "p.jsonl:4", "p.jsonl:5"]
     assert why(capsys) == {opposite: 2}
     # A soft label contradicts through its likelier side only, a ranking of two is a pair
-    soft = [
-        pair(preference=0.8),
-        pair(preference=0.3),
-        pair("copy eel", preference=0.8),
-        pair("copy eel", preference=0.6),
-    ]
+    soft = [pair(preference=0.8), pair(preference=0.3)]
+    soft += [pair("copy eel", preference=0.8), pair("copy eel", preference=0.6)]
     assert [c.row.where for c in load(soft)] == ["p.jsonl:3", "p.jsonl:4"]
     ranked = [pair(), {"prompt": "copy ant", "responses": responses(ant=1, cat=2)}, GOOD]
     assert [c.row.where for c in load(ranked)] == ["p.jsonl:3"]
