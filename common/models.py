@@ -296,18 +296,19 @@ def check_packing(model):
     """InputError if, with two documents in a row, what the first one says changes the second: transformers
     keeps packed documents apart by their positions, but not in every model. Every rank must call it."""
     vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=device)
-    mask = positions[:, 1:] > 0
-    seconds = []
-    for first in (3, 4):  # the same shapes, so that the second document's figures agree to the last bit
-        ids = [first * (i + 1) % vocabulary for i in range(5)] + [i % vocabulary for i in range(7)]
-        ids = torch.tensor([ids], device=device)
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=device)
+    firsts = [[k * (i + 1) % vocabulary for i in range(5)] for k in (3, 4)]
+    ids = [torch.tensor([[*first, *(i % vocabulary for i in range(7))]], device=device) for first in firsts]
+
+    def change(positions):  # of the second document's figures, by what the first one says
         if hasattr(model, "head_outputs"):
-            seconds.append(model.head_outputs(ids, positions.nonzero().T[:, 4:], positions))
+            first, second = (model.head_outputs(x, packed.nonzero().T[:, 4:], positions) for x in ids)
         else:
-            seconds.append(model.token_logprobs(ids, mask, positions)[:, 5:])
-    leak = (seconds[0] - seconds[1]).abs().max().item()
-    if not leak < 1e-6:
+            first, second = (model.token_logprobs(x, packed[:, 1:] > 0, positions)[:, 5:] for x in ids)
+        return (first - second).abs().max().item()
+
+    leak, as_one = change(packed), change(torch.arange(12, device=device)[None])
+    if not leak <= 0.1 * as_one:  # rounding alone may change a little, where experts take tokens of both
         kind = model.config.model_type
         raise InputError(f"{kind}: packed documents see each other (by {leak:.2g}), use --no-packing")
 
