@@ -337,7 +337,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = models.sft_model(args.model, args.policy)
     for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
-        models.check_causal_lm(name, tokenizer if name != args.model else None)
+        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
     if policy and (args.length_prompts or args.expected_reward_samples):
         models.check_sampled(policy, "--length-prompts 0 --expected-reward-samples 0 does without samples")
     if args.judge:

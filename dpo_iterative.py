@@ -474,7 +474,7 @@ def main(args: Args):
     enhancer = args.enhancer if args.enhancer != "previous" else None
     for name in (args.model, reference, enhancer):  # the model's own vocabulary is its own
         if name not in (None, "last"):
-            models.check_causal_lm(name, tokenizer if name != args.model else None)
+            models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
             models.check_room(args.max_length, name)
     for name in filter(None, (args.model, enhancer)) if args.iterations or args.eval_prompts else ():
         models.check_sampled(name)

@@ -508,7 +508,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     pad_id = tokenizer.pad_token_id
     for name in (args.model, args.reference or args.model):  # the model's own vocabulary is its own
-        models.check_causal_lm(name, tokenizer if name != args.model else None)
+        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
         models.check_room(args.max_length, name)
     models.check_sampled(args.model)
     prompts, held_out = rollout.train_and_held_out(args, tokenizer)

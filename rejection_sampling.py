@@ -392,7 +392,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in (policy, args.model):  # the base model's own vocabulary is its own
-        models.check_causal_lm(name, tokenizer if name != args.model else None)
+        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
     prompts, held_out = rollout.train_and_held_out(args, tokenizer)
     learner = models.load_tokenizer(args.student, args.chat_template) if args.student else tokenizer
     learner_held_out = held_out

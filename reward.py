@@ -292,7 +292,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     sft_model = models.sft_model(args.model, args.sft_model)
     if sft_model:  # its vocabulary is compared, unless it is the model itself
-        models.check_causal_lm(sft_model, tokenizer if sft_model != args.model else None)
+        models.check_causal_lm(sft_model, sft_model != args.model and tokenizer, args.chat_template)
     if sft_model and args.length_prompts and args.kind == "bradley_terry":
         models.check_sampled(sft_model, "--length-prompts 0 does without samples")
     if args.judge:

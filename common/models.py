@@ -194,16 +194,17 @@ def sft_model(model, given=None) -> str | None:
     return model if is_causal_lm(model) else None
 
 
-def check_causal_lm(name, tokenizer=None):
+def check_causal_lm(name, tokenizer=None, chat_template=None):
     """InputError unless there is a causal language model of this name whose logits are simply the unembedding
-    of its last hidden state, and, with `tokenizer`, whose own tokenizer has the same vocabulary."""
+    of its last hidden state, and, with `tokenizer`, whose own tokenizer, loaded with the same chat_template,
+    has the same vocabulary."""
     if not is_causal_lm(name):
         raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
     config = None if name == "tiny" else _read_config(name)
     for key, neutral in SCALED_LOGITS.items() if config else ():
         if getattr(config.get_text_config(), key, None) not in (None, neutral):
             raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
-    if tokenizer is not None and load_tokenizer(name, quiet=True).get_vocab() != tokenizer.get_vocab():
+    if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
 
 
