@@ -6,6 +6,7 @@ or a name on the hub.
 """
 
 import re
+import sys
 import types
 from pathlib import Path
 
@@ -52,14 +53,14 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = tiny.tokenizer() if name == "tiny" else AutoTokenizer.from_pretrained(find_model(name))
-    except OSError as error:  # not on the hub, no network, or files missing in the folder
-        raise InputError(f"--model {name}: {error}") from None
+        tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
+    except InputError as error:
+        raise InputError(f"--model {error}") from None
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
-        tokenizer.chat_template = Path(chat_template).read_text()
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
@@ -69,16 +70,32 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end token, a mask made from ids anywhere would drop real end tokens
         spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
+        spare += _never_unknown(tokenizer)
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
         say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
 
 
+def _never_unknown(tokenizer) -> list[str]:
+    """The token for unknown words, where no word is unknown because bytes spell it: Llama 2 has no other to
+    pad with, and one more would make 32,001, which no matrix product likes."""
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return []
+    no_character = tokenizer("\U0010fffd", add_special_tokens=False)["input_ids"]
+    return [] if unknown in no_character else [tokenizer.unk_token]
+
+
+def _after_answer(tokenizer) -> str:
+    """What the chat template writes after an assistant's text at the end of a dialogue."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
+    return tokenizer.apply_chat_template(turns, tokenize=False).rpartition("the answer")[2]
+
+
 def _end_of_turn(tokenizer, name) -> int:
     """The first special token after an assistant turn's text in the chat template; else the end token."""
-    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
     try:
-        after = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("the answer")[2]
+        after = _after_answer(tokenizer)
     except jinja2.TemplateError as error:
         raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
@@ -222,9 +239,21 @@ def check_room(length: int, name, config=None):
     """InputError if a model has fewer positions than `length` tokens, --max-length. config: its own, or None:
     of the model of this name."""
     config = config or (tiny.model().config if name == "tiny" else _read_config(name))
-    room = getattr(config.get_text_config(), "max_position_embeddings", length)
+    room = n_positions(config)
     if length > room:
-        raise InputError(f"--max-length {length}: {name} has {room} positions")
+        longrope = room < getattr(config.get_text_config(), "max_position_embeddings", room)
+        why = ", after which longrope turns a whole batch to other frequencies" if longrope else ""
+        raise InputError(f"--max-length {length}: {name} has {room} positions{why}")
+
+
+def n_positions(config) -> int:
+    """How many tokens a row may have. Of longrope the original length: a longer row turns its whole batch to
+    other rotary frequencies."""
+    config = config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
 def identity(name) -> list:
@@ -241,14 +270,25 @@ def _kind(config):
 def _read_config(name):
     from transformers import AutoConfig
 
-    try:
-        config = AutoConfig.from_pretrained(find_model(name))
-    except OSError as error:
-        raise InputError(f"{name}: {error}") from None
+    config = _from_hub(AutoConfig, name)
     for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
+        # PhiMoE's noise is a threshold too, without which it routes in another way (_ready refuses it)
+        jitter = key == "router_jitter_noise" and config.model_type != "phimoe"
+        if ("dropout" in key or key.endswith("pdrop") or jitter) and isinstance(value, float):
             setattr(config, key, 0.0)
     return config
+
+
+def _from_hub(auto_class, name):
+    """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
+    try:
+        return auto_class.from_pretrained(find_model(name), trust_remote_code=False)
+    except OSError as error:  # not on the hub, no network, or files missing in the folder
+        raise InputError(f"{name}: {error}") from None
+    except ValueError as error:
+        own_code = "needs code of its own (trust_remote_code), which is not run here"
+        why = own_code if "trust_remote_code" in str(error) else " ".join(str(error).split())
+        raise InputError(f"{name}: {why}") from None
 
 
 def _read(auto_class, name, config):
@@ -275,7 +315,20 @@ def _ready(model, methods, gradient_checkpointing):
     for method in methods:
         setattr(model, method.__name__, types.MethodType(method, model))
     model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
+    if dist.is_main():
+        _check_repeatable(model.train())
     return model.train()
+
+
+@torch.no_grad()
+def _check_repeatable(model):
+    """InputError if two forwards in training mode differ: then new and old probabilities never agree."""
+    n, vocabulary = min(64, n_positions(model.config)), model.config.get_text_config().vocab_size
+    ids = torch.arange(n)[None] % vocabulary
+    once, twice = (model.base_model(input_ids=ids, use_cache=False).last_hidden_state for _ in range(2))
+    if not torch.allclose(once, twice, rtol=1e-3, atol=1e-3 * once.abs().max().item()):
+        kind = model.config.model_type
+        raise InputError(f"{kind}: two forwards in training mode differ (its experts are drawn, for one)")
 
 
 def _fit_embeddings(model, n_tokens):
@@ -437,6 +490,8 @@ def mean_nll(model, blocks, pad_id, micro_batch_size, device) -> float:
 def _computing(model, input_ids):
     """bf16 autocast on one GPU. Sharded models cast by FSDP's own policy."""
     dtype = getattr(model, "compute_dtype", torch.float32)
+    if dtype == torch.float16 and torch.is_grad_enabled():
+        raise InputError("training in fp16 needs a loss scaler, which is not here: bf16 or fp32")
     enabled = dist.world_size() == 1 and dtype != torch.float32
     return torch.autocast(input_ids.device.type, dtype, enabled=enabled)
 

@@ -1,12 +1,15 @@
 """common/models.py against transformers' own forward: log probabilities, packing, loading."""
 
 import copy
+import dataclasses
 import json
 import math
 import types
+from pathlib import Path
 
 import pytest
 import torch
+from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -21,8 +24,17 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhimoeConfig,
+    Qwen3MoeConfig,
 )
 
+import advantage_model
+import dpo_iterative
+import ppo
+import rejection_sampling
+import reward
 from common import data, dist, models, tiny
 from common.run import InputError
 
@@ -220,13 +232,103 @@ def test_check_packing_passes_where_documents_are_apart_and_refuses_where_they_l
         models.check_packing(model)
 
 
-# -- load_policy -------------------------------------------------------------------------------
 def saved(path, config, seed=0):
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_check_packing_takes_the_rounding_of_experts_for_no_leak(dtype, tmp_path):
+    """An expert multiplies the tokens of both documents at once, in as many rows as there are."""
+    wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
+    config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
+    policy = models.load_policy(saved(tmp_path, config, seed=4), Words(V))
+    policy.compute_dtype = dtype
+    models.check_packing(policy)
+    policy.model.forward = see_everything(policy.model.forward)
+    with pytest.raises(InputError, match="--no-packing"):
+        models.check_packing(policy)
+
+
+# -- load_tokenizer, and what transformers knows -------------------------------------------------
+def test_an_unknown_token_that_no_text_needs_is_the_padding_before_a_new_one(tmp_path):
+    special = ("<unk>", "<s>", "<|im_start|>", "<|im_end|>")  # and bytes for all else, as Llama 2 has it
+    llama = byte_tokenizer(special=special, unk_token="<unk>", pad_token=None)
+    loaded = with_config(llama, tmp_path)
+    assert loaded.pad_token == "<unk>" and len(loaded) == len(llama)
+    assert models._never_unknown(tiny.tokenizer()) == []  # it has no bytes: <|unk|> stands in texts
+
+
+def with_config(tokenizer, path, **options):
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    return models.load_tokenizer(str(path), **options)
+
+
+def test_a_template_is_read_as_utf_8_wherever_it_is_read(tmp_path, monkeypatch):
+    template = CHATML.replace("assistant", "réponse")
+    (tmp_path / "mine.jinja").write_bytes(template.encode())
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="ascii": read(path, encoding))
+    loaded = with_config(byte_tokenizer(None), tmp_path, chat_template=str(tmp_path / "mine.jinja"))
+    assert loaded.chat_template == template
+
+
+@pytest.mark.parametrize(
+    "script, given",
+    [
+        (ppo, {"reference": "other"}),
+        (dpo_iterative, {"reference": "other"}),
+        (dpo_iterative, {"enhancer": "other"}),
+        (advantage_model, {"behavior_policies": ("other",), "n_others": 1}),
+        (reward, {"sft_model": "other"}),
+        (rejection_sampling, {"policy": "other"}),
+    ],
+)
+def test_the_chat_template_is_that_of_every_policy_of_a_run(script, given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    for name in ("model", "other"):
+        with_config(byte_tokenizer(None), tmp_path / name, chat_template="mine.jinja")
+    args = dataclasses.replace(script.RECIPES["tiny"][1], **given)
+    check = models.check_causal_lm
+
+    def check_and_stop(name, *options):
+        check(name, *options)
+        if name == "other":
+            raise InputError("far enough")
+
+    monkeypatch.setattr(models, "check_causal_lm", check_and_stop)
+    with pytest.raises(InputError, match="^far enough$"):
+        script.main(dataclasses.replace(args, model="model", chat_template="mine.jinja"))
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line(tmp_path):
+    own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoTokenizer": ["mine.T", None]}}
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text(json.dumps(own_code))
+    for load in (models.load_tokenizer, models.is_causal_lm):
+        with pytest.raises(InputError, match="needs code of its own.*not run here$"):
+            load(str(tmp_path))
+
+
+def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+    config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
+    name = saved(tmp_path, config)
+    models.check_room(32, name)
+    with pytest.raises(InputError, match="33: .* has 32 positions, after which longrope turns a whole batch"):
+        models.check_room(33, name)
+    model = AutoModelForCausalLM.from_pretrained(name)  # transformers: a long row changes a short one
+    ids = torch.arange(40)[None] % V
+    short = ids[:, :20]
+    both = torch.cat([ids, torch.nn.functional.pad(short, (0, 20))])
+    apart = model(input_ids=short).logits[0] - model(input_ids=both).logits[1, :20]
+    assert apart.abs().max() > 0.1
+
+
+# -- load_policy -------------------------------------------------------------------------------
 class Words:
     """All that load_policy asks of a tokenizer: its length, padding and end token."""
 
@@ -250,6 +352,23 @@ def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
         assert (plain(rows[0]).logits - plain(rows[0]).logits).abs().max() > 1e-3
         expected = reference(plain.eval(), rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0]
     torch.testing.assert_close(once, expected.where(rows[1], 0.0).float(), rtol=0, atol=1e-5)
+
+
+def test_noise_of_a_router_is_off_in_training(rows, tmp_path):
+    policy = models.load_policy(saved(tmp_path, MixtralConfig(**SMALL, router_jitter_noise=0.1)), Words(V))
+    assert torch.equal(*(policy.token_logprobs(*rows) for _ in range(2)))
+
+
+def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
+    with pytest.raises(InputError, match="phimoe: two forwards in training mode differ"):  # 16 experts
+        models.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
+
+
+def test_training_in_fp16_is_refused(rows):
+    policy = models.load_policy("tiny", tiny.tokenizer())
+    policy.compute_dtype = torch.float16
+    with pytest.raises(InputError, match="fp16"):
+        policy.token_logprobs(*rows)
 
 
 def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
@@ -827,29 +946,11 @@ def test_check_shared_prompt_sees_a_leak_in_the_log_probabilities_of_a_policy(ki
         models.check_shared_prompt(policy)
 
 
-@pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
-def test_check_shared_prompt_of_the_tiny_policy(leak):
-    policy = models.load_policy("tiny", tiny.tokenizer())
-    if leak is None:
-        return models.check_shared_prompt(policy)
-    policy.base_model.forward = leak(policy.base_model.forward)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(policy)
-
-
 def test_check_shared_prompt_takes_a_window_that_holds_a_prompt_with_a_response(tmp_path):
     policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
     models.check_shared_prompt(policy, 40)
     with pytest.raises(InputError, match="--no-share-prompt"):
         models.check_shared_prompt(policy, 41)
-
-
-def test_check_shared_prompt_refuses_a_policy_with_a_window(tmp_path):
-    policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(policy)
-    policy.config.sliding_window = None
-    models.check_shared_prompt(policy)
 
 
 # -- find_model --------------------------------------------------------------------------------
