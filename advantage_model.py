@@ -441,6 +441,7 @@ def main(args: Args):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
     after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread
     log.log(step, (step - 1) // steps_per_epoch, **after)
+    models.read_at_end_token(model, tokenizer)
     dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
     if dist.is_main():
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)

@@ -403,6 +403,7 @@ def main(args: Args):
         vars(model.config).pop("safety_gate", None)  # a first stage's, for other scores
         if gate:
             model.config.safety_gate = gate  # for ppo.py, in model/config.json
+        models.read_at_end_token(model, tokenizer)
     else:
         model.config.preference_model = True  # for dpo_iterative.py: not any language model is an oracle
     if not math.isfinite(after.get("eval/nll", 0.0)):

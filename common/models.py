@@ -18,6 +18,9 @@ from common import data, dist, losses, sampler, tiny
 from common.run import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
+CUT_TEMPLATE = re.compile(  # of an exported scorer: read_at_end_token
+    r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S
+)
 SCALED_LOGITS = {  # what models do to logits after the unembedding, and when it changes nothing
     "final_logit_softcapping": None, "softcap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0, "output_multiplier": 1.0,
@@ -61,6 +64,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    elif isinstance(tokenizer.chat_template, str):  # of a model that was trained here
+        tokenizer.chat_template = CUT_TEMPLATE.sub(r"\1", tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
@@ -541,6 +546,27 @@ def score(model, input_ids, response_mask):
     where = torch.stack([rows.repeat(2), torch.cat([last, before])])
     rewards, expected = model.head_outputs(input_ids, where).split(len(rows))
     return advantages(model, rewards[:, 0], expected[:, 1])
+
+
+def read_at_end_token(model, tokenizer):
+    """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
+    what its chat template writes after an answer's end token is cut, for transformers' own classifier, and so
+    a pipeline, reads the last token of the text. load_tokenizer gives the template back whole."""
+    model.config.read_at = "end_token"
+    rest = _after_answer(tokenizer).partition(tokenizer.eos_token)[2]
+    if rest and isinstance(tokenizer.chat_template, str):
+        template = tokenizer.chat_template.removesuffix("\n")  # one at the very end jinja leaves out
+        newline = tokenizer.chat_template[len(template) :]
+        cut = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({rest!r}) }}}}"
+        tokenizer.chat_template = f"{{% set dialogue %}}{template}{{% endset %}}{cut}{newline}"
+
+
+def end_of_scored(model, tokenizer) -> list[int]:
+    """The tokens after a response's text of which the last one is where the score is read: the end token, of
+    a model that was trained here; of any other one all that the chat template writes there."""
+    if getattr(model.config, "read_at", None) == "end_token":
+        return [tokenizer.eos_token_id]
+    return tokenizer(_after_answer(tokenizer), add_special_tokens=False)["input_ids"]
 
 
 def values(model, input_ids, action_mask, position_ids=None):

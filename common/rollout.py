@@ -271,7 +271,8 @@ def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> l
         found = _ask(scorer, [pairs[i] for i in mine], batch_size)
         found = list(zip(mine, found))
     else:
-        rows, found = [(i, *_encode(scorer, *pairs[i])) for i in mine], []
+        end = models.end_of_scored(scorer.model, scorer.tokenizer)
+        rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
         for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
             some = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
@@ -324,26 +325,27 @@ def _without_special(tokenizer, prompt, response):
     return [{**m, "content": plain("", m["content"])} for m in prompt.turns], plain("", response.text)
 
 
-def _encode(scorer, prompt, response):
-    """(prompt ids, response ids) in the scorer's tokens, with an end token."""
-    room = getattr(scorer.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+def _encode(scorer, prompt, response, end):
+    """(prompt ids, response ids) in the scorer's tokens. end: what follows a response's text, as
+    models.end_of_scored gives it."""
+    room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
-        ids, eos = response.ids, scorer.tokenizer.eos_token_id
-        if ids[-1:] != [eos]:  # one that ended in another way, or was cut and fills all positions, gives up
-            gives_up = response.finished or len(prompt.ids) + len(ids) == room  # its last token
-            ids = [*(ids[:-1] if gives_up else ids), eos]
-        encoded = prompt.ids, ids
+        ids = response.ids[:-1] if response.finished else response.ids
+        if len(prompt.ids) + len(response.ids) <= room:  # where the end does not fit, the text gives way
+            ids = ids[: room - len(prompt.ids) - len(end)]
+        encoded = prompt.ids, [*ids, *end]
     else:
         messages, answer = _without_special(scorer.tokenizer, prompt, response)
         try:
             ids, answers = data.encode_responses(scorer.tokenizer, messages, [answer])
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
-        encoded = ids, answers[0]
+        text = answers[0][: answers[0].index(eos)]
+        encoded = ids, text + (end if eos in end else [])  # else all that the template writes is in the text
     if sum(map(len, encoded)) > room:
         n, where = sum(map(len, encoded)), prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    return encoded
+    return encoded[0], encoded[1] or [eos]  # to an empty response a template may add nothing
 
 
 def _ask(scorer, pairs, batch_size):

@@ -105,6 +105,7 @@ def test_the_saved_model_is_a_regression_with_two_labels(undisturbed):
     assert config["problem_type"] == "regression" and model.config.num_labels == 2
     assert config["id2label"] == {"0": "reward", "1": "expected_reward"}
     assert config["advantage_model"] == {"n_policies": 1, "n_others": 0, "bound": 2.5}
+    assert config["read_at"] == "end_token"
     assert model.score.weight.shape == (2, 128) and "lm_head.weight" not in weights(undisturbed.folder)
 
 

@@ -142,6 +142,7 @@ def test_the_saved_model_is_a_regression_with_one_label(default):
     assert config["architectures"] == ["LlamaForSequenceClassification"] == [type(model).__name__]
     assert config["problem_type"] == "regression" and model.config.num_labels == 1
     assert config["id2label"] == {"0": "reward"} and config["pad_token_id"] == TOKENIZER.pad_token_id
+    assert config["read_at"] == "end_token"
     assert model.score.weight.shape == (1, 128) and "lm_head.weight" not in weights(default.folder)
 
 

@@ -8,9 +8,15 @@ import sys
 import pytest
 import torch
 from scorers import CPU, TOKENIZER, Plain, write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from test_data import CHATML, NO_END, byte_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
-from common import dist, models, pairwise, rollout, tiny
+from common import data, dist, models, pairwise, rollout, tiny
 from common.run import InputError
 from common.sampler import Rollout
 
@@ -286,16 +292,6 @@ def test_scores_are_those_of_plain_transformers_whatever_the_batch(n_outputs, ba
     assert min(abs(a - b) for i, a in enumerate(want) for b in want[:i]) > 1e-3  # no other order would do
 
 
-@pytest.mark.parametrize("n_outputs", [1, 2])
-def test_scores_are_those_of_models_score(n_outputs, folders, pairs):
-    scorer = rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU)
-    want = []
-    for prompt, r in pairs:
-        mask = torch.arange(len(prompt.ids) + len(r.ids)) >= len(prompt.ids)
-        want.append(models.score(scorer.model, torch.tensor([prompt.ids + r.ids]), mask[None]).item())
-    assert rollout.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
-
-
 def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a_second(
     reward_model, folders, pairs
 ):
@@ -395,6 +391,80 @@ def test_the_version_changes_with_the_models_files(tmp_path):
     versions.append(rollout.load_scorer(name, TOKENIZER, CPU).version)
     assert versions[0] == versions[1] != versions[2]
     assert all(version.startswith(f"{name}@") for version in versions)
+
+
+# -- where a score is read ------------------------------------------------------------------------
+PHI = CHATML.replace("{% endfor %}", "{% endfor %}{% if not add_generation_prompt %}<|im_end|>{% endif %}")
+
+
+TEMPLATES = {"ChatML": CHATML, "a newline": CHATML + "{{ '' }}\n", "Phi": PHI, "no end": NO_END}
+
+
+@pytest.fixture(params=TEMPLATES)
+def classifier(request, tmp_path):
+    """(a name, its tokenizer, its prompts and responses): a classifier as others publish it, whose template
+    writes something after an answer's end token, or has none."""
+    tokenizer = byte_tokenizer(TEMPLATES[request.param])
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "rm")
+    pairs = []
+    for question, answer in (("a b", "ba"), ("c", "cc abba")):
+        ids = data.prompt_ids(tokenizer, [user(question)])
+        said, end = tokenizer(answer)["input_ids"], tokenizer.eos_token_id
+        prompt = rollout.Prompt(ids, [user(question)], data.Row("f:1", {}))
+        ways = rollout.Response([*said, end], answer, True), rollout.Response(said, answer, False)
+        pairs += [(prompt, response) for response in ways]
+    return str(tmp_path / "rm"), tokenizer, pairs
+
+
+def read_by_transformers(name, pairs):
+    """apply_chat_template -> model(...): what the makers of a classifier tell to do."""
+    return [Plain(name).outputs(prompt.turns, r.text).item() for prompt, r in pairs]
+
+
+@pytest.mark.parametrize("same_tokens", [True, False])
+def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same_tokens, classifier):
+    name, tokenizer, pairs = classifier
+    scorer = rollout.load_scorer(name, tokenizer, CPU)
+    assert scorer.same_tokens
+    got = rollout.score(scorer._replace(same_tokens=same_tokens), pairs, 3, CPU)
+    assert got == pytest.approx(read_by_transformers(name, pairs), abs=1e-5)
+
+
+def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(classifier, tmp_path):
+    name, tokenizer, pairs = classifier
+    template = tokenizer.chat_template
+    own = models.load_tokenizer(name)
+    model = models.load_scorer(name, own, 1)
+    with torch.no_grad():
+        rows = [torch.tensor([[*p.ids, *own(r.text)["input_ids"], own.eos_token_id]]) for p, r in pairs]
+        want = [model.head_outputs(x, torch.tensor([[0], [x.shape[1] - 1]])).item() for x in rows]
+    models.read_at_end_token(model, own)
+    dist.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
+    trained = str(tmp_path / "trained")
+    scorer = rollout.load_scorer(trained, tokenizer, CPU)
+    assert scorer.same_tokens and scorer.tokenizer.chat_template == template
+    assert rollout.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
+    if template != NO_END:  # where the template writes no end token, one is appended
+        assert read_by_transformers(trained, pairs) == pytest.approx(want, abs=1e-5)
+    options = {"tokenize": False, "add_generation_prompt": True}  # as for e(x) of an advantage model
+    opened = [
+        t.apply_chat_template(pairs[0][0].turns, **options) for t in (Plain(trained).tokenizer, tokenizer)
+    ]
+    assert opened[0] == opened[1]
+
+
+def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier):
+    name, tokenizer, ((prompt, r), *_) = classifier
+    scorer = rollout.load_scorer(name, tokenizer, CPU)
+    scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
+    end = models.end_of_scored(scorer.model, tokenizer)
+    ids, said = rollout._encode(scorer, prompt, r, end)
+    assert len(ids) + len(said) <= len(prompt.ids) + len(r.ids) and said[len(said) - len(end) :] == end
 
 
 # -- a scorer with other tokens ------------------------------------------------------------------
@@ -706,7 +776,8 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
     scorer = rollout.load_scorer(name, TOKENIZER, CPU)
     asked = rollout.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]
-    found = [rollout._encode(scorer, asked, rollout.Response(ids, "", ended))[1] for ids, ended in ways]
+    given = [rollout.Response(ids, "", ended) for ids, ended in ways]
+    found = [rollout._encode(scorer, asked, response, [EOS])[1] for response in given]
     assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
 
 
