@@ -297,33 +297,38 @@ def table(results) -> list[dict]:
 
 def plot(folder, found):
     """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. found: temperature ->
-    name -> figures."""
-    first = next(iter(found.values()))
+    name -> figures. Returns both figures; of one policy, none."""
+    temperature, first = next(iter(found.items()))
     kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
     if not kinds:
-        return
-    with metrics.figure(folder / "elo.png", len(kinds), (4.8, 1 + 0.35 * len(first))) as axes:
-        for axis, kind in zip(axes, kinds):
-            keys = [f"{kind}_elo{end}" for end in ("", "_low", "_high")]
-            middle, low, high = zip(*([r[key] for key in keys] for r in first.values()))
-            below = [max(0.0, m - x) for m, x in zip(middle, low)]
-            errors = [below, [max(0.0, x - m) for m, x in zip(middle, high)]]
-            axis.barh(list(first), [x - 1000 for x in middle], xerr=errors, left=1000, capsize=3)
-            axis.axvline(1000, color="black", linewidth=1)
-            axis.set(title=f"Elo by {JUDGES[kind]}")
-            axis.invert_yaxis()
-    with metrics.figure(folder / "frontier.png", len(kinds), (4.8, 3.6)) as axes:
-        for axis, kind in zip(axes, kinds):
-            for (temperature, results), marker in zip(found.items(), itertools.cycle("os^vD")):
-                for i, (name, r) in enumerate(results.items()):
-                    label = name if len(found) == 1 else f"{name}, T = {temperature}"
-                    if "kl" in r:
-                        axis.plot(r["kl"], r[kind], marker, color=f"C{i}", label=label)
-            axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference, nats")
-            axis.set_xscale("symlog")
-            axis.grid(alpha=0.3)
-        if axes[0].lines:
-            axes[0].legend(fontsize=7)
+        return ()
+    ratings_, axes = metrics.figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
+    for axis, kind in zip(axes, kinds):
+        keys = [f"{kind}_elo{end}" for end in ("", "_low", "_high")]
+        middle, low, high = zip(*([r[key] for key in keys] for r in first.values()))
+        below = [max(0.0, m - x) for m, x in zip(middle, low)]
+        errors = [below, [max(0.0, x - m) for m, x in zip(middle, high)]]
+        axis.barh(list(first), [x - 1000 for x in middle], xerr=errors, left=1000, capsize=3)
+        axis.axvline(1000, color="black", linewidth=1)
+        axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
+        axis.invert_yaxis()
+    frontier, axes = metrics.figure(len(kinds), (4.8, 3.2))
+    far = any(r.get("kl", 0) > 10 for results in found.values() for r in results.values())
+    for axis, kind in zip(axes, kinds):
+        for (temperature, results), marker in zip(found.items(), itertools.cycle("os^vD")):
+            for i, (name, r) in enumerate(results.items()):
+                label = name if len(found) == 1 else f"{name}, T = {temperature}"
+                if "kl" in r:
+                    axis.plot(r["kl"], r[kind], marker, color=f"C{i}", label=label)
+        axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
+        axis.set_ylabel("mean over held-out prompts")
+        if far:
+            axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # its own labels are TeX
+            axis.xaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3)
+    metrics.save(ratings_, folder / "elo.png")
+    metrics.save(frontier, folder / "frontier.png")
+    return ratings_, frontier
 
 
 def main(args: Args):

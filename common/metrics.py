@@ -1,6 +1,5 @@
 """metrics.jsonl, progress bars and plots. Every key is defined by a formula in the README."""
 
-import contextlib
 import json
 import math
 import os
@@ -87,37 +86,90 @@ def print_table(rows: list[dict]):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
-@contextlib.contextmanager
-def figure(path, panels=1, size=(4.8, 3.4)):
-    """`panels` axes side by side, each of `size` inches, written to `path` at the end."""
+LABELS = {  # what pictures call the keys of metrics.jsonl
+    "loss/nll": "training loss (nats)",
+    "loss/reward": "training loss (nats)",
+    "loss/advantage": "training loss (nats)",
+    "loss/dpo": "training loss (nats)",
+    "loss/value": "value loss (half the squared error)",
+    "eval/nll": "held-out loss (nats)",
+    "optim/lr": "learning rate",
+    "optim/grad_norm": "gradient norm before clipping",
+    "train/accuracy": "training pairs (share ranked as labelled)",
+    "eval/accuracy": "held-out pairs (share ranked as labelled)",
+    "pairs/accuracy": "held-out pairs (share ranked as labelled)",
+    "reward/score": "score of rollouts",
+    "reward/gold": "true reward of rollouts",
+    "eval/score": "score of held-out responses",
+    "gold/score": "true reward of held-out responses",
+    "reward/chosen": "chosen (beta times nats)",
+    "reward/rejected": "rejected (beta times nats)",
+    "kl/per_response": "KL of rollouts (nats)",
+    "eval/kl": "KL of held-out responses (nats)",
+    "policy/entropy": "entropy (nats per token)",
+    "value/explained_variance": "explained variance (share)",
+    "pool/score": "mean score of samples",
+    "pool/best": "best score of a prompt's samples",
+    "pool/worst": "worst score of a prompt's samples",
+    "sweep/max": "expected best score of a prompt's samples",
+    "sample/length": "held-out responses (tokens)",
+    "pairs/chosen_length": "chosen (tokens)",
+    "pairs/rejected_length": "rejected (tokens)",
+}
+
+
+def figure(panels=1, size=(4.8, 3.2)):
+    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    matplotlib.rcParams["text.parse_math"] = False  # a category may hold a $
+    drawing = Figure(figsize=(size[0] * panels, size[1]), dpi=90, layout="constrained")
+    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
-    with plt.rc_context({"text.parse_math": False}):  # a category may hold a $
-        drawing, axes = plt.subplots(1, panels, figsize=(size[0] * panels, size[1]), squeeze=False)
-        yield axes[0]
-        drawing.tight_layout()
-        drawing.savefig(path, dpi=90)
-        plt.close(drawing)
+
+def save(drawing, path):
+    """Write a figure; below each of its axes stands a legend, where it covers no curve, and the figure grows
+    by it."""
+    most = 0
+    for axis in drawing.axes:
+        n = len(axis.get_legend_handles_labels()[1])
+        columns = 2 if n > 4 else 1
+        if n:  # 5: the room that ticks and their label take, in font sizes
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 5}
+            axis.legend(fontsize=8, ncols=columns, **place)
+        most = max(most, math.ceil(n / columns))
+    drawing.set_figheight(drawing.get_figheight() + 0.18 * most)
+    drawing.savefig(path)
+    return drawing
+
+
+def whole_ticks(axis):
+    """Ticks of steps, tokens and samples: whole numbers only."""
+    axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def category_ticks(axis, names):
+    """Categories from top to bottom, where long names have room."""
+    axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
+    axis.invert_yaxis()
 
 
 def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
     """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`, the
     step or the iteration."""
     rows = read_jsonl(Path(folder) / "metrics.jsonl")
-    with figure(Path(folder) / name, len(panels), (4.2, 3.2)) as axes:
-        for axis, (title, keys) in zip(axes, panels.items()):
-            for key in keys:
-                points = [(row[x], row[key]) for row in rows if key in row]
-                marker = "o" if len(points) < 10 else None
-                if points:
-                    axis.plot(*zip(*points), marker=marker, markersize=3, label=key)
-            axis.set(title=title, xlabel=x)
-            if axis.lines:
-                axis.legend(fontsize=8)
-            axis.grid(alpha=0.3)
+    drawing, axes = figure(len(panels), (4.2, 2.8))
+    for axis, (title, keys) in zip(axes, panels.items()):
+        for key in keys:
+            points = [(row[x], row[key]) for row in rows if key in row]
+            marker = "o" if len(points) < 10 else None
+            if points:
+                axis.plot(*zip(*points), marker=marker, markersize=3, label=LABELS.get(key, key))
+        axis.set(title=title, xlabel=x)
+        whole_ticks(axis)
+        axis.grid(alpha=0.3)
+    return save(drawing, Path(folder) / name)
 
 
 def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"):
@@ -125,47 +177,52 @@ def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"
     order in which they were logged: a scorer and the true reward against the KL show over-optimisation."""
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
-        return
-    with figure(Path(folder) / name) as (axis,):
-        for label, key in ys.items():
-            points = [(row[x], row[key]) for row in rows if key in row]
-            if points:
-                axis.plot(*zip(*points), "o-", markersize=3, label=label)
-        axis.set(xlabel=x, title="held-out prompts")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
+        return None
+    drawing, (axis,) = figure()
+    for label, key in ys.items():
+        points = [(row[x], row[key]) for row in rows if key in row]
+        if points:
+            axis.plot(*zip(*points), "o-", markersize=3, label=label)
+    axis.set(xlabel=LABELS.get(x, x), ylabel="mean over held-out prompts", title="reward against the KL")
+    axis.grid(alpha=0.3)
+    return save(drawing, Path(folder) / name)
 
 
 def plot_lengths(folder, policies: dict[str, list[dict]]):
     """Draw `folder`/length.png: the score against the tokens of every held-out response of some policies
     {name: rows with `tokens` and `score`}."""
     if not policies:
-        return
-    with figure(Path(folder) / "length.png") as (axis,):
-        for name, rows in policies.items():
-            x, y = ([row[key] for row in rows] for key in ("tokens", "score"))
-            axis.scatter(x, y, s=6, alpha=0.3, label=f"{name}: r = {correlation(x, y):.2f}")
-        axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
-        axis.legend(fontsize=8)
-        axis.grid(alpha=0.3)
+        return None
+    drawing, (axis,) = figure()
+    for shift, (name, rows) in enumerate(policies.items()):
+        x, y = ([row[key] for row in rows] for key in ("tokens", "score"))
+        beside = [tokens + 0.25 * shift for tokens in x]  # else a policy hides the one before
+        axis.scatter(beside, y, s=6, alpha=0.4, label=f"{name}: correlation {correlation(x, y):.2f}")
+    axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
+    whole_ticks(axis)
+    axis.grid(alpha=0.3)
+    return save(drawing, Path(folder) / "length.png")
 
 
 def plot_categories(folder, policies: dict[str, list[dict]]):
     """Draw `folder`/categories.png: the mean true reward (where it is known, else the score) of the held-out
     responses of some policies, by category. Rows without categories: nothing is drawn."""
-    some = next(iter(policies.values()))
-    key = "gold" if some and "gold" in some[0] else "score"
-    names = sorted({row["category"] for row in some} - {None})
+    first = next(iter(policies.values()))
+    key = "gold" if first and "gold" in first[0] else "score"
+    names = sorted({row["category"] for row in first} - {None})
     if len(names) < 2:
-        return
-    with figure(Path(folder) / "categories.png", size=(6.4, 3.4)) as (axis,):
-        for shift, (policy, rows) in enumerate(policies.items()):
-            mine = [[row[key] for row in rows if row["category"] == name] for name in names]
-            x = [i + shift * 0.8 / len(policies) for i in range(len(names))]
-            axis.bar(x, [statistics.fmean(values) for values in mine], 0.8 / len(policies), label=policy)
-        axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
-        axis.set(title="true reward" if key == "gold" else "score", ylabel="mean, held-out responses")
-        axis.legend(fontsize=8)
+        return None
+    drawing, (axis,) = figure(size=(4.8, 1 + 0.3 * len(names)))
+    width = 0.8 / len(policies)
+    for number, (policy, rows) in enumerate(policies.items()):
+        mine = [[row[key] for row in rows if row["category"] == name] for name in names]
+        y = [i + (number - (len(policies) - 1) / 2) * width for i in range(len(names))]
+        axis.barh(y, [statistics.fmean(values) for values in mine], width, label=policy)
+    category_ticks(axis, names)
+    axis.axvline(0, color="black", linewidth=1)
+    title = "true reward" if key == "gold" else "score"
+    axis.set(title=f"{title} by category", xlabel="mean of held-out responses")
+    return save(drawing, Path(folder) / "categories.png")
 
 
 # -- measures of samples ---------------------------------------------------------------------------
@@ -255,21 +312,22 @@ def plot_best_of_n(folder, curves: list[dict]):
     temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
 
     curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ..."""
-    with figure(Path(folder) / "best_of_n.png", 2, (4.8, 3.6)) as axes:
-        names = list(dict.fromkeys(curve["policy"] for curve in curves))
-        for curve in curves:
-            n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
-            label = f"{curve['policy']}, T = {curve['temperature']:g}"
-            if curve["chosen"]:
-                axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
-                axes[0].plot(n, curve["median"], color=color, linestyle="--", label="median")
-            rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
-            style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
-            axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
-        for axis, title in zip(axes, ("largest and median score of N samples", "largest, by temperature")):
-            axis.set(title=title, xlabel="N")
-            axis.legend(fontsize=7)
-            axis.grid(alpha=0.3)
+    drawing, axes = figure(2, (4.8, 3.2))
+    names = list(dict.fromkeys(curve["policy"] for curve in curves))
+    for curve in curves:
+        n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
+        label = f"{curve['policy']}, T = {curve['temperature']:g}"
+        if curve["chosen"]:
+            axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
+            axes[0].plot(n, curve["median"], color=color, linestyle="--", label=f"{label}: median")
+        rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
+        style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
+        axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
+    for axis, title in zip(axes, ("largest and median score of N samples", "largest score by temperature T")):
+        axis.set(title=title, xlabel="N, samples of a prompt", ylabel="score")
+        whole_ticks(axis)
+        axis.grid(alpha=0.3)
+    return save(drawing, Path(folder) / "best_of_n.png")
 
 
 # -- measures of a scorer on labelled pairs --------------------------------------------------------
@@ -418,42 +476,45 @@ def plot_scores(folder, runs: dict[str, list[dict]], length=()):
     runs: {name: rows}, the first being this run's; one without labelled pairs is left out."""
     runs = {name: rows for name, rows in runs.items() if pairs_of(rows)}
     if not runs:
-        return
+        return None
     name, rows = next(iter(runs.items()))
     scored = {key: value for key, value in runs.items() if "differences" not in value[0]}
     means = {key: category_scores(value) for key, value in scored.items()}
     names = sorted(set().union(*means.values())) if name in scored else []
     panels = 1 + (name in scored) + (len(names) > 1) + bool(length)
-    with figure(Path(folder) / "scores.png", panels, (4.4, 3.4)) as axes:
-        axes = iter(axes)
-        axis, widest = next(axes), 0.1
-        for key, value in runs.items():
-            pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
-            size = max(1, math.ceil(len(pairs) / 10))
-            tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-            x, y = ([statistics.fmean(pair[i] for pair in part) for part in tenths] for i in (0, 1))
-            axis.plot(x, y, "o-", markersize=3, label=key)
-            widest = max([widest, *x])
-        line = torch.linspace(0, widest, 50)
-        axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="1 / (1 + exp(-difference))")
-        axis.set(title="accuracy", xlabel="score difference (tenths of the pairs)", ylim=(0.4, 1.02))
-        axis.legend(fontsize=7)
-        if name in scored:
-            axis, pairs = next(axes), pairs_of(rows)
-            for side, label in ((2, "better"), (3, "worse")):
-                axis.hist([p[side]["score"] for p in pairs], bins=40, alpha=0.5, density=True, label=label)
-            axis.set(title=f"{name}: scores", xlabel="score")
-            axis.legend(fontsize=7)
-        if len(names) > 1:
-            axis = next(axes)
-            for shift, (key, mine) in enumerate(means.items()):
-                x = [names.index(name) + 0.2 * shift for name in mine]
-                mean, deviation = zip(*mine.values())
-                axis.errorbar(x, mean, deviation, fmt="o", markersize=4, capsize=3, label=key)
-            axis.set_xticks(range(len(names)), [name[:12] for name in names], rotation=45, fontsize=7)
-            axis.set(title="scores by category, mean and deviation")
-            axis.legend(fontsize=7)
-        if length:
-            axis = next(axes)
-            axis.hist(length, bins=20, range=(-1, 1))
-            axis.set(title=f"length and score, {len(length)} prompts", xlabel="correlation over samples")
+    drawing, axes = figure(panels, (4.4, 3.2))
+    axes = iter(axes)
+    axis, widest = next(axes), 0.1
+    for key, value in runs.items():
+        pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
+        size = max(1, math.ceil(len(pairs) / 10))
+        tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
+        x, y = ([statistics.fmean(pair[i] for pair in tenth) for tenth in tenths] for i in (0, 1))
+        axis.plot(x, y, "o-", markersize=3, label=key[-40:])
+        widest = max([widest, *x])
+    line = torch.linspace(0, widest, 50)
+    axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
+    axis.set(xlabel="score difference, tenths of the pairs", ylabel="share ranked as labelled")
+    axis.set_title("accuracy")
+    axis.grid(alpha=0.3)
+    if name in scored:
+        axis, pairs = next(axes), pairs_of(rows)
+        for side, label in ((2, "better"), (3, "worse")):
+            values = [pair[side]["score"] for pair in pairs]
+            axis.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name[-40:]}")
+        axis.set(title="scores", xlabel="score", ylabel="density")
+    if len(names) > 1:
+        axis = next(axes)
+        for shift, (key, mine) in enumerate(means.items()):
+            y = [names.index(name) + 0.2 * shift for name in mine]
+            mean, deviation = zip(*mine.values())
+            axis.errorbar(mean, y, xerr=deviation, fmt="o", markersize=4, capsize=3, label=key[-40:])
+        category_ticks(axis, names)
+        axis.set(title="scores by category", xlabel="mean and standard deviation of scores")
+    if length:
+        axis = next(axes)
+        axis.hist(length, bins=20, range=(-1, 1))
+        axis.set_xticks([-1, -0.5, 0, 0.5, 1])
+        title = f"length and score of samples, {len(length)} prompts"
+        axis.set(title=title, xlabel="correlation of tokens and score", ylabel="prompts")
+    return save(drawing, Path(folder) / "scores.png")

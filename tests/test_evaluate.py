@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from figures import assert_readable, legend_texts, tick_labels
 from processes import flags
 from scorers import (
     CPU,
@@ -895,15 +896,37 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(tmp_p
     )
 
 
-def test_an_interval_that_leaves_its_rating_out_by_a_rounding_is_drawn(tmp_path):
-    middle = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
-    row = {
-        "kl": 0.0,
-        "score": 1.0,
-        "gold": 1.0,
-        **middle,
-        "score_elo_low": 1000.0 + 1e-12,
-        "gold_elo_high": 999.0,
-    }
-    evaluate.plot(tmp_path, {"1": {"a": row, "b": row}})
+def results_to_plot(**kls):
+    """Figures of policies: name -> KL, None where it is unknown."""
+    elos = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
+    results = {name: {**elos, "score": 1.0, "gold": 2.0} for name in kls}
+    return {name: {**r, **({} if kls[name] is None else {"kl": kls[name]})} for name, r in results.items()}
+
+
+@pytest.mark.parametrize(
+    "kls, ticks",
+    [
+        ({"untrained": 90.6, "sft": 0.0, "ppo": 0.54, "dpo": 1.82}, ["0", "1", "10", "100"]),
+        ({"sft": -0.02, "ppo": 12.0}, ["0", "1", "10"]),
+        ({"sft": 0.0, "ppo": 0.5, "dpo": 1.0}, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    ],
+)
+def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, ticks, tmp_path):
+    found = {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
+    elo, frontier = evaluate.plot(tmp_path, found)
+    for figure in (elo, frontier):
+        assert_readable(figure)
+    for axes, kind in zip(frontier.axes, ("the scorer", "the true reward"), strict=True):
+        assert legend_texts(axes) == [f"{name}, T = {t}" for t in "10" for name in kls]
+        assert axes.get_title() == f"{kind} against the KL" and "nats" in axes.get_xlabel()
+        assert [label.get_text() for label in tick_labels(axes.xaxis)] == ticks
+    names = [label.get_text() for label in tick_labels(elo.axes[0].yaxis)]
+    assert names == [*kls, "unknown"] and elo.axes[1].get_title() == "by the true reward, temperature 1"
     assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()
+
+
+def test_an_interval_that_leaves_its_rating_out_by_a_rounding_is_drawn(tmp_path):
+    results = results_to_plot(a=0.0, b=0.0)
+    for r in results.values():
+        r |= {"score_elo_low": 1000.0 + 1e-12, "gold_elo_high": 999.0}
+    assert len(evaluate.plot(tmp_path, {"1": results})) == 2

@@ -3,11 +3,14 @@
 import itertools
 import math
 import random
+import re
 import statistics
 
 import numpy
+import processes
 import pytest
 import torch
+from figures import assert_readable, legend_texts, tick_labels
 
 from common import metrics
 
@@ -257,32 +260,74 @@ def test_category_scores_and_spread_by_hand():
     assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))
 
 
-# -- the plot ------------------------------------------------------------------------------------
+# -- pictures ------------------------------------------------------------------------------------
+def test_metrics_are_drawn_in_words_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
+    log = metrics.Metrics(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
+    panels = {"loss": ["loss/nll", "eval/nll"], "mine": ["my/own"], "none": ["nowhere"]}
+    figure = metrics.plot_metrics(tmp_path, panels, name="x.png")
+    assert_readable(figure)
+    loss, mine, none = figure.axes
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in loss.lines]
+    assert curves == [([1, 2, 3], [10, 20, 30]), ([2], [5])]
+    assert legend_texts(loss) == ["training loss (nats)", "held-out loss (nats)"]
+    assert legend_texts(mine) == ["my/own"] and not none.lines  # a key without words is drawn all the same
+    assert [axes.get_title() for axes in figure.axes] == list(panels)
+    assert [label.get_text() for label in tick_labels(loss.xaxis)] == ["1", "2", "3"]  # no half steps
+    assert (tmp_path / "x.png").exists()
+
+
+def test_there_are_words_for_every_key_that_a_script_draws():
+    sources = [(processes.ROOT / f"{name}.py").read_text() for name in processes.SCRIPTS]
+    lines = [line for source in sources for line in source.splitlines() if re.search("panels|curves", line)]
+    keys = set(re.findall(r'"([a-z]+/\w+)"', " ".join(lines)))
+    assert len(keys) > 20 and keys <= metrics.LABELS.keys()
+
+
+def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
+    rows = [{"eval/kl": 0.0, "a": 1.0}, {"a": 2.0}, {"eval/kl": 1.0, "a": 3.0, "b": 1.0}]
+    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    figure = metrics.plot_frontier(tmp_path, "eval/kl", {"first": "a", "second": "b", "in no row": "c"})
+    assert_readable(figure)
+    (axes,) = figure.axes
+    assert [(list(x.get_xdata()), list(x.get_ydata())) for x in axes.lines] == [([0, 1], [1, 3]), ([1], [1])]
+    assert (legend_texts(axes), axes.get_xlabel()) == (["first", "second"], "KL of held-out responses (nats)")
+    assert metrics.plot_frontier(tmp_path, "no/such", {"first": "a"}) is None
+
+
+def test_lengths_of_policies_stand_beside_each_other(tmp_path):
+    before = [{"tokens": x, "score": y} for x, y in ((1, 0.0), (2, 1.0), (3, 2.0))]
+    after = [{"tokens": 4 - row["tokens"], "score": row["score"]} for row in before]
+    figure = metrics.plot_lengths(tmp_path, {"version 0": before, "version 1": after})
+    assert_readable(figure)
+    first, second = (points.get_offsets().tolist() for points in figure.axes[0].collections)
+    assert first == [[1, 0], [2, 1], [3, 2]] and second == [[3.25, 0], [2.25, 1], [1.25, 2]]
+    assert legend_texts(figure.axes[0]) == ["version 0: correlation 1.00", "version 1: correlation -1.00"]
+    assert metrics.plot_lengths(tmp_path, {}) is None
+
+
 def rows_to_plot(n, seed):
-    rng = random.Random(seed)
-    return [pair(d, category=rng.choice(["first", "reverse", "double"])) for d in calibrated(n, seed)]
+    rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
+    return [pair(d, category=rng.choice(names)) for d in calibrated(n, seed)]
 
 
-def png_size(path):
-    content = path.read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) < 100_000
-    return int.from_bytes(content[16:20], "big")  # the width, in pixels
-
-
-def test_plot_of_scores_is_a_small_png_with_a_panel_for_each_measure(tmp_path):
+def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     first, second = rows_to_plot(400, 1), rows_to_plot(300, 2)
-    widths = []
     seen = [{**r, "differences": [1.0]} for r in second]
+    titles = []
     for runs, length in (
-        ({"reward": first, "advantage": second}, [0.1, -0.3, 0.5]),
+        ({"runs/reward": first, "runs/advantage_model": second}, [0.1, -0.3, 0.5]),
         ({"reward": first}, ()),
         ({"pairwise": seen, "reward": first}, ()),
-        ({"one": first[:1]}, ()),
+        ({"x" * 200: first[:1]}, ()),  # one category needs no panel
     ):
-        metrics.plot_scores(tmp_path, runs, length)
-        widths.append(png_size(tmp_path / "scores.png"))
-    inches = [4.4 * panels for panels in (4, 3, 1, 2)]  # one category needs no panel
-    assert widths == [round(90 * x) for x in inches]
+        figure = metrics.plot_scores(tmp_path, runs, length)
+        assert_readable(figure)
+        titles.append([axes.get_title() for axes in figure.axes])
+    three = ["accuracy", "scores", "scores by category"]
+    assert titles == [[*three, "length and score of samples, 3 prompts"], three, three[:1], three[:2]]
+    assert metrics.plot_scores(tmp_path, {"reward": []}) is None
 
 
 # -- measures of samples -------------------------------------------------------------------------
@@ -403,20 +448,19 @@ def test_a_category_named_all_has_its_own_prompts_only():
     assert [line["prompts"] for line in table] == [5, 3, 2]
 
 
-def test_plot_of_categories_has_a_bar_for_each_policy_and_category(tmp_path, monkeypatch):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.axes import Axes
-
-    drawn, bar = [], Axes.bar
-    monkeypatch.setattr(Axes, "bar", lambda self, x, y, *a, **k: drawn.append(y) or bar(self, x, y, *a, **k))
-    rows = [{"category": name, "score": 9.0, "gold": x} for name, x in (("b", 1.0), ("a", 2.0), ("b", 3.0))]
-    metrics.plot_categories(tmp_path, {"before": rows, "after": [{**r, "gold": -r["gold"]} for r in rows]})
-    assert drawn == [[2.0, 2.0], [-2.0, -2.0]] and (tmp_path / "categories.png").stat().st_size > 1000
-    scores = [{"category": r["category"], "score": r["gold"] + 1} for r in rows]
-    metrics.plot_categories(tmp_path, {"before": scores})
-    assert drawn[2:] == [[3.0, 3.0]]
+def test_plot_of_categories_has_a_bar_for_each_policy_and_category(tmp_path):
+    rows = [{"category": x, "score": 9.0, "gold": y} for x, y in (("b", 1.0), ("$a$", 2.0), ("b", 3.0))]
+    after = [{**row, "gold": -row["gold"]} for row in rows]
+    figure = metrics.plot_categories(tmp_path, {"before": rows, "after": after})
+    assert_readable(figure)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [2, 2, -2, -2]
+    assert [label.get_text() for label in tick_labels(axes.yaxis)] == ["$a$", "b"]
+    assert not any(label.get_parse_math() for label in tick_labels(axes.yaxis))  # a $ is a $
+    assert (legend_texts(axes), axes.get_title()) == (["before", "after"], "true reward by category")
+    scores = [{"category": row["category"], "score": row["gold"] + 1} for row in rows]
+    (axes,) = metrics.plot_categories(tmp_path, {"before": scores}).axes
+    assert [bar.get_width() for bar in axes.patches] == [3, 3] and axes.get_title() == "score by category"
 
 
 @pytest.mark.parametrize("rows", [[], [{"category": None, "score": 1.0}], [{"category": "a", "score": 1.0}]])
@@ -425,25 +469,18 @@ def test_without_two_categories_there_is_no_plot_of_them(rows, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path, monkeypatch):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    drawn, save = [], Figure.savefig
-    keep = lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))
-    monkeypatch.setattr(Figure, "savefig", keep)
+def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
     curve = lambda name, t, chosen, top: {
         "policy": name, "temperature": t, "chosen": chosen, "max": [1.0, top], "median": [1.0, 0.5]
     }  # fmt: skip
     curves = [curve("a", 0.7, True, 2.0), curve("a", 1.0, False, 3.0), curve("b", 1.0, True, 4.0)]
-    metrics.plot_best_of_n(tmp_path, curves)
-    assert png_size(tmp_path / "best_of_n.png") == round(90 * 9.6)
-    left, right = drawn[0].axes
+    figure = metrics.plot_best_of_n(tmp_path, curves)
+    assert_readable(figure)
+    left, right = figure.axes
     assert [list(line.get_ydata()) for line in left.lines] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
     assert [list(line.get_ydata()) for line in right.lines] == [[1, 2], [1, 3], [1, 4]]
-    assert {tuple(line.get_xdata()) for axis in (left, right) for line in axis.lines} == {(1, 2)}
+    assert {tuple(line.get_xdata()) for axes in (left, right) for line in axes.lines} == {(1, 2)}
     a, warm, b = right.lines  # a policy has its colour, a temperature its dashes
     assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
-    assert [line.get_label() for line in right.lines] == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
+    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
+    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]

@@ -946,17 +946,6 @@ def test_win_tie_and_lose_by_hand():
     assert got["gold_gain_high"] == math.inf  # of one prompt nothing is known
 
 
-def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
-    rows = [
-        {"step": 0, "kl": 0.0, "a": 1.0},
-        {"step": 1, "a": 2.0},
-        {"step": 2, "kl": 1.0, "a": 3.0, "b": 1.0},
-    ]
-    write_rows(tmp_path / "metrics.jsonl", rows)
-    metrics.plot_frontier(tmp_path, "kl", {"first": "a", "second": "b", "in no row": "c"}, "f.png")
-    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
-
-
 # -- resume ------------------------------------------------------------------------------
 def assert_same_result(folder, undisturbed):
     got, want = weights(folder), weights(undisturbed)

@@ -528,28 +528,6 @@ def test_read_jsonl_of_no_file_is_no_rows_and_of_a_cut_one_its_whole_rows(tmp_pa
     assert metrics.read_jsonl(tmp_path / "cut.jsonl") == [{"a": 1}, {"a": 2}]
 
 
-def test_plot_has_one_panel_a_title_and_draws_the_keys_that_are_there(tmp_path, monkeypatch):
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    drawn = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda figure, *a, **k: (drawn.append(figure), save(figure, *a, **k))
-    )
-    log = metrics.Metrics(tmp_path)
-    for step in (1, 2, 3):
-        log.log(step, 0, a=step * 10, **({"b": 5} if step == 2 else {}))
-    metrics.plot_metrics(tmp_path, {"one": ["a", "b"], "two": ["nowhere"]}, name="x.png")
-    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    one, two = drawn[0].axes
-    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in one.lines}
-    assert lines == {"a": ([1, 2, 3], [10, 20, 30]), "b": ([2], [5])} and not two.lines
-    assert (one.get_title(), two.get_title()) == ("one", "two")
-
-
 def test_progress_starts_where_a_run_resumes_and_writes_to_stderr(capsys):
     with metrics.progress(10, 4, "sft") as bar:
         bar.update()
