@@ -323,6 +323,7 @@ def test_ratios_come_from_behavior_policies_and_policy(small, policies, tmp_path
     }
     seen = spy_ratios(small, tmp_path / "run", monkeypatch, **options)
     ours, theirs = tiny.model(), [AutoModelForCausalLM.from_pretrained(folder) for folder in policies]
+    assert len(seen) == 8
     for c in seen[:3]:
         for i in (0, 1):
             want = [math.exp(plain_logprob(ours, c, i) - plain_logprob(x, c, i)) for x in theirs]
@@ -332,8 +333,9 @@ def test_ratios_come_from_behavior_policies_and_policy(small, policies, tmp_path
 def test_rankings_have_their_ratios_in_the_order_of_the_responses(small, tmp_path, monkeypatch):
     path = str(write_rows(tmp_path / "rankings.jsonl", RANKINGS))
     options = {"dataset": path, "n_others": 1, "n_policies": 10**9, "ratio_clip": 10**8, "batch_size": 3}
-    model = tiny.model()
-    for c in spy_ratios(small, tmp_path / "run", monkeypatch, **options):
+    seen, model = spy_ratios(small, tmp_path / "run", monkeypatch, **options), tiny.model()
+    assert len(seen) == 3
+    for c in seen:
         by_text = {r["text"]: r["behavior_logprobs"][0] for r in c.row.data["responses"]}
         for i, text in enumerate(c.texts):
             want = math.exp(plain_logprob(model, c, i) - by_text[text])
