@@ -18,9 +18,11 @@ top_k, then by top_p.
 
 import contextlib
 import inspect
+import sys
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -163,12 +165,13 @@ def _most_likely(probs, top_p, top_k):
     vocabulary = probs.shape[-1]
     if 0 < top_k < vocabulary:
         ranked, ids = probs.topk(top_k)
+        whole = ranked.sum(-1, keepdim=True)
     else:  # sorting a whole vocabulary can cost more than the model: try the first thousand tokens
         ranked, ids = probs.topk(min(1024, vocabulary))
-        if (ranked.sum(-1) < top_p).any():
+        whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
+        if (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.sort(-1, descending=True)
     before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
-    whole = ranked.sum(-1, keepdim=True) if ranked.shape[-1] == top_k else 1.0
     return torch.where(before < top_p * whole, ranked, 0.0), ids
 
 
@@ -357,7 +360,7 @@ def _takes(model, argument):
 @dataclass
 class Args:
     model: str
-    """A folder written by save_pretrained (for a run of the scripts, its model/), or a hub name."""
+    """A folder written by save_pretrained, a run directory of the scripts (model/ inside), or a hub name."""
     prompt: str
     """What the user says."""
     n: int = 1
@@ -378,8 +381,10 @@ def main(args: Args):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).to(device)
+    inside = Path(args.model, "model")
+    name = inside if (inside / "config.json").exists() else args.model
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name).to(device)
     text = args.prompt
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": text}]
@@ -400,4 +405,5 @@ def main(args: Args):
 if __name__ == "__main__":
     import tyro
 
+    sys.stdout.reconfigure(errors="replace")  # a console need not know every character
     main(tyro.cli(Args))
