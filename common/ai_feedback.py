@@ -196,9 +196,11 @@ class LanguageModel:
         dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if name == "tiny":
             self.model = tiny.model()
+            for weight in self.model.parameters():
+                weight.data = weight.data.to(dtype)
         else:
             self.model = AutoModelForCausalLM.from_pretrained(models.find_model(name), dtype=dtype)
-        self.model.to(device, dtype).eval().requires_grad_(False)
+        self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
         self.room, self.batch_size, self.device = min(max_length or room, room), batch_size, device
 

@@ -710,6 +710,16 @@ def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, mode
     torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["tiny", "spaced"])
+def test_a_labeler_in_bfloat16_keeps_its_rotary_frequencies_in_fp32(folders, name):
+    labeler = ai.LanguageModel("tiny" if name == "tiny" else str(folders / name), CPU, dtype="bfloat16")
+    rotary = labeler.model.model.rotary_emb
+    size = labeler.model.config.head_dim
+    want = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    torch.testing.assert_close(rotary.inv_freq.double(), want, rtol=1e-6, atol=0)
+    assert {weight.dtype for weight in labeler.model.parameters()} == {torch.bfloat16}
+
+
 def test_special_tokens_in_texts_are_left_out(model_of):
     labeler = model_of["spaced"]
     clean = ai.Question("Say {x}", {"x": "a b"}, "Well c:")
