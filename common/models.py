@@ -25,7 +25,7 @@ SCALED_LOGITS = {  # what models do to logits after the unembedding, and when it
     "final_logit_softcapping": None, "softcap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
     "lm_head_multiplier": 1.0, "output_multiplier": 1.0,
 }  # fmt: skip
-LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits, 64 MB in fp32, whatever B, T and V are
+LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp32, whatever B, T and V are
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -441,7 +441,9 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     """(log probabilities, entropies) of (n, H) hidden states and (n,) targets, chunk by chunk. On a rank
     without loss n is 0: empty tensors still connect every weight to the gradient."""
     head, parts = model.get_output_embeddings(), []
-    size = max(1, LOGITS_IN_MEMORY // head.weight.shape[0])
+    # Chunks' gradients of the unembedding are summed in bf16 on an accelerator: fewer chunks, less rounding
+    elements = LOGITS_IN_MEMORY * (1 if head.weight.device.type == "cpu" else 8)
+    size = max(1, elements // head.weight.shape[0])
     again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
     for chunk in zip(hidden.split(size), targets.split(size)):
         inputs = (head, *chunk, temperature, entropy)

@@ -104,6 +104,16 @@ def test_logprobs_and_entropy_equal_those_of_the_full_logits(
         assert (got - models.token_logprobs(model, *rows)).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("device, sizes", [("cpu", [16, 16, 16, 2]), ("meta", [50])])
+def test_chunks_are_larger_on_an_accelerator(device, sizes, monkeypatch):
+    """meta stands for one: the gradient of the unembedding is summed over chunks in bf16 there."""
+    weight, seen = types.SimpleNamespace(device=torch.device(device), shape=(2**20, 4)), []
+    model = types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace(weight=weight))
+    monkeypatch.setattr(models, "_chunk", lambda _, hidden, *rest: seen.append(len(hidden)) or (hidden, hidden))
+    models._unembed(model, torch.zeros(50, 4), torch.zeros(50))
+    assert seen == sizes
+
+
 @pytest.mark.parametrize("temperature, entropy", [(1.0, False), (0.6, True)])
 def test_gradients_equal_those_through_the_full_logits(model, rows, temperature, entropy, monkeypatch):
     monkeypatch.setattr(models, "LOGITS_IN_MEMORY", 3 * V)
