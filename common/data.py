@@ -528,6 +528,7 @@ def train_and_held_out(args, load):
 
 def check_same(spec: str, fingerprint):
     """InputError unless all ranks have read the same."""
+    dist.patient_barrier()
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
 

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -27,6 +28,7 @@ import transformers
 from torch import nn
 
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
+PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -94,6 +96,18 @@ def barrier():
         td.barrier()
 
 
+_patient_barriers = itertools.count()  # numbers of those to come, the same on every rank
+
+
+def patient_barrier():
+    """A barrier after work that may keep the ranks apart for longer than a collective may last: rank 0 alone
+    downloads and reads a model, and not every machine tokenises equally fast."""
+    if td.is_initialized():
+        store, key = td.distributed_c10d._get_default_store(), f"patient_barrier/{next(_patient_barriers)}"
+        if store.add(f"{key}/ranks", 1) == world_size():
+            store.set(key, "all are here")
+        store.wait([key], PATIENCE)
+
 def all_sum(*values) -> list[float]:
     """Each value summed over all ranks, in fp64. Numerators and denominators go through here, never per-rank
     means."""
@@ -138,18 +152,21 @@ def shard(model, device, compute_dtype=None):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+        patient_barrier()  # rank 0 had the weights to read
         weights = model.state_dict() if is_main() else {}
         # The state dict lacks buffers that can be computed, rotary frequencies for one
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to("meta")
         _tie(model)
+        mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         for module in list(model.modules()):
             if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers
-                fully_shard(module, mp_policy=policy)
+                fully_shard(module, mesh=mesh, mp_policy=policy)
         if isinstance(getattr(model, "score", None), nn.Linear):  # a scalar head stays in fp32
-            fully_shard(model.score, mp_policy=MixedPrecisionPolicy())
-        fully_shard(model, mp_policy=policy)  # embeddings, final norm and head: tied weights share this group
+            fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
+        # Embeddings, final norm and head: tied weights share this group
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         model.to_empty(device=device)
         _tie(model)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

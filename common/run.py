@@ -147,7 +147,8 @@ def launch(main, recipes):
     dist.shutdown(code)
 
 
-GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|connection (closed|reset) by peer", re.I)
+GONE = r"gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|"
+GONE = re.compile(GONE + r"connection (was likely closed|(closed|reset) by peer)", re.I)
 
 
 def _say(text):
@@ -205,6 +206,7 @@ def start_run(args, stage: str, state: str | None):
     nothing that the user can have mistyped is left to be read: with state None it removes what an old run
     left."""
     folder, resume = Path(args.output_dir), state == "resume"
+    dist.patient_barrier()  # data were tokenised and models downloaded
     other = dist.gather([_read_json(folder / "args.json").get("stage")])[0]
     if resume and other not in (stage, None):
         raise InputError(f"--resume: {folder} holds an unfinished run of {other}, not of {stage}")

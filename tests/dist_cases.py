@@ -10,14 +10,17 @@ import contextlib
 import gc
 import json
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+import torch.distributed as td
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -749,9 +752,31 @@ def ppo_run(folder):
 
 
 @case
+def apple_silicon(folder):
+    """torch's accelerator is mps there, while the model is on the CPU."""
+    with mock.patch("torch._C._get_accelerator", lambda: torch.device("mps")):
+        return len(train(*policy(), [4]))
+
+
+@case
 def evaluated(folder):
     evaluate_main(folder, "evaluated by two")
     return {}
+
+
+@case
+def one_rank_takes_longer_than_a_collective_may(folder):
+    """Rank 0 to load a model, rank 1 to read data."""
+    load = models.load_policy
+    slow = lambda *args, **options: (time.sleep(2.5 * dist.is_main()), load(*args, **options))[1]
+    td.distributed_c10d._set_pg_timeout(timedelta(seconds=2), td.group.WORLD)
+    try:
+        time.sleep(2.5 * dist.rank())
+        data.check_same("rows", 1)
+        with mock.patch.object(models, "load_policy", slow):
+            return len(train(*policy(), [4]))
+    finally:
+        td.distributed_c10d._set_pg_timeout(dist.TIMEOUT, td.group.WORLD)
 
 
 def main(folder):

@@ -407,6 +407,14 @@ def test_embeddings_are_tied_after_sharding_and_training_as_they_were_before(two
     assert [rank["tied"] for rank in two(name)] == [[name == "tied"] * 2] * 2
 
 
+def test_ranks_shard_a_model_on_the_cpu_of_a_machine_whose_accelerator_is_another(two):
+    assert two("apple_silicon") == 1
+
+
+def test_a_slow_download_or_tokenisation_outlasts_the_timeout_of_a_collective(two):
+    assert two("one_rank_takes_longer_than_a_collective_may") == 1
+
+
 # -- consolidated ------------------------------------------------------------------------
 def test_consolidated_sampling_gives_the_tokens_of_the_unsharded_model(two):
     ranks = two("consolidated")

@@ -109,7 +109,8 @@ def test_chunks_are_larger_on_an_accelerator(device, sizes, monkeypatch):
     """meta stands for one: the gradient of the unembedding is summed over chunks in bf16 there."""
     weight, seen = types.SimpleNamespace(device=torch.device(device), shape=(2**20, 4)), []
     model = types.SimpleNamespace(get_output_embeddings=lambda: types.SimpleNamespace(weight=weight))
-    monkeypatch.setattr(models, "_chunk", lambda _, hidden, *rest: seen.append(len(hidden)) or (hidden, hidden))
+    count = lambda head, hidden, *rest: seen.append(len(hidden)) or (hidden, hidden)
+    monkeypatch.setattr(models, "_chunk", count)
     models._unembed(model, torch.zeros(50, 4), torch.zeros(50))
     assert seen == sizes
 

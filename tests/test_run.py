@@ -396,9 +396,19 @@ def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, opti
 @pytest.mark.parametrize(
     "ranks, line", [(1, "Traceback"), (2, "error [rank 0]: another rank is gone or stuck")]
 )
-def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(ranks, line, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "wait timeout after 86400000ms, keys: /default_pg/0//patient_barrier/0",
+    ],
+)
+def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
+    said, ranks, line, monkeypatch, capsys
+):
     def main(args):
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(sys, "argv", ["x.py"])
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
