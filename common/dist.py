@@ -27,6 +27,7 @@ import torch.distributed as td
 import transformers
 from torch import nn
 
+LAYOUT = 1  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
 
@@ -318,7 +319,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     for name in fresh:
         modules[name][1].state.clear()
     if is_main():
-        (temporary / "state.json").write_text(json.dumps({**state, "fresh_optimizers": fresh}))
+        (temporary / "state.json").write_text(json.dumps({**state, "fresh_optimizers": fresh, "layout": LAYOUT}))
     barrier()  # every rank has written its part
     if is_main():
         shutil.rmtree(final, ignore_errors=True)
@@ -338,7 +339,7 @@ def load_checkpoint(root, modules: dict) -> dict:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
-    folder, tensors = Path(root) / (Path(root) / "latest").read_text().strip(), _tensors(modules)
+    (folder, state), tensors = _read_state(Path(root)), _tensors(modules)
     with warnings.catch_warnings(action="ignore"):
         dcp.load(tensors, checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     for name, (model, optimizer) in modules.items():
@@ -353,7 +354,6 @@ def load_checkpoint(root, modules: dict) -> dict:
         _set_generators(torch.load(generators, weights_only=False))
     elif is_main():
         print(f"{folder} is from another number of ranks: random numbers start afresh, all else is the same")
-    state = json.loads((folder / "state.json").read_text())
     for name in state.pop("fresh_optimizers"):
         modules[name][1].state.clear()
     return state
@@ -371,11 +371,20 @@ def resume_schedule(scheduler, state: dict, lr: float):
 def checkpoint_state(root) -> dict:
     """The `state` of the checkpoint that `root`/latest names, nothing else of it loaded; {} if there is none.
     The same on every rank, which all must call it."""
-    found, root = {}, Path(root)
+    state, root = {}, Path(root)
     if is_main() and (root / "latest").exists():
-        found = json.loads((root / (root / "latest").read_text().strip() / "state.json").read_text())
-        found.pop("fresh_optimizers")  # load_checkpoint's
-    return gather([found])[0]
+        state = _read_state(root)[1]
+        state.pop("fresh_optimizers")  # load_checkpoint's
+    return gather([state])[0]
+
+
+def _read_state(root):
+    """(folder, state) of the checkpoint that `root`/latest names."""
+    folder = root / (root / "latest").read_text().strip()
+    state = json.loads((folder / "state.json").read_text())
+    if state.pop("layout", None) != LAYOUT:
+        raise OSError(f"{folder} is of another version of these scripts: go on with that one, or --overwrite")
+    return folder, state
 
 
 def _tensors(modules):

@@ -120,8 +120,11 @@ def launch(main, recipes):
     """Run a script's main to its end: one clear line for an error the user can mend, a traceback for a bug,
     then `dist.shutdown`."""
     code = 0
+    sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
     try:
-        main(parse(recipes))
+        args = parse(recipes)
+        _say_other_versions()
+        main(args)
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
@@ -149,6 +152,16 @@ def launch(main, recipes):
 
 GONE = r"gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|"
 GONE = re.compile(GONE + r"connection (was likely closed|(closed|reset) by peer)", re.I)
+
+
+def _say_other_versions():
+    """One line if torch or transformers is not of the version that the tests pass with."""
+    file = Path(__file__).parents[1] / "requirements.txt"
+    pins = re.findall(r"^(torch|transformers)==(\S+)", file.read_text(), re.M) if file.exists() else ()
+    here = [(name, importlib.metadata.version(name).split("+")[0], pin) for name, pin in pins]
+    others = [f"{name} is {version}, tested with {pin}" for name, version, pin in here if version != pin]
+    if others and dist.is_main():
+        _say(f"{'; '.join(others)} ({file.name})")
 
 
 def _say(text):
@@ -198,7 +211,10 @@ def find_run(args) -> str | None:
         if path and not word and gone:
             flag, what = f"--{name.replace('_', '-')} {path}", "--overwrite" if args.overwrite else "this run"
             raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
-    return "resume" if resume and begun else None
+    if not (resume and begun):
+        return None
+    dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
+    return "resume"
 
 
 def start_run(args, stage: str, state: str | None):

@@ -1,6 +1,8 @@
 """common/run.py and common/metrics.py: the command line, how errors end, the run directory, metrics.jsonl."""
 
 import hashlib
+import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -178,6 +180,23 @@ def test_ctrl_c_says_how_to_go_on_and_is_code_130(monkeypatch, capsys):
     assert code == 130 and "--resume" in output.err and "Traceback" not in output.err
 
 
+def test_a_text_that_the_console_cannot_encode_ends_no_run(monkeypatch, capsys):
+    console = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr(sys, "stdout", console)
+    code, _ = ends_with(monkeypatch, capsys, lambda args: print("\u2713 done"))
+    assert code == 0 and console.buffer.getvalue() == b"? done\n"
+
+
+@pytest.mark.parametrize("rank, n_lines", [(0, 1), (1, 0)])
+def test_other_versions_than_the_pinned_ones_are_named_in_one_line(rank, n_lines, monkeypatch, capsys):
+    installed = {"torch": "2.9.1", "transformers": "5.23.0+local"}
+    monkeypatch.setattr(importlib.metadata, "version", installed.get)
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    code, output = ends_with(monkeypatch, capsys, lambda args: None)
+    lines = ["torch is 2.9.1, tested with 2.13.0 (requirements.txt)"]
+    assert code == 0 and output.err.splitlines() == lines[:n_lines]
+
+
 @pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--lr", "fast"], 2)])
 def test_help_ends_with_0_and_usage_errors_with_2(monkeypatch, capsys, argv, code):
     assert ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), *argv)[0] == code
@@ -198,12 +217,14 @@ def leave(folder, *names):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
+    if "checkpoint/latest" in names:
+        dist.save_checkpoint(folder / "checkpoint", 1, {}, {})
 
 
 OUTPUT = [
     "model/config.json",
     "model.tmp/config.json",
-    "checkpoint/step_1/x",
+    "checkpoint/step_1/state.json",
     "metrics.jsonl",
     "samples.jsonl",
     "a.png",
@@ -366,6 +387,20 @@ def test_resume_without_a_checkpoint_begins(tmp_path, left):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json"]
 
 
+@pytest.mark.parametrize("layout", [{}, {"layout": 0}])
+def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp_path, layout):
+    leave(tmp_path, *UNFINISHED)
+    state = {"step": 1, "fresh_optimizers": [], **layout}
+    (tmp_path / "checkpoint/step_1/state.json").write_text(json.dumps(state))
+    for resume in (
+        lambda: begin(tmp_path, resume=True),
+        lambda: dist.load_checkpoint(tmp_path / "checkpoint", {}),
+    ):
+        with pytest.raises(OSError, match="step_1 is of another version of these scripts.*--overwrite"):
+            resume()
+    assert begin(tmp_path, overwrite=True) is None
+
+
 def test_resume_of_a_finished_run_changes_nothing_and_says_that_it_is_finished(tmp_path, capsys):
     leave(tmp_path, *FINISHED)
     assert begin(tmp_path, resume=True) == "finished"
@@ -419,8 +454,7 @@ def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
 
 
 def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "latest").write_text("step_2")
+    leave(tmp_path, "checkpoint/latest")
     (tmp_path / "args.json").write_text('{"stage": "ppo", "args": {}}')
     before = sorted(path.name for path in tmp_path.rglob("*"))
     args = Args(output_dir=str(tmp_path), resume=True)
