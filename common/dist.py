@@ -147,7 +147,7 @@ def shard(model, device, compute_dtype=None):
       reductions are fp32. The model's `forward_methods` (see models.py) run FSDP's hooks too. Sets
       `model.compute_dtype`."""
     compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    if world_size() == 1:
+    if not td.is_initialized():
         model.to(device)
     else:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict

@@ -415,6 +415,17 @@ def test_a_slow_download_or_tokenisation_outlasts_the_timeout_of_a_collective(tw
     assert two("one_rank_takes_longer_than_a_collective_may") == 1
 
 
+def test_a_rank_that_is_alone_shards_where_it_has_a_process_group():
+    """So tests/benchmarks/gpu.py tries nccl and FSDP2 on one GPU."""
+    code = """
+import torch.distributed as td
+from common import dist, tiny
+td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
+print(type(dist.shard(tiny.model(), dist.setup())).__name__)
+"""
+    assert processes.python("-c", code).out.strip() == "FSDPLlamaForCausalLM"
+
+
 # -- consolidated ------------------------------------------------------------------------
 def test_consolidated_sampling_gives_the_tokens_of_the_unsharded_model(two):
     ranks = two("consolidated")

@@ -1,9 +1,14 @@
-"""What a GPU makes of this: whether the six scripts run there, and how near the sampler comes to the memory's
+"""What GPUs make of this: whether the six scripts run there, and how near the sampler comes to the memory's
 bandwidth and training to the matrix units' rate, for Llama shapes of random weights.
 
+    python tests/benchmarks/gpu.py --only torchrun              the check to run first
     python tests/benchmarks/gpu.py                              a CUDA GPU of 80 GB
     python tests/benchmarks/gpu.py --shapes tiny --only sampler training       anywhere, in a minute
 
+    torchrun  a few steps of every script on the tiny world, under torchrun on two GPUs, or on one, which has a process
+              group and shards its models here alone: nccl and FSDP2 are tried (on a CPU: gloo). Exit code 1 unless
+              all of them end with 0
+    scripts   the same without torchrun
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
               weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
@@ -13,6 +18,7 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
 
 import gc
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -21,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as td
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,23 +41,23 @@ SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
-SCRIPTS = {  # few steps of each, on the tiny world
-    "sft.py": ["--max-steps", "200"],
-    "reward.py": ["--max-steps", "100"],
-    "advantage_model.py": ["--max-steps", "100"],
-    "rejection_sampling.py": ["--iterations", "1"],
-    "ppo.py": ["--iterations", "4"],
-    "dpo_iterative.py": ["--iterations", "1"],
-    "ppo.py ": ["--iterations", "2", "--offload", "--output-dir", "runs/offload"],
-    "-m common.evaluate": ["--eval-prompts", "100"],
-}
+COMMANDS = (  # few steps of each script, on the tiny world
+    "sft --max-steps 200",
+    "reward --max-steps 100",
+    "advantage_model --max-steps 100",
+    "rejection_sampling --iterations 1",
+    "ppo --iterations 4",
+    "dpo_iterative --iterations 1",
+    "ppo --iterations 2 --offload --output-dir runs/offload",
+    "common.evaluate --eval-prompts 100",
+)
 
 
 @dataclass
 class Args:
     shapes: tuple[str, ...] = ("1b", "8b")
     """Of SHAPES."""
-    only: tuple[str, ...] = ("scripts", "sampler", "training")
+    only: tuple[str, ...] = ("torchrun", "scripts", "sampler", "training")
     """Parts to run."""
     slots: int = 64
     """Rows that decode together."""
@@ -163,32 +170,45 @@ def training(shape, device, rate, args) -> dict:
     return {**line, "of the rate": f"{used / rate:.0%}", "peak GB": f"{peak:.1f}"}
 
 
-def scripts() -> list[dict]:
-    table = []
+def scripts(ranks=0) -> list[dict]:
+    """ranks: of torchrun; 0: without it."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
+    launcher, table = [sys.executable, "-m", *(torchrun if ranks else ())], []
     with tempfile.TemporaryDirectory() as folder:
-        for script, flags in SCRIPTS.items():
+        run = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+        for command in COMMANDS:
             start = time.perf_counter()
-            words = script.split()
-            what = words if words[0] == "-m" else [ROOT / words[0]]
-            env = {**os.environ, "PYTHONPATH": str(ROOT)}
-            run = {"cwd": folder, "env": env, "capture_output": True, "text": True}
-            out = subprocess.run([sys.executable, *what, *flags], **run)
-            said = (out.stdout if out.returncode == 0 else out.stderr).strip().splitlines()
-            line = {"script": script, "exit code": out.returncode, "seconds": time.perf_counter() - start}
-            table.append({**line, "last line": said[-1][:80] if said else ""})
+            out = subprocess.run([*launcher, *command.split()], **run)
+            line = {"command": command, "exit code": out.returncode, "seconds": time.perf_counter() - start}
+            table.append({**line, "last line": (out.stdout.strip().splitlines() or [""])[-1][:80]})
+            if out.returncode:
+                print(f"{command}:\n{out.stderr[-4000:]}")
     return table
+
+
+def rank():
+    """One rank of torchrun: the module that the first argument names. A rank that is alone gets a process group,
+    so that its models are sharded too."""
+    if os.environ["WORLD_SIZE"] == "1":
+        td.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def main(args: Args):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    ranks = min(2, torch.cuda.device_count()) or 1
+    for part, n in (("torchrun", ranks), ("scripts", 0)):
+        table = scripts(n) if part in args.only else []
+        if table:
+            failed = sum(line["exit code"] != 0 for line in table)
+            print(f"\n{part}, {ranks} rank(s) on {name}: {len(table) - failed} of {len(table)} commands run")
+            metrics.print_table(table)
+            if failed:
+                sys.exit(1)
     bandwidth, rate = machine(device, args.repeats)
     print(f"{name}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
-    if "scripts" in args.only:
-        table = scripts()
-        metrics.print_table(table)
-        if any(line["exit code"] for line in table):
-            sys.exit(1)
     for part, unit in ((sampler, bandwidth), (training, rate)):
         table = []
         for shape in args.shapes if part.__name__ in args.only else ():
@@ -203,4 +223,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    rank() if "WORLD_SIZE" in os.environ else main(tyro.cli(Args))
