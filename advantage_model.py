@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from transformers import get_scheduler
 
 from common import ai_feedback, data, dist, losses, metrics, models, preferences, tiny
 from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
@@ -81,10 +80,10 @@ class Args:
     """This many optimiser steps instead of epochs."""
     lr: float = 1e-3
     """Peak learning rate."""
-    lr_schedule: Literal["cosine", "cosine_with_min_lr", "constant_with_warmup"] = "cosine"
-    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, or constant."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
     warmup_ratio: float = 0.05
-    """Share of the steps in which the learning rate rises from 0."""
+    """Share of the steps in which the learning rate rises."""
     min_warmup_steps: int = 0
     """And at least this many."""
     weight_decay: float = 0.1
@@ -245,7 +244,7 @@ def from_policy(name, train, held_out, columns, tokenizer, args, device):
     prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
     for key, some, n in (("samples", train, args.expected_reward_samples), ("held_out_samples", prompts, 8)):
         if n and some:
-            options = (tokenizer, n, args.max_new_tokens, args.seed + (key == "samples"))
+            options = (tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, key))
             found = preferences.policy_samples(policy, some, *options)
             answers[key] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
     return answers
@@ -380,14 +379,9 @@ def main(args: Args):
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
-    warmup_steps = max(math.ceil(args.warmup_ratio * total_steps), args.min_warmup_steps)
-    floor = {"min_lr_rate": 0.1} if args.lr_schedule == "cosine_with_min_lr" else None
-    warmup_steps = min(warmup_steps, total_steps - 1)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps, floor)
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"advantage": (model, optimizer)})
-        dist.resume_schedule(scheduler, saved["scheduler"], args.lr)
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 
@@ -402,9 +396,13 @@ def main(args: Args):
         start = time.time()
         epoch, index = divmod(step, steps_per_epoch)
         if epoch != order_of:  # each epoch's order, one for all ranks
-            generator, order_of = torch.Generator().manual_seed(args.seed * 1_000_003 + epoch), epoch
+            seed, order_of = dist.seed_of(args.seed, "order", epoch), epoch
+            generator = torch.Generator().manual_seed(seed)
             order = preferences.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        lr = args.lr * dist.schedule(step + 1, total_steps, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         results = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
         loss, regression, accuracy, grad_norm = results
         if not (math.isfinite(loss + regression) and math.isfinite(grad_norm)):
@@ -416,9 +414,8 @@ def main(args: Args):
         seconds = time.time() - start
         row = {"loss/advantage": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm}
         row |= {"loss/expected_reward": regression} if args.expected_reward_samples else {}
-        row |= {"optim/lr": scheduler.get_last_lr()[0], "data/comparisons": len(batch)}
+        row |= {"optim/lr": lr, "data/comparisons": len(batch)}
         row |= {"perf/comparisons_per_s": len(batch) / seconds}
-        scheduler.step()
         step += 1
         if args.eval_every and step % args.eval_every == 0 and step < total_steps:
             row |= evaluate(model, held_out, tokenizer.pad_token_id, args, device)[0]
@@ -427,8 +424,7 @@ def main(args: Args):
         bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}", rows_s=f"{speed:.0f}")
         bar.update()
         if args.save_every and step % args.save_every == 0:
-            resume_state = {"step": step, "scheduler": scheduler.state_dict()}
-            resume_state |= {"before": before, "logged_rows": log.n_rows}
+            resume_state = {"step": step, "before": before, "logged_rows": log.n_rows}
             dist.save_checkpoint(checkpoint, step, {"advantage": (model, optimizer)}, resume_state)
     bar.close()
 

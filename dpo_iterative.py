@@ -91,9 +91,11 @@ class Args:
     epochs: float = 2.0
     """Passes over the pairs of an iteration."""
     lr: float = 1e-4
-    """Peak learning rate, falling to 0 by a cosine in each iteration."""
+    """Peak learning rate of each iteration."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
     warmup_ratio: float = 0.03
-    """Share of an iteration's steps in which the learning rate rises from 0."""
+    """Share of an iteration's steps in which the learning rate rises."""
     weight_decay: float = 0.0
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
@@ -341,11 +343,11 @@ def train(model, pairs, tokenizer, iteration, log, first_step, args, device):
         begin = time.time()
         epoch, index = divmod(done, steps_per_epoch)
         if epoch != order_of:  # each epoch's order, one for all ranks
-            seed, order_of = rollout.seed_of(args.seed, "order", iteration, epoch), epoch
+            seed, order_of = dist.seed_of(args.seed, "order", iteration, epoch), epoch
             order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)).tolist()
         batch = [pairs[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * pool.cosine(done, n_steps, args)
+            group["lr"] = args.lr * dist.schedule(done + 1, n_steps, args)
         row = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
         if not (math.isfinite(row["loss/dpo"]) and math.isfinite(row["optim/grad_norm"])):
             bar.close()
@@ -387,7 +389,7 @@ def study(model, version, before, tokenizer, held_out, judged, scorer, reference
         found["pairs"]["pairs/margin"] = means["chosen_reward_sum"] - means["rejected_reward_sum"]
     if not asked:
         return found
-    seed = rollout.seed_of(args.seed, "eval")
+    seed = dist.seed_of(args.seed, "eval")
     with dist.consolidated(model):
         options = (1, args.max_new_tokens, 1.0, seed, 1.0, args.slots)
         answers = rollout.rollout(model, tokenizer, [prompt.ids for prompt in asked], *options)

@@ -425,7 +425,7 @@ def stream(documents, size, step, *key):
     for place in range(step * size, (step + 1) * size):
         again, i = divmod(place, len(documents))
         if again not in orders:
-            generator = torch.Generator().manual_seed(rollout.seed_of(*key, again))
+            generator = torch.Generator().manual_seed(dist.seed_of(*key, again))
             orders[again] = torch.randperm(len(documents), generator=generator).tolist()
         out.append(documents[orders[again][i]])
     return out
@@ -436,7 +436,7 @@ def answers(policy, tokenizer, prompts, source, scorers, args, device):
     """([(prompt, response)], rows of samples.jsonl): one response at temperature 1 to each prompt, scored."""
     if not prompts:
         return [], []
-    seed = rollout.seed_of(args.seed, "eval")
+    seed = dist.seed_of(args.seed, "eval")
     pairs = sample_responses(policy, tokenizer, prompts, 1, 1.0, 1.0, seed, args)
     scores, _ = score(pairs, *scorers, args, device)
     is_tiny = data.is_tiny(source)
@@ -609,7 +609,7 @@ def main(args: Args):
         iteration = now["iteration"] = now["iteration"] + 1
 
         # rollout
-        clock, seed = [time.time()], rollout.seed_of(args.seed, "rollout", iteration)
+        clock, seed = [time.time()], dist.seed_of(args.seed, "rollout", iteration)
         asked = rollout.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
         options = (args.n_samples, args.temperature, args.top_p, seed, args)
         pairs = sample_responses(policy, tokenizer, asked, *options)
@@ -630,7 +630,7 @@ def main(args: Args):
         clock.append(time.time())
 
         # estimate_advantages
-        generator = torch.Generator().manual_seed(rollout.seed_of(args.seed, "minibatches", iteration))
+        generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "minibatches", iteration))
         orders = [torch.randperm(len(pairs), generator=generator) for _ in range(args.epochs)]
         epochs = [[some.tolist() for some in order.split(args.minibatch_size)] for order in orders]
 

@@ -87,11 +87,13 @@ class Args:
     epochs: float = 3.0
     """Passes over the selected responses."""
     lr: float = 1e-3
-    """Peak learning rate, falling to 0 by a cosine."""
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
     lr_decay: float = 1.0
     """Factor on lr for each further threshold of an iteration."""
     warmup_ratio: float = 0.05
-    """Share of the steps in which the learning rate rises from 0."""
+    """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.0
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
@@ -248,10 +250,10 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
         for place in range(n_steps):
             epoch, index = divmod(place, steps_per_epoch)
             if index == 0:  # an order for each epoch, one for all ranks
-                seed = rollout.seed_of(args.seed, "order", iteration, stage, epoch)
+                seed = dist.seed_of(args.seed, "order", iteration, stage, epoch)
                 order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed)).tolist()
             chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
-            lr = args.lr * args.lr_decay**stage * pool.cosine(place, n_steps, args)
+            lr = args.lr * args.lr_decay**stage * dist.schedule(place + 1, n_steps, args)
             plan.append((lr, [blocks[i] for i in chosen]))
     model = pool.load(start, tokenizer, args, device, args.gradient_checkpointing)
     if args.packing:
@@ -302,7 +304,7 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
     found = []
     with dist.consolidated(model):
         for number, (prompts, n, temperature) in enumerate(rounds):
-            seed = rollout.seed_of(args.seed, "study", version, number)
+            seed = dist.seed_of(args.seed, "study", version, number)
             top_p = 1.0 if prompts is asked else args.top_p
             options = (n, args.max_new_tokens, temperature, seed, top_p, args.slots)
             found.append(rollout.rollout(model, tokenizer, [prompt.ids for prompt in prompts], *options))
@@ -481,7 +483,7 @@ def main(args: Args):
         # fine-tune a new version
         start = latest if args.start_from == "last" else args.student or args.model
         stages = [make_documents(rows, prompts, learner, args) for rows in chosen]
-        generator = torch.Generator().manual_seed(rollout.seed_of(args.seed, "also", iteration))
+        generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
         for documents in stages:  # of the other rows as many, so that neither kind drowns the other
             order = torch.randperm(len(also), generator=generator).tolist()
             documents += [also[i] for i in order[: len(documents)]]

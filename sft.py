@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import get_scheduler
 
 from common import data, dist, losses, metrics, models, rollout, tiny
 from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
@@ -46,10 +45,10 @@ class Args:
     """This many optimiser steps instead of epochs."""
     lr: float = 3e-3
     """Peak learning rate."""
-    lr_schedule: Literal["cosine", "linear", "constant_with_warmup"] = "cosine"
-    """How it falls after the warm-up: to 0 by a cosine or a line, or not at all."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
     warmup_ratio: float = 0.05
-    """Share of the steps in which the learning rate rises from 0."""
+    """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.0
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
@@ -181,12 +180,9 @@ def main(args: Args):
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
-    warmup_steps = min(math.ceil(args.warmup_ratio * total_steps), total_steps - 1)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, warmup_steps, total_steps)
     checkpoint, saved = f"{args.output_dir}/checkpoint", None
     if state == "resume":
         saved = dist.load_checkpoint(checkpoint, {"policy": (model, optimizer)})
-        dist.resume_schedule(scheduler, saved["scheduler"], args.lr)
     step = saved["step"] if saved else 0
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
 
@@ -200,9 +196,12 @@ def main(args: Args):
     while step < total_steps:
         start = time.time()
         epoch, index = divmod(step, steps_per_epoch)
-        generator = torch.Generator().manual_seed(args.seed + epoch)  # each epoch's order, one for all ranks
-        order = torch.randperm(len(blocks), generator=generator)
+        seed = dist.seed_of(args.seed, "order", epoch)  # each epoch's order, one for all ranks
+        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
         batch = [blocks[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        lr = args.lr * dist.schedule(step + 1, total_steps, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         nll, grad_norm = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
         if not (math.isfinite(nll) and math.isfinite(grad_norm)):
             bar.close()
@@ -210,8 +209,7 @@ def main(args: Args):
                 f"step {step + 1}: loss {nll}, gradient norm {grad_norm}. The step was not taken; lower --lr "
                 f"or look at the data. The last good checkpoint, if --save-every made one, is in {checkpoint}"
             )
-        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": scheduler.get_last_lr()[0]}
-        scheduler.step()
+        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr}
         step += 1
         tokens = sum(map(data.n_tokens, batch))
         row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": data.n_response_tokens(batch)}
@@ -222,8 +220,7 @@ def main(args: Args):
         bar.set_postfix(nll=f"{nll:.3f}", norm=f"{grad_norm:.2f}", tok_s=f"{row['perf/tokens_per_s']:.0f}")
         bar.update()
         if args.save_every and step % args.save_every == 0:
-            resume_state = {"step": step, "scheduler": scheduler.state_dict()}
-            resume_state |= {"before": before, "logged_rows": log.n_rows}
+            resume_state = {"step": step, "before": before, "logged_rows": log.n_rows}
             dist.save_checkpoint(checkpoint, step, {"policy": (model, optimizer)}, resume_state)
     bar.close()
 

@@ -346,7 +346,7 @@ def label(rows, labeler, templates, principles, args):
     for chain in range(chains):
         asked = questions
         if args.chain_of_thought:  # two passes: the rationale, then the answer after it
-            seed = rollout.seed_of(args.seed, "chain", chain, *(row.number for row in rows))
+            seed = dist.seed_of(args.seed, "chain", chain, *(row.number for row in rows))
             temperature = args.temperature if args.chains > 1 else 0.0
             asked = [question._replace(opening=templates["thoughts"]) for question in questions]
             rationales = [text for text, _ in labeler.generate(asked, args.max_new_tokens, temperature, seed)]
@@ -398,7 +398,7 @@ def revise(rows, labeler, templates, principles, args):
     keys, calls = [row.number for row in rows], itertools.count()
 
     def write(questions):
-        seed = rollout.seed_of(args.seed, "revise", next(calls), *keys)
+        seed = dist.seed_of(args.seed, "revise", next(calls), *keys)
         return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
 
     missing = [i for i, row in enumerate(rows) if not row.texts]
@@ -635,7 +635,7 @@ def main(args: Args):
 
     # 2. data
     templates, principles, items = load_templates(args.template), read_principles(args), read_items(args)
-    data.check_same(args.dataset, rollout.seed_of(*(item.texts for item in items)))
+    data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # 3. model
     if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(rollout.NAMED, args.model):

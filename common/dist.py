@@ -18,6 +18,7 @@ import random
 import shutil
 import sys
 import warnings
+import zlib
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -135,6 +136,27 @@ def batches(items, size: int, n_tokens=None):
     mine = items[rank() :: world_size()]
     for start in range(0, math.ceil(len(items) / world_size()), size):
         yield mine[start : start + size]
+
+
+# -- seeds and the learning rate -------------------------------------------------------------------
+def seed_of(*parts) -> int:
+    """A seed made of these parts, the same on every rank: the run's seed, a purpose, an epoch or iteration,
+    ..."""
+    return zlib.crc32(json.dumps(parts).encode())
+
+
+def schedule(step: int, n_steps: int, args) -> float:
+    """Share of --lr at optimiser step `step` of 1 .. n_steps. --warmup-ratio of them, or --min-warmup-steps,
+    rise in a line that begins above 0, for a step with 0 is a step wasted; then --lr-schedule: a cosine or a
+    line to 0, a cosine to a tenth, or constant."""
+    done = step - 1
+    warmup = max(math.ceil(args.warmup_ratio * n_steps), getattr(args, "min_warmup_steps", 0))
+    if done < warmup:
+        return step / (warmup + 1)
+    cosine = (1 + math.cos(math.pi * (done - warmup) / (n_steps - warmup))) / 2
+    line = (n_steps - done) / (n_steps - warmup)
+    shares = {"cosine": cosine, "linear": line, "cosine_with_min_lr": 0.1 + 0.9 * cosine}
+    return {**shares, "constant_with_warmup": 1.0}[args.lr_schedule]
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
@@ -289,8 +311,8 @@ def clip_grad_norm(model, max_norm: float) -> float:
 def save_checkpoint(root, step: int, modules: dict, state: dict):
     """Write `root`/step_N whole or not at all, point `root`/latest at it, then drop older ones.
 
-    modules: {name: (model, optimizer or None)}. state: what else resuming needs, as JSON (schedulers,
-      counters, positions). Random number generators of every rank are added. Loads on any number of ranks
+    modules: {name: (model, optimizer or None)}. state: what else resuming needs, as JSON (counters,
+      positions). Random number generators of every rank are added. Loads on any number of ranks
       (the generators on the same number only)."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
@@ -357,15 +379,6 @@ def load_checkpoint(root, modules: dict) -> dict:
     for name in state.pop("fresh_optimizers"):
         modules[name][1].state.clear()
     return state
-
-
-def resume_schedule(scheduler, state: dict, lr: float):
-    """Go on in a schedule of the learning rate where `state`, its state_dict, was, with the peak `lr` of this
-    command."""
-    scheduler.load_state_dict(state)
-    scheduler.base_lrs = [lr]
-    scheduler._last_lr = [lr * scheduler.lr_lambdas[0](scheduler.last_epoch)]
-    scheduler.optimizer.param_groups[0]["lr"] = scheduler._last_lr[0]
 
 
 def checkpoint_state(root) -> dict:

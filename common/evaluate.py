@@ -146,7 +146,7 @@ def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
     common = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
     if len(common) < 2:
         raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
-    data.check_same(args.dataset, rollout.seed_of(*sorted(common)))
+    data.check_same(args.dataset, dist.seed_of(*sorted(common)))
     order = [prompt.key for prompt in loaded[0][1] if prompt.key in common]
     for name, prompts in of_policy.items():
         by_key = {prompt.key: prompt for prompt in prompts}
@@ -157,7 +157,7 @@ def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
 # -- answers ---------------------------------------------------------------------------------------
 def sample_answers(policy, tokenizer, prompts, temperature, args):
     """[(prompt, response)], one response to each prompt."""
-    seed = rollout.seed_of(args.seed, "evaluate", temperature)
+    seed = dist.seed_of(args.seed, "evaluate", temperature)
     with dist.consolidated(policy):
         options = (1, args.max_new_tokens, temperature, seed, 1.0, args.slots)
         found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)

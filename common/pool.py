@@ -12,7 +12,6 @@ are appended chunk by chunk, as they are sampled:
 import collections
 import gc
 import json
-import math
 import shutil
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def sample(pool, policy, tokenizer, chunks, n, about, args):
     iteration, model and temperature, which each row of the pool tells."""
     with dist.consolidated(policy):  # the weights are gathered once; inside, ranks need not decode in step
         for number, prompts in chunks:
-            seed = rollout.seed_of(args.seed, "sample", about["iteration"], number)
+            seed = dist.seed_of(args.seed, "sample", about["iteration"], number)
             options = (n, args.max_new_tokens, about["temperature"], seed, args.top_p, args.slots)
             found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
             rows = [
@@ -160,15 +159,6 @@ def comparable(studies, version) -> dict:
     """{version: its samples} of those that one scorer scored, for --resume may bring another."""
     scorer = studies[version].get("scorer")
     return {v: found["samples"] for v, found in studies.items() if found.get("scorer") == scorer}
-
-
-def cosine(place, n_steps, args) -> float:
-    """Share of --lr at step `place` of n_steps: --warmup-ratio of them rise linearly, the rest fall to 0 by a
-    cosine."""
-    warmup = math.ceil(args.warmup_ratio * n_steps)
-    if place < warmup:
-        return (place + 1) / (warmup + 1)
-    return (1 + math.cos(math.pi * (place - warmup) / (n_steps - warmup))) / 2
 
 
 def save_last(args, version):

@@ -91,7 +91,7 @@ def rehearsal_rows(
     are none. by: what is selected, the highest "score", the least "length" or the least "entropy". Every rank
     must call it."""
     device = next(policy.parameters()).device
-    ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, rollout.seed_of(seed, "sr"))
+    ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, dist.seed_of(seed, "sr"))
     with dist.consolidated(policy):
         found = rollout.rollout(policy, tokenizer, ids, *options, slots=slots)
         embeddings = embed(policy, ids) if encoder is None else None

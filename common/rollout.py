@@ -79,13 +79,8 @@ def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
     room = args.max_length - args.max_new_tokens
     sides = data.train_and_held_out(args, lambda spec, split: load_prompts(spec, split, tokenizer, room))
-    data.check_same(args.dataset, seed_of(*(prompt.key for side in sides for prompt in side)))
+    data.check_same(args.dataset, dist.seed_of(*(prompt.key for side in sides for prompt in side)))
     return sides
-
-
-def seed_of(*parts) -> int:
-    """A seed made of these parts: the run's seed, a purpose, an iteration, ..."""
-    return zlib.crc32(json.dumps(parts).encode())
 
 
 def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
@@ -93,7 +88,7 @@ def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
     over the prompts. None comes again before all have come, or twice in an iteration."""
     n, order, tail = min(n, len(prompts)), [], []
     for again in range(math.ceil(iteration * n / len(prompts))):
-        generator = torch.Generator().manual_seed(seed_of(seed, "prompts", again))
+        generator = torch.Generator().manual_seed(dist.seed_of(seed, "prompts", again))
         new = torch.randperm(len(prompts), generator=generator).tolist()
         order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
         tail = set(order[len(order) - len(order) % n :])

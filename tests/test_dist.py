@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import dist_cases
 import processes
@@ -123,6 +124,37 @@ print(before, resident())
     kept, gone = (processes.python("-c", code, word).out.split() for word in ("setup", "no set-up"))
     assert float(kept[0]) > float(gone[0]) + 50  # megabytes that were freed and are still there
     assert float(kept[1]) < float(kept[0]) + 100  # and are used again
+
+
+# -- seeds and the learning rate ---------------------------------------------------------
+def test_seeds_of_different_parts_differ_and_stay_the_same():
+    parts = ((0, "a", 1), (0, "a", 2), (1, "a", 0), (0, "b", 1), (0, "a"), ("ab",), ("a", "b"))
+    seeds = [dist.seed_of(*some) for some in parts]
+    assert len(set(seeds)) == 7 and seeds[0] == 3841822438
+
+
+HALF_SQRT_3 = math.sqrt(3) / 2
+COSINE = [(1 + HALF_SQRT_3) / 2, 0.75, 0.5, 0.25, (1 - HALF_SQRT_3) / 2]  # at 30, 60, ... 150 degrees
+TO_A_TENTH = [0.55 + 0.45 * HALF_SQRT_3, 0.775, 0.55, 0.325, 0.55 - 0.45 * HALF_SQRT_3]
+
+
+@pytest.mark.parametrize(
+    "name, after_the_peak",
+    [
+        ("cosine", COSINE),
+        ("cosine_with_min_lr", TO_A_TENTH),
+        ("linear", [5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6]),
+        ("constant_with_warmup", [1, 1, 1, 1, 1]),
+    ],
+)
+def test_learning_rates_of_8_steps_by_hand(name, after_the_peak):
+    """Two of them rise, by either flag; none is 0, as transformers' first one is."""
+    for flags_ in ({"warmup_ratio": 0.25}, {"warmup_ratio": 0.0, "min_warmup_steps": 2}):
+        args = SimpleNamespace(lr_schedule=name, **flags_)
+        rates = [dist.schedule(step, 8, args) for step in range(1, 9)]
+        assert rates == pytest.approx([1 / 3, 2 / 3, 1, *after_the_peak]) and min(rates) > 0
+    assert dist.schedule(1, 1, SimpleNamespace(lr_schedule=name, warmup_ratio=0.0)) == 1.0
+    assert dist.schedule(1, 1, SimpleNamespace(lr_schedule=name, warmup_ratio=1.0)) == 0.5
 
 
 # -- training ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""common/pool.py: its file, what is sampled again, scores, and the schedule of an iteration."""
+"""common/pool.py: its file, what is sampled again, and scores."""
 
 import json
 import math
@@ -120,11 +120,3 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
         pool.score(held, rollout.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
     assert [(r["score"], r["scorer"]) for r in held] == [(None, None)] * 2
-
-
-def test_learning_rates_by_hand():
-    args = make_args(warmup_ratio=0.25)
-    want = [1 / 3, 2 / 3, 1, (1 + math.sqrt(3) / 2) / 2, 0.75, 0.5, 0.25, (1 - math.sqrt(3) / 2) / 2]
-    assert [pool.cosine(place, 8, args) for place in range(8)] == pytest.approx(want)
-    assert pool.cosine(0, 1, make_args(warmup_ratio=0.0)) == 1.0
-    assert pool.cosine(0, 1, make_args(warmup_ratio=1.0)) == 0.5

@@ -259,15 +259,6 @@ def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(c
     assert count < 10 or iterations[:3] != [rollout.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
 
 
-def test_seeds_of_different_parts_differ_and_stay_the_same():
-    seeds = [
-        rollout.seed_of(*parts)
-        for parts in ((0, "a", 1), (0, "a", 2), (1, "a", 0), (0, "b", 1), (0, "a"), ("ab",), ("a", "b"))
-    ]
-    assert len(set(seeds)) == 7 and all(isinstance(seed, int) for seed in seeds)
-    assert rollout.seed_of(0, "a", 1) == seeds[0] == 3841822438
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
 def test_a_stream_passes_over_all_documents_before_any_returns(size):
     documents, steps = list("abcde"), 10
