@@ -107,6 +107,8 @@ class Args:
     none."""
     max_new_tokens: int = 32
     """Longest of these responses."""
+    slots: int = 64
+    """Responses that decode together on one rank; memory for keys and values grows with it."""
     compare_with: str = "runs/reward"
     """A run of reward.py or of this script to draw beside this one, if it is there."""
     gradient_checkpointing: bool = False
@@ -244,7 +246,7 @@ def from_policy(name, train, held_out, columns, tokenizer, args, device):
     prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
     for key, some, n in (("samples", train, args.expected_reward_samples), ("held_out_samples", prompts, 8)):
         if n and some:
-            options = (tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, key))
+            options = (tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, key), args.slots)
             found = preferences.policy_samples(policy, some, *options)
             answers[key] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
     return answers
@@ -460,6 +462,22 @@ RECIPES = {
         "the tiny world, from random weights: the default, under a minute on two CPU cores",
         Args(),
     ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+            epochs=1.0,  # section 4.1, as the schedule and the warm-up
+            lr=1e-5,  # Llama 2's (arXiv:2307.09288, section 3.2.2) of a reward model
+            lr_schedule="cosine_with_min_lr",
+            warmup_ratio=0.1,
+            batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+            micro_batch_size=4,
+            max_length=1024,
+            length_prompts=16,
+            max_new_tokens=256,
+            slots=32,
+        ),
+    ),
     "advantage_model": (
         "the paper's run on HH-RLHF, from another model of 7B",
         Args(
@@ -475,6 +493,7 @@ RECIPES = {
             micro_batch_size=4,
             max_length=2048,
             max_new_tokens=512,
+            slots=16,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),

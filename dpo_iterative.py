@@ -617,6 +617,22 @@ RECIPES = {
         "the tiny world, three iterations of 500 prompts: the default, under a minute on two CPU cores",
         Args(),
     ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            beta=0.1,  # RLHF Workflow, section 3.3, as lr
+            lr=5e-7,
+            warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
+            prompts_per_iteration=None,  # ours, as all below
+            max_new_tokens=256,
+            slots=32,
+            batch_size=16,
+            micro_batch_size=2,
+            score_batch_size=8,
+            max_length=1024,
+            eval_prompts=200,
+        ),
+    ),
     "rlhf_workflow": (
         "RLHF Workflow's three iterations of 20,000 prompts; --length-penalty 0.001 for its concise model",
         Args(

@@ -191,6 +191,12 @@ def check(args):
             f"--minibatch-size {args.minibatch_size} does not divide the {size} responses of a rollout "
             f"(--prompts-per-iteration times --n-samples): try {math.gcd(size, args.minibatch_size)}"
         )
+    steps = args.epochs * size // args.minibatch_size
+    if args.value_warmup_steps > (args.iterations - 1) * steps:
+        raise InputError(
+            f"--value-warmup-steps {args.value_warmup_steps}: the policy would never move, for the last of "
+            f"--iterations {args.iterations} begins after {(args.iterations - 1) * steps} optimiser steps"
+        )
 
 
 # -- batches: every rank has all rows of a rollout, and computes its share ---------------------------
@@ -735,10 +741,31 @@ def main(args: Args):
         print(f"wrote {args.output_dir}/model")
 
 
+LARGE = dict(  # what no paper says, for 7B: lengths and memory
+    missing_eos_penalty=0.0, max_new_tokens=1024, slots=16, micro_batch_size=1, score_batch_size=8,
+    eval_prompts=256, gradient_checkpointing=True, save_dtype="bfloat16",
+)  # fmt: skip
 RECIPES = {
     "tiny": (
         "the tiny world: the default, about a minute on two CPU cores",
         Args(),
+    ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            epochs=1,  # Llama 2 and Qwen: one step a minibatch
+            kl_coef=0.04,  # Qwen (arXiv:2309.16609), section 3.2.2, as the learning rates
+            lr=1e-6,
+            value_lr=5e-6,
+            prompts_per_iteration=32,  # ours, as all below
+            minibatch_size=32,
+            micro_batch_size=4,
+            score_batch_size=8,
+            max_new_tokens=256,
+            max_length=1024,
+            slots=32,
+            eval_prompts=200,
+        ),
     ),
     "llama2": (
         "Llama 2's PPO; give --safety-scorer for its gate",
@@ -759,16 +786,9 @@ RECIPES = {
             weight_decay=0.1,
             max_grad_norm=1.0,
             clip_value=0.2,  # not said
-            missing_eos_penalty=0.0,  # not said
             value_warmup_steps=0,  # not said
-            max_new_tokens=1024,  # not said, as all below
-            max_length=4096,
-            slots=16,
-            micro_batch_size=1,
-            score_batch_size=8,
-            eval_prompts=256,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            max_length=4096,  # not said
+            **LARGE,
         ),
     ),
     "qwen": (
@@ -788,15 +808,8 @@ RECIPES = {
             prompts_per_iteration=256,
             epochs=1,
             minibatch_size=64,
-            missing_eos_penalty=0.0,
-            max_new_tokens=1024,
             max_length=2048,
-            slots=16,
-            micro_batch_size=1,
-            score_batch_size=8,
-            eval_prompts=256,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            **LARGE,
         ),
     ),
     "advantage_model": (
@@ -819,15 +832,8 @@ RECIPES = {
             rehearsal_clusters=50,  # c and k are not said; nor is what follows
             reward_norm="none",  # an advantage needs none
             value_lr=5e-6,
-            missing_eos_penalty=0.0,
-            max_new_tokens=1024,
             max_length=2048,
-            slots=16,
-            micro_batch_size=1,
-            score_batch_size=8,
-            eval_prompts=256,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            **LARGE,
         ),
     ),
 }

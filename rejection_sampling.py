@@ -522,6 +522,23 @@ RECIPES = {
         # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (README, "Results")
         Args(),
     ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            epochs=2.0,  # Llama 2, section 3.1, of SFT, as the learning rate
+            lr=2e-5,
+            warmup_ratio=0.03,  # ours, as all below
+            prompts_per_iteration=200,
+            temperatures=(0.7, 1.0),
+            sweep_prompts=16,
+            max_new_tokens=256,
+            slots=32,
+            micro_batch_size=2,
+            score_batch_size=8,
+            max_length=1024,
+            eval_prompts=200,
+        ),
+    ),
     "llama2": (
         "Llama 2's, four versions; prompts and models of your own",
         Args(

@@ -103,6 +103,8 @@ class Args:
     """Held-out prompts with 8 sampled responses each, for the correlation of length and score; 0: none."""
     max_new_tokens: int = 32
     """Longest of these responses."""
+    slots: int = 64
+    """Responses that decode together on one rank; memory for keys and values grows with it."""
     compare_with: str = "runs/advantage_model"
     """A run of advantage_model.py or of this script to draw beside this one, if it is there."""
     gradient_checkpointing: bool = False
@@ -266,7 +268,8 @@ def from_sft_model(name, held_out, tokenizer, args, device):
         answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
     if policy and held_out and args.length_prompts and args.kind == "bradley_terry":
         prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
-        found = preferences.policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, args.seed)
+        options = (tokenizer, 8, args.max_new_tokens, args.seed, args.slots)
+        found = preferences.policy_samples(policy, prompts, *options)
         answers["samples"] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
     return answers
 
@@ -424,10 +427,30 @@ def main(args: Args):
         print(f"wrote {args.output_dir}/model")
 
 
+LARGE = dict(  # what no paper says, for 7B: memory
+    micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True, save_dtype="bfloat16"
+)
 RECIPES = {
     "tiny": (
         "the tiny world, from random weights: the default, under a minute on two CPU cores",
         Args(),
+    ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+            epochs=1.0,  # Llama 2, section 3.2.2, as all down to the warm-up: a second epoch overfits
+            lr=1e-5,
+            lr_schedule="cosine_with_min_lr",
+            warmup_ratio=0.03,
+            min_warmup_steps=5,
+            batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+            micro_batch_size=4,
+            max_length=1024,
+            length_prompts=16,
+            max_new_tokens=256,
+            slots=32,
+        ),
     ),
     "llama2": (
         "Llama 2's reward model, on an open part of its data",
@@ -442,17 +465,15 @@ RECIPES = {
             min_warmup_steps=5,
             weight_decay=0.1,  # section 3.1, of SFT
             batch_size=512,
-            micro_batch_size=4,
             max_length=4096,
-            max_new_tokens=512,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            **LARGE,
         ),
     ),
     "qwen": (
         "Qwen's reward model; its second stage is a second run with --model runs/reward and cleaner data",
         Args(
-            model="Qwen/Qwen2.5-7B",  # section 3.2.1: from the pretrained base model
+            # Section 3.2.1: from the base model, whose template is not the one of ppo.py's policy
+            model="Qwen/Qwen2.5-7B-Instruct",
             dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
             balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks
             epochs=1.0,  # section 3.2.1, as all below
@@ -461,11 +482,8 @@ RECIPES = {
             warmup_ratio=0.0,
             weight_decay=0.0,  # not said
             batch_size=64,
-            micro_batch_size=4,
             max_length=2048,
-            max_new_tokens=512,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            **LARGE,
         ),
     ),
     "rlhf_workflow": (
@@ -479,11 +497,8 @@ RECIPES = {
             warmup_ratio=0.03,  # section 2.2
             weight_decay=0.001,  # the authors' code
             batch_size=512,  # section 2.2
-            micro_batch_size=4,
             max_length=4096,
-            max_new_tokens=512,
-            gradient_checkpointing=True,
-            save_dtype="bfloat16",
+            **LARGE,
         ),
     ),
 }

@@ -71,6 +71,8 @@ class Args:
     """Longest sampled response."""
     temperature: float = 1.0
     """Of the samples."""
+    slots: int = 64
+    """Responses that decode together on one rank; memory for keys and values grows with it."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -123,10 +125,11 @@ def answer(model, tokenizer, documents, args):
             prompts.append((messages, ids))
         if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
             break
-    options = (1, args.max_new_tokens, args.temperature, args.seed)
+    options = {"temperature": args.temperature, "seed": args.seed, "slots": args.slots}
     try:
         with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-            found = rollout.rollout(model, tokenizer, [ids for _, ids in prompts], *options)
+            asked = [ids for _, ids in prompts]
+            found = rollout.rollout(model, tokenizer, asked, 1, args.max_new_tokens, **options)
     except InputError as error:  # it takes no positions, for one
         raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
     return [
@@ -249,6 +252,23 @@ RECIPES = {
         "a 0.6M Llama on the tiny world, three epochs: the default, under a minute on two CPU cores",
         Args(),
     ),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+            epochs=2.0,  # Llama 2 (arXiv:2307.09288), section 3.1, as the learning rate
+            lr=2e-5,
+            warmup_ratio=0.03,  # RLHF Workflow, section 3.1
+            batch_size=16,  # ours, as all below: a few hundred rows are some ten steps
+            micro_batch_size=2,
+            max_length=1024,
+            eval_every=100,
+            save_every=100,
+            sample_prompts=32,
+            max_new_tokens=256,
+            slots=32,
+        ),
+    ),
     "rlhf_workflow": (
         "RLHF Workflow's SFT of Llama-3-8B; give --chat-template with Llama 3's",
         Args(
@@ -267,6 +287,7 @@ RECIPES = {
             save_every=200,
             sample_prompts=32,
             max_new_tokens=512,
+            slots=16,
             gradient_checkpointing=True,
             save_dtype="bfloat16",
         ),

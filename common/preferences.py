@@ -476,7 +476,7 @@ def baselines(policy, comparisons, pad_id, micro_batch_size, device) -> dict[str
     return {key: metrics.accuracy(x[i][a] - x[i][b] for i, a, b in pairs) for key, x in scores.items()}
 
 
-def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> list[tuple]:
+def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
     """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank, without
     those that did not end: a score is read at an end token. Prompts that leave no room get none. Every rank
     must call it."""
@@ -484,7 +484,7 @@ def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed) -> li
     fits = [(i, c) for i, c in enumerate(comparisons) if len(c.prompt_ids) <= room]
     out, asked = [[] for _ in comparisons], [c.prompt_ids.tolist() for _, c in fits]
     with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        found = rollout.rollout(model, tokenizer, asked, n, max_new_tokens, seed=seed)
+        found = rollout.rollout(model, tokenizer, asked, n, max_new_tokens, seed=seed, slots=slots)
     for (i, _), responses in zip(fits, found):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for r in responses if r.finished]
         out[i] = [torch.tensor(ids, dtype=torch.int32) for ids in ended]

@@ -149,6 +149,8 @@ class Args:
     """So many of them are answered."""
     max_new_tokens: int = 32
     """Longest response."""
+    slots: int = 64
+    """Responses that decode together; memory for keys and values grows with it."""
     max_length: int = 128
     """Tokens of a prompt with its response."""
     chat_template: str | None = None
@@ -171,7 +173,7 @@ def main(args: Args):
     scorer = rollout.load_scorer(args.scorer, tokenizer, device)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
     options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}
-    options["by"] = args.by
+    options |= {"by": args.by, "slots": args.slots}
     sizes = (args.clusters, args.per_cluster)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, *sizes, **options)
     show(rows)

@@ -82,20 +82,64 @@ def check_batch_size(args):
 
 
 def parse(recipes, argv=None):
-    """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`, a bare `ppo.py` being
-    `ppo.py tiny`.
+    """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`. A command that names no
+    recipe takes the first one; where there is a recipe `base`, not_tiny decides between them, and what was
+    taken is printed.
 
-    recipes: {name: (description, Args(...))}, the first of them the default."""
-    import tyro
-
+    recipes: {name: (description, Args(...))}."""
     argv = list(sys.argv[1:] if argv is None else argv)
     named = bool(argv) and not argv[0].startswith("-")
-    name = argv.pop(0) if named else next(iter(recipes))
+    name, why = (argv.pop(0), "as named") if named else (next(iter(recipes)), "the tiny world alone")
     if name not in recipes:
         close = difflib.get_close_matches(name, recipes, 1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         known = ", ".join(recipes)
         raise InputError(f"unknown recipe {name!r}: {hint}there are {known}; flags start with --")
+    args = _parse_flags(recipes, name, argv)
+    strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
+    if strange:
+        name, why = "base", f"{strange} is not of the tiny world; another recipe is the first word"
+        args = _parse_flags(recipes, name, argv)
+    if "base" in recipes and dist.is_main():
+        shown = "lr value_lr max_length max_new_tokens batch_size minibatch_size micro_batch_size epochs"
+        numbers = [f"{key} {getattr(args, key):g}" for key in shown.split() if hasattr(args, key)]
+        print(f"recipe {name} ({why}): model {args.model}, {', '.join(numbers)}")
+    return args
+
+
+def not_tiny(args, defaults):
+    """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
+    world's, whose numbers ruin a pretrained model; None if there is none."""
+    from common import data  # which reads this file
+
+    for name, value in vars(args).items():
+        missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
+        is_model = name in ("model", "policy", "student") and value and not missing
+        is_data = name.endswith(("dataset", "_data")) and value
+        if is_data and not data.is_tiny(value) or is_model and not _leads_to_tiny(value):
+            return f"--{name.replace('_', '-')} {value}"
+    return None
+
+
+def _leads_to_tiny(name, later=()) -> bool:
+    """True of the model tiny, and of a run (its model/, its versions/N) that was trained from it, or from
+    such a run, as their args.json tell."""
+    if name == "tiny" or name in later:  # a circle: two runs, each of which was made anew from the other
+        return name == "tiny"
+    folder = Path(name)
+    if folder.parent.name == "versions":
+        folder = folder.parents[1]
+    elif folder.name == "model" and not (folder / "args.json").exists():
+        folder = folder.parent
+    args = _read_json(folder / "args.json").get("args", {})
+    starts = [args[key] for key in ("model", "policy", "student") if args.get(key)]
+    return bool(starts) and all(_leads_to_tiny(start, (*later, name)) for start in starts)
+
+
+def _parse_flags(recipes, name, argv):
+    """The recipe's Args with the flags of argv; InputError for what is unknown or of a wrong type."""
+    import tyro
+
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
     about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}

@@ -199,6 +199,8 @@ def _run(name, argv, moment):
     from common.run import launch
 
     module = importlib.import_module(name)
+    if "base" in module.RECIPES and (not argv or argv[0].startswith("-")):
+        argv = ["tiny", *argv]  # also on data and models of the tests' own
     sys.argv = [f"{name}.py", *argv]
     if moment:
         _arrange(moment, module)

@@ -64,8 +64,8 @@ def undisturbed(small, tmp_path_factory):
 # -- what a run leaves behind ------------------------------------------------------------
 def test_a_run_leaves_the_whole_run_directory(undisturbed):
     args, command = (
-        parse(advantage_model.RECIPES, undisturbed.command),
-        ["advantage_model.py", *undisturbed.command],
+        parse(advantage_model.RECIPES, ["tiny", *undisturbed.command]),
+        ["advantage_model.py", "tiny", *undisturbed.command],
     )
     steps, ends = {"loss/advantage"}, {"eval/pairs/copy", "eval/accuracy/copy"}
     assert_whole_run(undisturbed.folder, command, args, "advantage_model", steps, ends)

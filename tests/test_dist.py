@@ -643,7 +643,7 @@ def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
     killed = processes.torchrun(ROOT / "tests" / "processes.py", "sft", "row 5", *command)
     assert killed.code != 0 and killed.err.count("killed at row 5") == 2  # both ranks
     assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3" and not (tmp_path / "model").exists()
-    resumed = processes.torchrun(ROOT / "sft.py", *command, "--resume")
+    resumed = processes.torchrun(ROOT / "sft.py", "tiny", *command, "--resume")
     assert resumed.code == 0, resumed.err[-3000:]
     assert_same_run(tmp_path, two.folder / "undisturbed")
 

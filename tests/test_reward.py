@@ -34,7 +34,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import reward
-from common import metrics, models, preferences, tiny
+from common import dist, metrics, models, preferences, tiny
 from common.metrics import read_jsonl
 from common.run import InputError, parse
 
@@ -76,10 +76,10 @@ def default(small, tmp_path_factory):
 
 
 def test_a_run_leaves_the_whole_run_directory(default):
-    args = parse(reward.RECIPES, default.command)
+    args = parse(reward.RECIPES, ["tiny", *default.command])
     assert (args.model, args.output_dir) == ("tiny", "runs/reward")
     steps, ends = {"loss/reward"}, {"eval/pairs/copy", "eval/accuracy/copy"}
-    assert_whole_run(default.folder, ["reward.py", *default.command], args, "reward", steps, ends)
+    assert_whole_run(default.folder, ["reward.py", "tiny", *default.command], args, "reward", steps, ends)
     before, after = rows_of(default.folder, "eval/nll")[0], rows_of(default.folder, "eval/nll")[-1]
     assert {"baseline/length_accuracy", "baseline/sft_logprob_accuracy"} <= set(before)
     assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
@@ -105,7 +105,7 @@ def test_the_length_baseline_prefers_the_longer_response(default):
 def test_the_log_probability_baseline_is_that_of_the_sft_model(default):
     model, right = AutoModelForCausalLM.from_pretrained(default.cwd / "runs" / "sft" / "model"), []
     held_out = preferences.load(
-        str(parse(reward.RECIPES, default.command).eval_dataset), "test", TOKENIZER, 64
+        str(parse(reward.RECIPES, ["tiny", *default.command]).eval_dataset), "test", TOKENIZER, 64
     )
     for c in held_out:
         logprobs = []
@@ -295,8 +295,8 @@ def test_the_pairwise_loss_is_that_of_the_letter_that_names_the_better_response(
         [],
     )
     model.load_state_dict(tiny.model().state_dict())
-    letters, nll = {"A": 0, "B": 0}, 0.0
-    for batch in reward.pairwise.batches(some, TOKENIZER, torch.Generator().manual_seed(0), 4, CPU):
+    letters, nll, places = {"A": 0, "B": 0}, 0.0, torch.Generator().manual_seed(dist.seed_of(0, "places", 0))
+    for batch in reward.pairwise.batches(some, TOKENIZER, places, 4, CPU):
         for text in TOKENIZER.batch_decode(batch.input_ids):
             seen += [part for part in text.split("<|bos|>") if "[CONTEXT]" in part]
     assert len(seen) == 7

@@ -1,5 +1,6 @@
 """common/rollout.py: prompts from rows, a policy's responses, and their scores by models and functions."""
 
+import dataclasses
 import importlib
 import math
 import os
@@ -29,6 +30,20 @@ def user(text):
 
 def bot(text):
     return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "common.rehearsal"])
+def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
+    def sample(model, prompts, slots, **options):
+        raise InputError(f"{slots} slots")
+
+    monkeypatch.setattr(rollout, "sample", sample)
+    module, folder = importlib.import_module(name), tmp_path / "run"
+    options = {"model": "tiny", "scorer": "common.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
+    options |= {"output_dir": str(folder), "output": str(folder), "dataset": "tiny:commands=copy", "slots": 3}
+    known = {field.name for field in dataclasses.fields(module.Args)}
+    with pytest.raises(InputError, match="^3 slots"):
+        module.main(module.Args(**{key: value for key, value in options.items() if key in known}))
 
 
 @pytest.fixture

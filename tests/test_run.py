@@ -1,6 +1,7 @@
 """common/run.py and common/metrics.py: the command line, how errors end, the run directory, metrics.jsonl."""
 
 import hashlib
+import importlib
 import importlib.metadata
 import io
 import json
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import processes
 import pytest
 
 import sft
@@ -90,6 +92,93 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
     help_text = capsys.readouterr().out
     assert stop.value.code == 0 and all(name in help_text for name in sft.RECIPES)
     assert "--batch-size" in help_text and "Blocks of an optimiser step" in help_text
+
+
+# -- recipes -----------------------------------------------------------------------------
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Runs by the models that they began from."""
+    monkeypatch.chdir(tmp_path)
+    starts = {"a": {"model": "tiny"}, "b": {"model": "a/model", "policy": None}, "c": {"model": "b/versions/1"}}
+    starts |= {"other": {"model": "org/name"}, "pupil": {"model": "b", "student": "org/name"}}
+    starts |= {"x": {"model": "y"}, "y": {"model": "x"}}  # each made anew from the other
+    for name, args in starts.items():
+        Path(name).mkdir()
+        write_json(f"{name}/args.json", {"args": args})
+
+
+@pytest.mark.parametrize("name", processes.SCRIPTS)
+@pytest.mark.parametrize(
+    "argv, recipe",
+    [
+        ("", "tiny"),
+        ("--seed 1 --lr-schedule linear", "tiny"),
+        ("--dataset tiny:commands=copy --eval-dataset tiny", "tiny"),
+        ("--dataset rows.jsonl", "base"),
+        ("--dataset tiny:0.5,rows.jsonl:0.5", "base"),
+        ("--eval-dataset rows.jsonl", "base"),
+        ("--model org/name", "base"),
+        ("--model there/is/none", "base"),
+        *((f"--model {run}", "tiny") for run in ("tiny", "a", "c", "c/model", "c/versions/2")),
+        *((f"--model {run}", "base") for run in ("other", "other/model", "pupil", "x", "a/step_3")),
+        ("tiny --dataset rows.jsonl --model org/name", "tiny"),
+        ("base", "base"),
+    ],
+)
+def test_own_data_or_an_own_model_take_the_recipe_base(runs, capsys, name, argv, recipe):
+    recipes = importlib.import_module(name).RECIPES
+    if name == "ppo":
+        argv = argv.replace("--lr-schedule linear", "--scorer module:function")  # which does not count
+    args, want = parse(recipes, argv.split()), vars(recipes[recipe][1])
+    moved = {key for key, value in vars(args).items() if value != want[key]}
+    assert {f"--{key.replace('_', '-')}" for key in moved} <= set(argv.split())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"recipe {recipe} (") and "base" in recipes
+    shown = {key: want[key] for key in ("lr", "max_length", "batch_size", "minibatch_size") if key in want}
+    assert all(f" {key} {value:g}" in line for key, value in shown.items())
+
+
+@pytest.mark.parametrize(
+    "name, argv",
+    [
+        ("rejection_sampling", "--student org/name"),
+        ("rejection_sampling", "--policy other"),
+        ("rejection_sampling", "--sft-dataset rows.jsonl"),
+        ("ppo", "--ptx-dataset rows.jsonl"),
+        ("dpo_iterative", "--offline-data pairs.jsonl"),
+        ("ppo", "--seed 1"),
+    ],
+)
+def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_not_tiny(runs, name, argv):
+    Path("runs").mkdir()
+    Path("other").rename("runs/sft") if name == "ppo" else None  # --model's default
+    recipes = importlib.import_module(name).RECIPES
+    assert parse(recipes, argv.split()).lr == recipes["base"][1].lr
+
+
+LLAMA_3 = {  # they share tokens, and Llama 3's template, which the first one is given
+    "meta-llama/Meta-Llama-3-8B",
+    "meta-llama/Meta-Llama-3-8B-Instruct",
+    "RLHFlow/LLaMA3-SFT",
+    "sfairXC/FsfairX-LLaMA3-RM-v0.1",
+}
+
+
+def test_recipes_of_one_paper_chain_and_all_are_in_their_limits():
+    scripts = {name: importlib.import_module(name) for name in processes.SCRIPTS}
+    of_runs = {f"runs/{name}": script.RECIPES for name, script in scripts.items()}
+    downloads = {}  # by recipe
+    for script in scripts.values():
+        for name, (_, args) in script.RECIPES.items():
+            script.check(args)
+            for model in (args.model, getattr(args, "scorer", "tiny")):
+                if model not in of_runs:
+                    downloads.setdefault(name, set()).add(model)
+                elif name not in ("rest", "zephyr"):  # of one script alone: tiny's runs; no scorer is used
+                    assert name in of_runs[model]
+    assert downloads.pop("tiny") == {"tiny"} and downloads.pop("rlhf_workflow") == LLAMA_3 | {"tiny"}
+    assert set(downloads) == {"base", "llama2", "qwen", "advantage_model", "zephyr"}
+    assert all(len(models - {"tiny"}) == 1 for models in downloads.values())  # PPO wants its very template
 
 
 # -- check_flags -------------------------------------------------------------------------

@@ -677,7 +677,7 @@ def test_the_suggested_batch_size_works(small, tmp_path):
     "argv, words",
     [
         (["--batch-sise", "4"], ["--batch-sise", "did you mean --batch-size"]),
-        (["--dataset", "nothing.jsonl"], ["nothing.jsonl", "no such file"]),
+        (["tiny", "--dataset", "nothing.jsonl"], ["nothing.jsonl", "no such file"]),
         (["--model", "runs/nothing"], ["runs/nothing"]),
     ],
 )

@@ -61,7 +61,8 @@ def main(args: Args):
         for labeler in args.labelers:
             reward, policy = folder / f"reward_{labeler}_{seed}", folder / f"distilled_{labeler}_{seed}"
             rows = folder / f"labels_{labeler}" / "rows.jsonl"
-            flags = ["--dataset", rows, "--eval-dataset", "tiny", "--sft-model", args.sft, "--seed", seed]
+            flags = ["tiny", "--dataset", rows, "--eval-dataset", "tiny", "--sft-model", args.sft]
+            flags += ["--seed", seed]
             after = peers.arm("reward.py", reward, flags)[0]["after"]
             print(
                 f"seed {seed}, reward model of {labeler}: {after['eval/accuracy']:.1%} of people's labels",
@@ -73,7 +74,8 @@ def main(args: Args):
         rater = f"common.ai_feedback:rater=gold_labeler:{args.labelers[0]}"
         peers.arm("ppo.py", policies["direct"], [*start, "--scorer", rater])
         policies["revised"] = folder / f"revised_{seed}"
-        peers.arm("sft.py", policies["revised"], [*start, "--dataset", folder / "revisions" / "rows.jsonl"])
+        flags = ["tiny", *start, "--dataset", folder / "revisions" / "rows.jsonl"]
+        peers.arm("sft.py", policies["revised"], flags)
         for reference in ("sft", "rlhf"):
             specs = [f"{name}={path}" for name, path in policies.items()]
             flags = ["--policies", *specs, "--scorer", args.reward, "--reference", reference, "--seed", seed]
