@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import processes
@@ -853,7 +854,7 @@ def watched(small, tmp_path_factory):
 def test_prompts_of_the_forget_set_are_neither_trained_on_nor_rehearsed(small, tmp_path):
     known = [{"prompt": row["prompt"], "completion": "ant"} for row in tiny.rows("prompts", "train")[:7]]
     forget, rehearsal = write_rows(tmp_path / "a.jsonl", known[:3]), write_rows(tmp_path / "b.jsonl", known)
-    options = {"forget_dataset": forget, "rehearsal_data": rehearsal, "iterations": 1, "eval_prompts": 9}
+    options = {"forget_dataset": forget, "rehearsal_data": rehearsal, "eval_prompts": 9} | SHORT
     out = succeeds(run(small, tmp_path / "run", **options)).out
     assert "dropped 3 of 40 rows" in out and "dropped 3 of 7 rows" in out
     assert out.count("3: the prompt is in the held-out set") == 2
@@ -894,7 +895,7 @@ def test_held_out_texts_are_never_trained_on(watched):
 def learnt(small, tmp_path_factory):
     """Ten iterations towards the true reward, on the tiny world's own prompts."""
     folder = tmp_path_factory.mktemp("learnt")
-    options = {"scorer": GOLD, "dataset": "tiny", "eval_dataset": None, "eval_prompts": 60, "iterations": 10}
+    options = {"scorer": GOLD, "dataset": "tiny", "eval_dataset": None, "eval_prompts": 250, "iterations": 10}
     options |= {
         "prompts_per_iteration": 64,
         "minibatch_size": 32,
@@ -1168,7 +1169,7 @@ def test_a_scorer_with_other_tokens_is_refused_unless_it_may_encode_anew(small, 
 
 
 def test_a_policy_that_has_gone_too_far_stops_the_run_and_keeps_the_checkpoint(small, tmp_path):
-    options = {**SHORT, "lr": 0.02, "iterations": 3, "save_every": 1}
+    options = {**SHORT, "lr": 0.005, "iterations": 3, "save_every": 1}
     words = ["iteration 2", "KL", "nats per response", "--max-kl 0.01", "--kl-coef", "checkpoint"]
     assert_stops(run(small, tmp_path, max_kl=0.01, **options), *words)
     assert (tmp_path / "checkpoint" / "latest").read_text() == "step_1"
