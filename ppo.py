@@ -113,7 +113,7 @@ class Args:
     minibatch_size: int = 64
     """Responses of an optimiser step, over all ranks."""
     micro_batch_size: int = 64
-    """Responses of a forward on one rank, at most."""
+    """Rows of a forward on one rank, at most: of --max-length tokens, or with --no-packing of a response."""
     clip_ratio: float = 0.2
     """epsilon."""
     clip_value: float = 0.15
@@ -201,14 +201,16 @@ def check(args):
 
 # -- batches: every rank has all rows of a rollout, and computes its share ---------------------------
 def micro_batches(documents, indices, pad_id, args, device):
-    """This rank's share of some rows (dist.batches), packed: [(their numbers in its order, Batch)]."""
-    for some in dist.batches(sorted(indices), args.micro_batch_size, lambda i: len(documents[i].ids)):
-        blocks = [[i] for i in some]
-        if args.packing:
-            lengths = [len(documents[i].ids) for i in some]
-            blocks = [[some[j] for j in block] for block in data.pack(lengths, args.max_length)]
-        batch = data.collate([[documents[i] for i in block] for block in blocks], pad_id, device)
-        yield [i for block in blocks for i in block], batch
+    """Some documents in rows, of which this rank takes its share (dist.batches), at most --micro-batch-size
+    at a time: [(the documents' numbers in its order, Batch)]."""
+    rows = [[i] for i in sorted(indices)]
+    if args.packing:
+        packed = data.pack([len(documents[i].ids) for (i,) in rows], args.max_length)
+        rows = [[rows[place][0] for place in row] for row in packed]
+    n_tokens = lambda row: sum(len(documents[i].ids) for i in row)  # noqa: E731
+    for mine in dist.batches(rows, args.micro_batch_size, n_tokens):
+        batch = data.collate([[documents[i] for i in row] for row in mine], pad_id, device)
+        yield [i for row in mine for i in row], batch
 
 
 def spread(rows, action_mask):

@@ -128,12 +128,13 @@ def test_spread_puts_each_rows_numbers_where_its_actions_are():
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_micro_batches_hold_every_row_once(size, packing):
-    args, indices = make_args(micro_batch_size=size, packing=packing), [4, 0, 2, 3]
+    longest = max(len(document.ids) for document in DOCUMENTS)
+    args, indices = make_args(micro_batch_size=size, packing=packing, max_length=2 * longest), [4, 0, 2, 3]
     found = list(ppo.micro_batches(DOCUMENTS, indices, PAD, args, CPU))
     assert sorted(i for some, _ in found for i in some) == sorted(indices)
-    assert all(len(some) <= size for some, _ in found) and len(found) == math.ceil(4 / size)
+    rows = 2 if packing else 4  # of --max-length tokens, each with two documents
+    assert [len(batch.input_ids) for _, batch in found] == [min(size, rows - i) for i in range(0, rows, size)]
     for some, batch in found:
-        assert len(batch.input_ids) == (1 if packing else len(some))  # they fit into --max-length together
         width = batch.input_ids.shape[1]
         starts = iter((batch.position_ids == 0).nonzero().tolist())
         for i, (row, start) in zip(some, starts, strict=True):
