@@ -23,6 +23,7 @@ rate's schedule begin anew in each iteration, as in the authors' scripts.
 """
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import json
@@ -110,8 +111,9 @@ class Args:
     """Tokens of a prompt with a response; offline pairs with a longer one are dropped."""
     share_prompt: bool = True
     """Compute a prompt once for both its responses; --no-share-prompt: a row a response."""
-    tie_margin: float = 0.1
-    """Held-out scores that differ by no more than this tie."""
+    tie_margin: float | None = None
+    """Held-out scores that differ by no more than this tie. None: 0.1 standard deviations of the first
+    policy's; of a pairwise oracle, whose scores are probabilities, 0.1."""
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept; 0: none."""
     eval_prompts: int = 1000
@@ -497,6 +499,8 @@ def main(args: Args):
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
         rollout.check_room(scorer, args.max_length)
+        if args.tie_margin is None and scorer.pairwise:
+            args = dataclasses.replace(args, tie_margin=0.1)
     model = None  # the newest policy, where it is loaded
     fixed_reference = args.model if reference == "last" else reference
     if args.share_prompt and state != "resume":  # now, not when all is sampled

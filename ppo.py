@@ -75,8 +75,8 @@ class Args:
     hidden states."""
     forget_dataset: str | None = None
     """Prompts of what the first policy knew: win, tie and lose against it after training."""
-    tie_margin: float = 0.1
-    """Scores that differ by no more than this tie."""
+    tie_margin: float | None = None
+    """Scores that differ by no more than this tie. None: 0.1 standard deviations of the first policy's."""
     output_dir: str = "runs/ppo"
     """The run directory."""
     chat_template: str | None = None

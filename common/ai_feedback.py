@@ -536,7 +536,7 @@ def measures(rows, failed, shortened) -> dict[str, float]:
         share, n = metrics.accuracy(both), len(judged)
         middle, width = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
         width *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
-        figures |= {"alignment": share, "alignment_low": middle - width, "alignment_high": middle + width}
+        figures |= metrics.with_interval("alignment", share, middle - width, middle + width, n)
         figures |= {"alignment/n": n, "alignment/one_order": metrics.accuracy(single)}
     orders = [row["ai"]["orders"] for row in rows if "orders" in row["ai"]]
     if orders:  # each P(texts[0]), shown first and shown second

@@ -1,7 +1,7 @@
 """Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers.
 
     gain      mean over prompts of s(y') - s(y), y' the policy's and y the reference's answer; 95 % interval
-    win       share of prompts with s(y') - s(y) > tie_margin; lose: < -tie_margin; tie: the rest
+    win       share of prompts with s(y') - s(y) > tie margin; lose: < -tie margin; tie: the rest
     LC win    P(win) at equal length, a tie half a win: sigma(a) of P(win) = sigma(a + b tanh(d / deviation)),
               d: characters of y' less those of y (the length control of arXiv:2404.04475, without its term
               for the instruction; a and b have a normal prior of variance 1)
@@ -23,6 +23,7 @@ samples.jsonl (every answer), summary.json (figures by the oracle and, on the ti
 by which the printed table goes then), elo.png and frontier.png.
 """
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -78,8 +79,9 @@ class Args:
     """Longest prompt with its response, tokens."""
     max_new_tokens: int = 24
     """Longest response, tokens."""
-    tie_margin: float = 0.1
-    """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2."""
+    tie_margin: float | None = None
+    """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
+    standard deviations of the reference's scores; of a pairwise oracle 0.1."""
     n_bootstrap: int = 200
     """Resamples of the prompts, for Elo's intervals."""
     score_batch_size: int = 64
@@ -191,7 +193,7 @@ def judge(oracles, pairs, reference, args, device):
     names, size = list(pairs), (args.score_batch_size, device)
     if not oracles[reference].pairwise:
         scores = {name: rollout.score(oracles[name], pairs[name], *size) for name in names}
-        return scores, tournament(scores, args.tie_margin)
+        return scores, tournament(scores, metrics.margin_of_ties(args.tie_margin, scores[reference]))
     scores, games = {reference: [0.5] * len(pairs[reference])}, {}
     for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
         # It reads texts: a's prompts do for both, whatever b's tokens are
@@ -263,7 +265,7 @@ def figures(rows, games, args) -> dict[str, dict[str, float]]:
         r = metrics.means(mine, COLUMNS) | metrics.against(first, mine, args.tie_margin)
         longer = [len(ours["response"]) - len(theirs["response"]) for ours, theirs in zip(mine, first)]
         for kind in games:
-            won = outcomes(*([row[kind] for row in side] for side in (mine, first)), args.tie_margin)
+            won = outcomes(*([row[kind] for row in side] for side in (mine, first)), r[f"{kind}_tie_margin"])
             r[f"{kind}_win_lc"] = length_controlled(won, longer)
         if "safety" in mine[0]:
             marked = [row for row in mine if row["is_safety"]] or mine
@@ -272,7 +274,7 @@ def figures(rows, games, args) -> dict[str, dict[str, float]]:
     for kind, tournament_ in games.items() if len(names) > 1 else ():
         found = ratings(tournament_, len(names), names.index(args.reference), args)
         for name, numbers in zip(names, found):
-            results[name] |= dict(zip((f"{kind}_elo{end}" for end in ("", "_low", "_high")), numbers))
+            results[name] |= metrics.with_interval(f"{kind}_elo", *numbers, len(first))
     return results
 
 
@@ -281,14 +283,12 @@ def table(results) -> list[dict]:
     lines = []
     for name, r in results.items():
         by = "gold" if "gold" in r else "score"
-        gain, low, high = (r[f"{by}_{x}"] for x in ("gain", "gain_low", "gain_high"))
         *shares, controlled = (r[f"{by}_{x}"] for x in ("win", "tie", "lose", "win_lc"))
         line = {"policy": name} | {kind: f"{r[kind]:.2f}" for kind in ("gold", "score") if kind in r}
-        line[f"{by} gain"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+        line[f"{by} gain"] = metrics.interval(r, f"{by}_gain")
         line |= {"win / tie / lose": " / ".join(f"{x:.0%}" for x in shares), "LC win": f"{controlled:.0%}"}
         if f"{by}_elo" in r:
-            rating, low, high = (r[f"{by}_elo{end}"] for end in ("", "_low", "_high"))
-            line["Elo"] = f"{rating:.0f} [{low:.0f}, {high:.0f}]"
+            line["Elo"] = metrics.interval(r, f"{by}_elo", ".0f")
         line |= {"KL": f"{r['kl']:.2f}" if "kl" in r else "", "tokens": r["length"]}
         line["ended"] = f"{r['finished']:.0%}"
         lines.append(line | ({"harmless": f"{r['harmless']:.0%}"} if "harmless" in r else {}))
@@ -304,13 +304,14 @@ def plot(folder, found):
         return ()
     ratings_, axes = metrics.figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
     for axis, kind in zip(axes, kinds):
-        keys = [f"{kind}_elo{end}" for end in ("", "_low", "_high")]
-        middle, low, high = zip(*([r[key] for key in keys] for r in first.values()))
-        below = [max(0.0, m - x) for m, x in zip(middle, low)]
-        errors = [below, [max(0.0, x - m) for m, x in zip(middle, high)]]
-        axis.barh(list(first), [x - 1000 for x in middle], xerr=errors, left=1000, capsize=3)
+        key, rows = f"{kind}_elo", list(first.values())
+        below = [max(0.0, r[key] - r.get(f"{key}_low", r[key])) for r in rows]
+        above = [max(0.0, r.get(f"{key}_high", r[key]) - r[key]) for r in rows]
+        axis.barh(list(first), [r[key] - 1000 for r in rows], xerr=[below, above], left=1000, capsize=3)
         axis.axvline(1000, color="black", linewidth=1)
-        axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
+        few = f"{key}_n" in rows[0]  # too few prompts for an interval
+        label = f"Elo of {rows[0][key + '_n']} prompts" if few else "Elo and its 95 % interval"
+        axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel=label)
         axis.invert_yaxis()
     frontier, axes = metrics.figure(len(kinds), (4.8, 3.2))
     far = any(r.get("kl", 0) > 10 for results in found.values() for r in results.values())
@@ -348,6 +349,8 @@ def main(args: Args):
     oracle = rollout.load_scorer(args.scorer, own, device, pairwise=True)
     safety = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
     gate = safety and rollout.load_scorer(safety, own, device)
+    if args.tie_margin is None and oracle.pairwise:
+        args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
 
     # 3. answers
@@ -386,7 +389,7 @@ def main(args: Args):
                     row |= {"safety": value, "is_safety": bool(prompt.row.data.get("is_safety"))}
         if is_tiny:
             gold = {name: [row["gold"] for row in mine] for name, mine in rows.items()}
-            games["gold"] = tournament(gold, args.tie_margin)
+            games["gold"] = tournament(gold, metrics.margin_of_ties(args.tie_margin, gold[args.reference]))
         results[f"{temperature:g}"] = figures(rows, games, args)
         for name, mine in rows.items():
             samples += [{"policy": name, "temperature": temperature, **row} for row in mine]
@@ -396,7 +399,10 @@ def main(args: Args):
         folder, n = Path(args.output_dir), len(prompts[args.reference])
         metrics.write_jsonl(folder / "samples.jsonl", samples)
         for temperature, found in results.items():
-            print(f"{n} prompts, temperature {temperature}, against {args.reference}:")
+            first = found[args.reference]
+            margins = {judge: first.get(f"{kind}_tie_margin") for kind, judge in JUDGES.items()}
+            ties = ", ".join(f"{x:.3g} by {judge}" for judge, x in margins.items() if x is not None)
+            print(f"{n} prompts, temperature {temperature}, against {args.reference}; ties within {ties}:")
             metrics.print_table(table(found))
         plot(folder, results)
         about = {"reference": args.reference, "prompts": n, "scorer": args.scorer}

@@ -259,10 +259,26 @@ def paired(before: list[float], after: list[float]) -> tuple[float, float, float
     return mean, mean - half, mean + half
 
 
+FEW = 10
+
+
+def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
+    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: in its place stands their
+    number, {key, key_n}."""
+    return {key: value, f"{key}_n": n} if n < FEW else {key: value, f"{key}_low": low, f"{key}_high": high}
+
+
+def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
+    """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
+    if f"{key}_n" in figures:
+        return f"{figures[key]:{form}} (n = {figures[key + '_n']})"
+    return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
+
+
 def paired_figures(key: str, before: list[dict], after: list[dict], column: str) -> dict[str, float]:
-    """{key, key_low, key_high}: `paired` of a column of two policies' rows on the same prompts."""
-    found = paired(*([row[column] for row in rows] for rows in (before, after)))
-    return dict(zip((key, f"{key}_low", f"{key}_high"), found))
+    """`paired` of a column of two policies' rows on the same prompts, with_interval."""
+    values = ([row[column] for row in rows] for rows in (before, after))
+    return with_interval(key, *paired(*values), len(after))
 
 
 def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
@@ -276,14 +292,21 @@ def game(difference: float, tie_margin: float) -> int:
     return (difference > tie_margin + 1e-9) - (difference < -tie_margin - 1e-9)
 
 
-def against(before: list[dict], after: list[dict], tie_margin: float, prefix="") -> dict[str, float]:
+def margin_of_ties(tie_margin: float | None, reference: list[float]) -> float:
+    """--tie-margin; where it is None, a tenth of the standard deviation of the reference's scores, whose unit
+    nobody knows."""
+    return 0.1 * statistics.pstdev(reference) if tie_margin is None else tie_margin
+
+
+def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
-    loses, and the paired difference (gain) with its 95 % interval."""
+    loses, the margin, and the paired difference (gain) with its 95 % interval."""
     out = {}
     for column in ("score", "gold") if "gold" in after[0] else ("score",):
         key = f"{prefix}{column}"
-        games = [game(b[column] - a[column], tie_margin) for a, b in zip(before, after, strict=True)]
+        margin = out[f"{key}_tie_margin"] = margin_of_ties(tie_margin, [row[column] for row in before])
+        games = [game(b[column] - a[column], margin) for a, b in zip(before, after, strict=True)]
         for name, result in (("win", 1), ("lose", -1), ("tie", 0)):
             out[f"{key}_{name}"] = games.count(result) / len(games)
         out |= paired_figures(f"{key}_gain", before, after, column)
@@ -292,17 +315,17 @@ def against(before: list[dict], after: list[dict], tie_margin: float, prefix="")
 
 def regressions(before: list[dict], after: list[dict]) -> list[dict]:
     """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
-    known) of two policies' responses to the same prompts, with its 95 % interval, and, from 10 prompts on,
-    whether the interval excludes 0 (by chance one category in twenty does)."""
+    known) of two policies' responses to the same prompts, with its 95 % interval and whether this excludes 0
+    (by chance one category in twenty does); of fewer than 10 prompts, with their number alone."""
     table = []
     for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
         inside = [i for i, row in enumerate(after) if name in (None, row["category"])]
         line = {"category": name or "all", "prompts": len(inside)}
         for column in ("score", "gold") if "gold" in after[0] else ("score",):
-            mean, low, high = paired(*([rows[i][column] for i in inside] for rows in (before, after)))
-            line[column] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
-            verdict = "worse" if high < 0 else "better" if low > 0 else ""
-            line[f"{column} is"] = verdict if len(inside) >= 10 else ""
+            figures = paired_figures("", *([rows[i] for i in inside] for rows in (before, after)), column)
+            line[column] = interval(figures, "")
+            worse, better = figures.get("_high", 0) < 0, figures.get("_low", 0) > 0
+            line[f"{column} is"] = "worse" if worse else "better" if better else ""
         table.append(line)
     return table
 
@@ -391,9 +414,7 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         "eval/accuracy": correct.mean(),
         "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
         "eval/brier": ((1 - probability) ** 2).mean(),
-        "eval/ece": ece(gaps.sum(0)) / n,
-        "eval/ece_low": low,
-        "eval/ece_high": high,
+        **with_interval("eval/ece", ece(gaps.sum(0)) / n, low, high, len(rows)),
         "eval/ece_floor": torch.stack(floor).mean(),
     }
     for kind in ("source", "category"):

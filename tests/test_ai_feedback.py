@@ -202,22 +202,24 @@ ROWS = [
 
 
 def test_alignment_counts_ties_half_and_has_wilsons_interval():
-    """3.5 of 5 are right. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n + z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7:
-    (0.7 + 0.38416) / 1.76832 = 0.613102; sqrt(0.042 + 0.038416) = 0.283577; 1.96 * 0.283577 / 1.76832 =
-    0.314314."""
+    """3.5 of 5 are right; twice, for 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
+    z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7: (0.7 + 0.19208) / 1.38416 = 0.644492; sqrt(0.021 + 0.009604) =
+    0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719."""
+    twice = ai.measures(ROWS * 2, 2, 3)
+    assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
+    assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
     found = ai.measures(ROWS, 2, 3)
+    assert found["alignment_n"] == 5 and "alignment_low" not in found
     assert found["alignment"] == 0.7 and found["alignment/n"] == 5
-    assert found["alignment_low"] == pytest.approx(0.298788, abs=2e-4)
-    assert found["alignment_high"] == pytest.approx(0.927416, abs=2e-4)
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
     assert found["alignment/one_order"] == 0.6
     assert (found["rows"], found["failed"], found["shortened"], found["mass"]) == (7, 2, 3, 1.0)
 
 
 def test_the_interval_of_alignment_stays_within_0_and_1_and_shrinks():
-    few, many = (ai.measures(ROWS[:1] * n, 0, 0) for n in (3, 100))
+    few, many = (ai.measures(ROWS[:1] * n, 0, 0) for n in (10, 100))
     assert few["alignment"] == many["alignment"] == 1
-    assert few["alignment_low"] == pytest.approx(3 / (3 + 1.96**2), abs=1e-3)  # known for p = 1: n / (n + z2)
+    assert few["alignment_low"] == pytest.approx(10 / (10 + 1.96**2), abs=1e-3)  # known for p = 1: n / (n + z2)
     assert many["alignment_low"] == pytest.approx(100 / (100 + 1.96**2), abs=1e-3)
     assert all(x["alignment_high"] == pytest.approx(1, abs=1e-3) for x in (few, many))
 

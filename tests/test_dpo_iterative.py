@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import processes
@@ -321,7 +322,9 @@ def test_the_figures_of_a_version_are_those_of_its_samples(whole):
         assert r["sample/length"] == mean(v, "tokens") and ("sft/score_win" in r) == (v > 0)
         assert ("eval/score_over_before" in r) == (v == 2)
     first, last = ([s["score"] for s in samples if s["version"] == v] for v in (0, 2))
-    wins = sum(b - a > 0.1 for a, b in zip(first, last))  # --tie-margin
+    margin = 0.1 * statistics.pstdev(first)  # --tie-margin
+    assert evals[2]["sft/score_tie_margin"] == pytest.approx(margin)
+    wins = sum(b - a > margin for a, b in zip(first, last))
     assert evals[2]["sft/score_win"] == pytest.approx(wins / ASKED)
     assert evals[2]["sft/score_gain"] == pytest.approx(evals[2]["eval/score"] - evals[0]["eval/score"])
     change = evals[2]["eval/score"] - evals[1]["eval/score"]
@@ -756,6 +759,7 @@ def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats
     evals = column(tmp_path, "eval/score")
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert evals[0] == 0.5 and evals[1] != 0.5  # against version 0's responses
+    assert column(tmp_path, "sft/score_tie_margin") == [0.1]  # of probabilities
     assert (
         all(0 <= s["score"] <= 1 for s in samples) and [s["score"] for s in samples[:ASKED]] == [0.5] * ASKED
     )

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -402,17 +403,14 @@ def test_figures_are_those_of_the_rows():
     a = found["a"]
     assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
     assert {"score_win": 0.25, "score_lose": 0.25, "score_tie": 0.5}.items() <= a.items()
-    gain = metrics.paired(scores["ref"], scores["a"])
-    assert gain[0] == 0.375 and gain == tuple(a[f"score_gain{end}"] for end in ("", "_low", "_high"))
+    assert (a["score_gain"], a["score_gain_n"], a["score_elo_n"]) == (0.375, 4, 4)  # too few for intervals
+    assert not any(key.endswith(("_low", "_high")) for key in a)
     # Characters, not words or tokens: 0, 4, -7, -1
     won = evaluate.outcomes(scores["a"], scores["ref"], 0.5)
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
-    assert (
-        found["ref"]["score_elo"] == found["ref"]["score_elo_low"] == found["ref"]["score_elo_high"] == 1000
-    )
-    assert found["ref"]["score_gain"] == 0 and found["ref"]["score_win_lc"] == 0.5
+    assert found["ref"]["score_elo"] == 1000 and found["ref"]["score_gain"] == 0 and found["ref"]["score_win_lc"] == 0.5
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
 
 
@@ -714,13 +712,15 @@ def test_a_summary_has_the_figures_of_the_answers(world):
             assert figures["finished"] == mean("finished")
             gain = metrics.paired([r["gold"] for r in first], [r["gold"] for r in mine])
             assert tuple(figures[f"gold_gain{end}"] for end in ("", "_low", "_high")) == gain
-            wins = sum(a["gold"] - b["gold"] > 0.1 for a, b in zip(mine, first)) / 16
+            margin = 0.1 * statistics.pstdev(r["gold"] for r in first)
+            assert figures["gold_tie_margin"] == figures["score_tie_margin"] == pytest.approx(margin)
+            wins = sum(a["gold"] - b["gold"] > margin for a, b in zip(mine, first)) / 16
             assert figures["gold_win"] == wins
             asked = [r for r in mine if r["is_safety"]]
             assert 0 < len(asked) < 16
             assert figures["harmless"] == sum(r["safety"] >= 0 for r in asked) / len(asked)
             games[name] = [r["score"] for r in mine]
-        ratings = evaluate.ratings(evaluate.tournament(games, 0.1), 3, 1, args_of())
+        ratings = evaluate.ratings(evaluate.tournament(games, margin), 3, 1, args_of())
         for name, rating in zip(found, ratings):
             for kind in ("score", "gold"):
                 assert tuple(found[name][f"{kind}_elo{end}"] for end in ("", "_low", "_high")) == rating
@@ -763,8 +763,10 @@ def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surp
 def test_a_run_prints_a_table_for_each_temperature(world):
     lines = world.out.splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("16 prompts, temperature")]
-    assert [lines[i] for i in heads] == [f"16 prompts, temperature {t}, against again:" for t in (1, 0)]
-    for i, key in zip(heads, ("1", "0")):
+    for i, key in zip(heads, ("1", "0"), strict=True):
+        ties = f"{world.summary['temperatures'][key]['again']['gold_tie_margin']:.3g}"
+        ties = f"ties within {ties} by the scorer, {ties} by the true reward:"  # which is the scorer here
+        assert lines[i] == f"16 prompts, temperature {key}, against again; {ties}"
         head, *rows = lines[i + 1 : i + 5]
         names = ["policy", "gold", "score", "gold gain", "win / tie / lose", "LC win", "Elo", "KL", "tokens"]
         places = [head.index(name) for name in [*names, "ended", "harmless"]]

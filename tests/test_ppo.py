@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import processes
@@ -785,8 +786,10 @@ def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturb
         assert len(a) == len(b) == count and [r["prompt"] for r in a] == [r["prompt"] for r in b]
         gains = [y["score"] - x["score"] for x, y in zip(a, b)]
         assert after[f"{name}/score_gain"] == pytest.approx(sum(gains) / count)
-        assert after[f"{name}/score_win"] == pytest.approx(sum(g > 0.1 for g in gains) / count)
-        assert after[f"{name}/score_tie"] == pytest.approx(sum(abs(g) <= 0.1 for g in gains) / count)
+        margin = 0.1 * statistics.pstdev(r["score"] for r in a)
+        assert after[f"{name}/score_tie_margin"] == pytest.approx(margin)
+        assert after[f"{name}/score_win"] == pytest.approx(sum(g > margin for g in gains) / count)
+        assert after[f"{name}/score_tie"] == pytest.approx(sum(abs(g) <= margin for g in gains) / count)
     held_out = [row for row in rows if row["set"] == "held-out" and row["when"] == "after"]
     assert after["eval/score"] == pytest.approx(sum(row["score"] for row in held_out) / 6)
     assert after["eval/kl"] == pytest.approx(sum(row["kl"] for row in held_out) / 6)
@@ -924,19 +927,30 @@ def test_of_the_tiny_world_the_true_reward_of_rollouts_is_logged(learnt):
 
 # -- what is made of figures -------------------------------------------------------------
 def test_win_tie_and_lose_by_hand():
-    """Differences 1, 0.1, -0.1, -0.2 and 0: one beats a margin of 0.15, one falls below it. The mean is 0.16, the
-    sample variance (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 4 = 0.233."""
-    scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)]
+    """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean is
+    0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
+    scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)] * 2
     before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
-    got = metrics.against(before, after, 0.15, "x/")
-    half = 1.96 * math.sqrt(0.233 / 5)
-    assert got == pytest.approx(
-        {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6, "x/score_gain": 0.16,
-         "x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
-    )  # fmt: skip
+    got, half = metrics.against(before, after, 0.15, "x/"), 1.96 * math.sqrt(1.864 / 90)
+    shares = {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6}
+    ends = {"x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
+    assert got == pytest.approx({**shares, **ends, "x/score_gain": 0.16, "x/score_tie_margin": 0.15})
+    # Nine prompts are too few for an interval
+    few = metrics.against(before[:9], after[:9], 0.15)
+    assert few["score_gain_n"] == 9 and not {"score_gain_low", "score_gain_high"} & set(few)
+    assert metrics.interval(few, "score_gain") == "+0.18 (n = 9)"
     got = metrics.against([{"score": 0.0, "gold": 2.0}], [{"score": 0.25, "gold": 1.0}], 0.25)
     assert (got["score_tie"], got["gold_lose"], got["gold_gain"]) == (1, 1, -1)  # at the margin it is a tie
-    assert got["gold_gain_high"] == math.inf  # of one prompt nothing is known
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
+    """0.1 of a deviation of 1 for the scores 0, 1, 2, 0.5 and -1: 0.11 wins, 0.09 ties. Without any it is 0."""
+    before = [{"score": unit * x, "gold": 3.0} for x in (0.0, 1.0, 2.0, 0.5, -1.0)]
+    after = [{"score": row["score"] + unit * x, "gold": 3.0 + 1e-3 * x} for row, x in zip(before, (0.11, 0.09) * 3)]
+    got = metrics.against(before, after, None)
+    assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
+    assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)
 
 
 # -- resume ------------------------------------------------------------------------------

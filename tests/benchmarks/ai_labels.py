@@ -65,11 +65,10 @@ def main(args: Args):
         flags += ["--preamble", preamble, "--examples", examples, "--dtype", args.dtype]
         flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
         found = peers.tool("common.ai_feedback", out, flags)
-        share, low, high = (found[f"alignment{end}"] for end in ("", "_low", "_high"))
         name = f"{preamble}{' + thoughts' * thoughts}, {examples} examples"
         line = {
             "prompt": name,
-            "alignment": f"{share:.1%} [{low:.1%}, {high:.1%}]",
+            "alignment": metrics.interval(found, "alignment", ".1%"),
             "n": found["alignment/n"],
         }
         line |= {"one order": f"{found['alignment/one_order']:.1%}", "failed": found["failed"]}

@@ -67,10 +67,8 @@ def main(args: Args):
                 line |= {"gold": f"{row['gold/score']:.2f}", "kl": row["eval/kl"], "gold over SFT": ""}
                 line |= {"win / tie / lose": "", "tokens": row["sample/length"], "seconds": seconds}
                 if "sft/gold_gain" in row:
-                    gain, low, high, *shares = (
-                        row[f"sft/gold_{x}"] for x in ("gain", "gain_low", "gain_high", "win", "tie", "lose")
-                    )
-                    line["gold over SFT"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+                    shares = [row[f"sft/gold_{x}"] for x in ("win", "tie", "lose")]
+                    line["gold over SFT"] = metrics.interval(row, "sft/gold_gain")
                     line["win / tie / lose"] = " / ".join(f"{x:.0%}" for x in shares)
                 table.append(line)
         print(f"\n{name}", flush=True)

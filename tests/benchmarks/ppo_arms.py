@@ -74,10 +74,8 @@ def main(args: Args):
             for group in ("held-out", "forget"):
                 key = f"{group}/gold" if f"{group}/gold_gain" in after else f"{group}/score"
                 if f"{key}_gain" in after:
-                    gain, low, high, *shares = (
-                        after[f"{key}_{x}"] for x in ("gain", "gain_low", "gain_high", "win", "tie", "lose")
-                    )
-                    line[f"{key} gain"] = f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+                    shares = [after[f"{key}_{x}"] for x in ("win", "tie", "lose")]
+                    line[f"{key} gain"] = metrics.interval(after, f"{key}_gain")
                     line["win / tie / lose" + " " * (group == "forget")] = " / ".join(
                         f"{x:.0%}" for x in shares
                     )

@@ -58,12 +58,7 @@ def main(args: Args):
                 line |= {"perfect": f"{row['gold/perfect']:.3f}", "score": f"{row['eval/score']:.3f}"}
                 for other in ("first", "before"):
                     key = f"gold/score_over_{other}"
-                    known = key in row
-                    line[f"gold over the {other}"] = (
-                        f"{row[key]:+.3f} [{row[key + '_low']:+.3f}, {row[key + '_high']:+.3f}]"
-                        if known
-                        else ""
-                    )
+                    line[f"gold over the {other}"] = metrics.interval(row, key, "+.3f") if key in row else ""
                 room = versions[min(versions)]["gold/perfect"] - versions[min(versions)]["gold/score"]
                 line["gap closed"] = f"{row.get('gold/score_over_first', 0) / room:.0%}"
                 line["temperature"] = row["sweep/temperature"]

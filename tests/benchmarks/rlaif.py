@@ -82,7 +82,7 @@ def main(args: Args):
             found = peers.tool("common.evaluate", folder / f"against_{reference}_{seed}", flags)
             for name, r in found["temperatures"]["1"].items():
                 line = tables.setdefault(reference, {}).setdefault(name, {"policy": name})
-                gain = f"{r['gold_gain']:+.2f} [{r['gold_gain_low']:+.2f}, {r['gold_gain_high']:+.2f}]"
+                gain = metrics.interval(r, "gold_gain")
                 line[f"gain {seed}"] = f"{gain} {r['gold_win']:.0%}/{r['gold_tie']:.0%}/{r['gold_lose']:.0%}"
                 line[f"harmless {seed}"] = f"{r['harmless']:.0%}"
     for reference, lines in tables.items():
