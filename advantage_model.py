@@ -372,7 +372,7 @@ def main(args: Args):
     key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
     key |= {"data": prints}
-    start_run(args, "advantage_model", state)  # only now is an old run in output_dir replaced
+    start_run(args, "advantage_model", state, held_out=prints[1])  # only now is an old run replaced
     ask = (policy, train, held_out, columns, tokenizer, args, device)
     answers = cached(args, key, lambda: from_policy(*ask))
     gc.collect()  # the policies, whose methods are bound to them: cycles

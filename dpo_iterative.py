@@ -510,7 +510,9 @@ def main(args: Args):
             models.check_shared_prompt(model, args.max_length)
 
     # 4. the pool, and where to go on
-    start_run(args, "dpo_iterative", state)  # only now is an old run in output_dir replaced
+    asked = [prompt.key for prompt in rollout.a_part(held_out, args.eval_prompts)]
+    asked.append(preferences.fingerprint(judged))
+    start_run(args, "dpo_iterative", state, held_out=asked)  # only now is an old run in output_dir replaced
     versions, pool_file = Path(args.output_dir, "versions"), f"{args.output_dir}/pool.jsonl"
     studies, made = pool.versions_of(args, state)
     responses = pool.read(pool_file) if state == "resume" else []

@@ -560,7 +560,9 @@ def main(args: Args):
     value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
     for model in (policy, reference, value) if args.packing else ():
         models.check_packing(model)
-    start_run(args, "ppo", state)  # only now is an old run in output_dir replaced
+    asked = [prompt.key for prompt in (*rollout.a_part(held_out, args.eval_prompts), *forget)]
+    asked += [document.ids.tolist() for document in text_held_out]
+    start_run(args, "ppo", state, held_out=asked)  # only now is an old run in output_dir replaced
 
     if args.rehearsal_clusters:
         file = Path(args.output_dir, "rehearsal.jsonl")

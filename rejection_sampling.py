@@ -430,7 +430,8 @@ def main(args: Args):
         models.check_packing(pool.load(learns, learner, args, device))
 
     # 4. the pool, and where to go on
-    start_run(args, "rejection_sampling", state)  # only now is an old run in output_dir replaced
+    asked = [prompt.key for prompt in rollout.a_part(held_out, args.eval_prompts)]
+    start_run(args, "rejection_sampling", state, held_out=asked)  # only now is an old run replaced
     versions = Path(args.output_dir, "versions")
     versions.mkdir(parents=True, exist_ok=True)
     pool.write(pool_file, responses)

@@ -333,7 +333,7 @@ def main(args: Args):
     key = {"models": [args.kind, *(models.identity(x) for x in (args.model, sft_model) if x)]}
     key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
     key |= {"data": prints[1], "judge": args.judge and ai_feedback.identity(args.judge)}
-    start_run(args, "reward", state)  # only now is an old run in output_dir replaced
+    start_run(args, "reward", state, held_out=prints[1])  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
     gc.collect()  # the SFT model, whose methods are bound to it: a cycle
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])

@@ -178,7 +178,8 @@ def main(args: Args):
         models.check_packing(model)
     if args.sample_prompts:
         models.check_sampled(args.model, "--sample-prompts 0 trains without samples")
-    start_run(args, "sft", state)  # only now is an old run in output_dir replaced
+    asked = [args.sample_prompts, *(document.ids.tolist() for document in held_out)]
+    start_run(args, "sft", state, held_out=asked)  # only now is an old run in output_dir replaced
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay

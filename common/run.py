@@ -261,16 +261,36 @@ def find_run(args) -> str | None:
     return "resume"
 
 
-def start_run(args, stage: str, state: str | None):
+def start_run(args, stage: str, state: str | None, held_out=None):
     """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
     nothing that the user can have mistyped is left to be read: with state None it removes what an old run
-    left."""
+    left.
+
+    held_out: JSON that tells the held-out set from others. Before and after training are compared on it, so a
+      run cannot be gone on with on another one: InputError."""
     folder, resume = Path(args.output_dir), state == "resume"
     dist.patient_barrier()  # data were tokenised and models downloaded
-    other = dist.gather([_read_json(folder / "args.json").get("stage")])[0]
-    if resume and other not in (stage, None):
-        raise InputError(f"--resume: {folder} holds an unfinished run of {other}, not of {stage}")
-    dist.barrier()  # every rank has looked before rank 0 changes anything
+    fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
+    now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
+    before, files, changed = {}, {}, []
+    if dist.is_main():
+        before, files = _read_json(folder / "args.json"), _data_files(args)
+        previous = before.get("args", {})
+        for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
+            if previous[name] != now[name]:
+                changed.append(f"{name}: {previous[name]!r} -> {now[name]!r}")
+        for path in files.keys() & before.get("data", {}).keys():
+            if files[path] != before["data"][path]:
+                changed.append(f"{path}: its rows are not those that the run began with")
+    # What rank 0 sees decides for all, and every rank has looked before it changes anything
+    before, changed = dist.gather([(before, changed)])[0]
+    if resume and before.get("stage", stage) != stage:
+        raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
+    if resume and before.get("held_out", fingerprint) != fingerprint:
+        raise InputError(
+            f"--resume: {folder} began with another held-out set, on which before and after are compared "
+            f"({'; '.join(changed)}): give the same, or begin anew with --overwrite"
+        )
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -279,17 +299,11 @@ def start_run(args, stage: str, state: str | None):
                 old.unlink(missing_ok=True)
             for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        before = _read_json(folder / "args.json") if resume else {}
-        previous, files = before.get("args", {}), _data_files(args)
-        now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
-        for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
-            if previous[name] != now[name]:
-                print(f"resuming with another {name}: {previous[name]!r} -> {now[name]!r}")
-        for path in files.keys() & before.get("data", {}).keys():
-            if files[path] != before["data"][path]:
-                print(f"resuming with another {path}: its rows are not those that the run began with")
+        for what in changed if resume else ():
+            print(f"resuming with another {what}")
         about = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id()}
-        write_json(folder / "args.json", {**about, "data": files, **_versions()})
+        about |= {"data": files, "held_out": fingerprint}
+        write_json(folder / "args.json", {**about, **_versions()})
     dist.barrier()
 
 

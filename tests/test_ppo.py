@@ -945,9 +945,10 @@ def test_win_tie_and_lose_by_hand():
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3])
 def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
-    """0.1 of a deviation of 1 for the scores 0, 1, 2, 0.5 and -1: 0.11 wins, 0.09 ties. Without any it is 0."""
-    before = [{"score": unit * x, "gold": 3.0} for x in (0.0, 1.0, 2.0, 0.5, -1.0)]
-    after = [{"score": row["score"] + unit * x, "gold": 3.0 + 1e-3 * x} for row, x in zip(before, (0.11, 0.09) * 3)]
+    """0.1 of a deviation of 1: 0.11 wins, 0.09 ties. Of scores that are all the same it is 0."""
+    scores = [(0.0, 0.11), (1.0, 1.09), (2.0, 2.11), (0.5, 0.59), (-1.0, -0.89)]
+    before = [{"score": unit * x, "gold": 3.0} for x, _ in scores]
+    after = [{"score": unit * x, "gold": 3.001} for _, x in scores]
     got = metrics.against(before, after, None)
     assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
     assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)

@@ -179,6 +179,22 @@ def test_ppo_does_not_go_on_with_another_scorer(small, stopped, tmp_path):
     assert (tmp_path / "run" / "args.json").read_text() == before
 
 
+OTHERWISE = [(name, "eval_dataset") for name in SCRIPTS]
+OTHERWISE += [("ppo", "eval_prompts"), ("dpo_iterative", "eval_prompts")]
+
+
+@pytest.mark.parametrize("name, flag", OTHERWISE)
+def test_no_run_goes_on_with_another_held_out_set(small, stopped, tmp_path, name, flag):
+    """As many other rows, or fewer: before and after would be compared on different ones."""
+    shutil.copytree(stopped(name, "Ctrl-C").folder, tmp_path / "run")
+    before, kind = (tmp_path / "run" / "args.json").read_text(), KINDS.get(name, "prompts")
+    others = write_rows(tmp_path / "others.jsonl", tiny.rows(kind, "test")[8:16])
+    changed = {"eval_dataset": others, "eval_prompts": 2}[flag]
+    message = error_of(name, small, tmp_path / "run", resume=True, **{flag: changed})
+    assert "began with another held-out set" in message and f"{flag}: " in message and str(changed) in message
+    assert (tmp_path / "run" / "args.json").read_text() == before
+
+
 # -- Ctrl-C, a full disk, a rank that dies -----------------------------------------------
 LAST_CHECKPOINT = "interrupted: --resume goes on from the last checkpoint"
 # In every script the 4th step is in the middle of the run, and a checkpoint follows it
