@@ -36,7 +36,7 @@ from typing import Literal
 import torch
 
 from common import data, dist, losses, metrics, models, pool, preferences, rollout
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common.run import InputError, check_flags, find_run, launch, skip, start_run, write_json
 
 
 @dataclass
@@ -328,11 +328,11 @@ def update(model, optimizer, pairs, pad_id, args, device):
 
 
 def train(model, pairs, tokenizer, iteration, log, first_step, args, device):
-    """Train the model on the pairs and write versions/ITERATION. Goes on from a checkpoint of this iteration.
-    Returns the run's number of optimiser steps so far."""
+    """Train the model on the pairs, if any, and write versions/ITERATION. Goes on from a checkpoint of this
+    iteration. Returns the run's number of optimiser steps so far."""
     checkpoint = f"{args.output_dir}/checkpoint"
     steps_per_epoch = math.ceil(len(pairs) / args.batch_size)
-    n_steps = max(1, round(args.epochs * steps_per_epoch))
+    n_steps = max(1, round(args.epochs * steps_per_epoch)) if pairs else 0
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -458,7 +458,7 @@ def pool_figures(responses, pairs, dropped, iteration):
     out["pool/length"] = sum(len(row["response_ids"]) for row in rows) / len(rows)
     out["pool/characters"] = sum(len(row["response"]) for row in rows) / len(rows)
     out |= {"pairs/kept": len(pairs), **{f"pairs/{reason}": n for reason, n in dropped.items()}}
-    for i, side in enumerate(("chosen", "rejected")):
+    for i, side in enumerate(("chosen", "rejected")) if pairs else ():
         out[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
         out[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
     return out
@@ -552,17 +552,18 @@ def main(args: Args):
             # score them, and pair the best with the worst
             pool.score(responses, scorer, prompts, args, device)
             made_now, dropped = best_against_worst(responses, asked, iteration, args)
-            if not made_now:
-                why = f"{dropped['same']} had one response only, {dropped['tied']} one score only, of "
-                why += f"{dropped['unfinished']} the best did not end within --max-new-tokens"
-                raise InputError(
-                    f"iteration {iteration}: nothing to learn from, no pair in {len(asked)} prompts: {why}"
-                )
-            seconds = {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
-            if dist.checkpoint_state(checkpoint).get("iteration") != iteration:
-                log.log(step, iteration, **pool_figures(responses, made_now, dropped, iteration), **seconds)
             pairs = pairs + made_now
-        if args.start_from == "sft" and iteration > 1:  # all pairs so far
+            row = pool_figures(responses, made_now, dropped, iteration)
+            row |= {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
+            if not pairs:  # the next version is this one
+                why = f"iteration {iteration}: no pair in {len(asked)} prompts: {dropped['same']} had one "
+                why += f"response only, {dropped['tied']} one score only, of {dropped['unfinished']} the "
+                why += "best did not end within --max-new-tokens"
+                in_a_row = sum(found["step"] == step for found in studies.values())  # versions without a step
+                row |= skip(in_a_row, args.iterations, why)
+            if dist.checkpoint_state(checkpoint).get("iteration") != iteration:
+                log.log(step, iteration, **row)
+        if args.start_from == "sft" and iteration > 1 and pairs:  # all pairs so far
             earlier = [*offline]
             for t in range(1, iteration):
                 asked = rollout.fresh_prompts(prompts, n, t, args.seed)
@@ -572,7 +573,7 @@ def main(args: Args):
         pi_0 = latest if reference == "last" else reference
         learnt = with_reference([*pairs, *earlier], pi_0, tokenizer, args, device)
         write_pairs(pairs, iteration, args)
-        start = latest if args.start_from == "last" else args.model
+        start = latest if args.start_from == "last" or not pairs else args.model
         if model is None or start != latest:
             model = None
             model = pool.load(start, tokenizer, args, device, args.gradient_checkpointing)

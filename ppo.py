@@ -35,7 +35,7 @@ from transformers import AutoConfig
 
 from common import data, dist, losses, metrics, models, rollout, tiny
 from common import rehearsal as selective
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common.run import InputError, check_flags, find_run, launch, skip, start_run, write_json
 
 
 @dataclass
@@ -96,7 +96,8 @@ class Args:
     slots: int = 256
     """Responses that decode together on one rank; memory for keys and values grows with it."""
     missing_eos_penalty: float = 1.0
-    """Taken off the score of a response that did not end, after normalisation."""
+    """Taken off the score of a response that did not end, after normalisation; a rollout in which none ended
+    is skipped. 0: responses are scored as they are."""
     reward_norm: Literal["none", "whiten", "mean", "mean_std"] = "mean_std"
     """Of the scores: whitened within a rollout (Llama 2), less the running mean of all so far (Qwen), or that
     divided by the running deviation."""
@@ -596,7 +597,7 @@ def main(args: Args):
         saved = dist.load_checkpoint(checkpoint, both)
     # best: the highest held-out reward, and how many evaluations ago
     now = {"iteration": 0, "value_steps": 0, "policy_steps": 0, "running": [0, 0.0, 0.0], "best": [-1e30, 0]}
-    now["scorers"] = by
+    now |= {"skipped": 0, "scorers": by}  # iterations in a row
     now |= saved or {}
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else 0)
 
@@ -624,12 +625,14 @@ def main(args: Args):
         options = (args.n_samples, args.temperature, args.top_p, seed, args)
         pairs = sample_responses(policy, tokenizer, asked, *options)
         finished = torch.tensor([response.finished for _, response in pairs])
-        if not finished.any():
-            bar.close()
-            raise InputError(
-                f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
-                "--max-new-tokens, or teach the model to end first (sft.py)"
-            )
+        now["skipped"] = 0 if finished.any() or not args.missing_eos_penalty else now["skipped"] + 1
+        if now["skipped"]:  # all would pay the penalty alike
+            why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
+            why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
+            figures = skip(now["skipped"], args.iterations, why)
+            log.log(now["value_steps"], iteration, **figures)
+            bar.update()
+            continue
         documents = [rollout.document(*pair) for pair in pairs]
         clock.append(time.time())
 

@@ -32,7 +32,16 @@ from typing import Literal
 import torch
 
 from common import data, dist, losses, metrics, models, pool, rollout
-from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
+from common.run import (
+    InputError,
+    check_batch_size,
+    check_flags,
+    find_run,
+    launch,
+    skip,
+    start_run,
+    write_json,
+)
 
 
 @dataclass
@@ -169,30 +178,27 @@ def take_pool(path, prompts, tokenizer):
 def select(responses, prompts, iteration, threshold, args):
     """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold.
     Responses that did not end, hold a special token (the pool's `finished` says both) or have no words are
-    none; of equal ones to a prompt the first counts."""
+    none; of equal ones to a prompt the first counts. No row if there is none such."""
     usable = {prompt.key: {} for prompt in prompts}
     for row in responses:
         now = args.candidates == "all" or row["iteration"] == iteration
         if now and pool.key_of(row) in usable and row["finished"] and row["response"].strip():
             usable[pool.key_of(row)].setdefault(row["response"].strip(), row)
     usable = {key: rows for key, rows in usable.items() if rows}
-    if not usable:
-        raise InputError(
-            f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}; the "
-            "pool is kept: raise it, and give another --output-dir"
-        )
     groups = [list(rows.values()) for rows in usable.values()]
     if threshold is None:
         return [max(rows, key=lambda row: row["score"]) for rows in groups]
-    kept = [row for rows in groups for row in rows if row["score"] >= threshold]
-    if not kept:
-        scores = sorted(row["score"] for rows in groups for row in rows)
-        best, middle = scores[-1], scores[len(scores) // 2]
-        raise InputError(
-            f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the "
-            f"best has {best:.3g}, the median {middle:.3g}; lower it (the pool is kept)"
-        )
-    return kept
+    return [row for rows in groups for row in rows if row["score"] >= threshold]
+
+
+def why_none(responses, prompts, iteration, threshold, args) -> str:
+    """Why select gives no row."""
+    scores = sorted(row["score"] for row in select(responses, prompts, iteration, -math.inf, args))
+    if not scores:
+        return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
+    best, middle = scores[-1], scores[len(scores) // 2]
+    why = f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best "
+    return why + f"has {best:.3g}, the median {middle:.3g}"
 
 
 # -- fine-tune: the same steps as sft.py ------------------------------------------------------------
@@ -376,8 +382,9 @@ def pool_figures(responses, chosen, iteration):
     out["pool/finished"] = sum(row["finished"] for row in new) / len(new)
     out["pool/score"] = sum(row["score"] for row in new) / len(new)
     out |= {"pool/best": sum(best.values()) / len(best), "pool/selected": len(chosen)}
-    out["pool/selected_score"] = sum(row["score"] for row in chosen) / len(chosen)
-    out["pool/earlier"] = sum(row["iteration"] < iteration for row in chosen) / len(chosen)
+    if chosen:
+        out["pool/selected_score"] = sum(row["score"] for row in chosen) / len(chosen)
+        out["pool/earlier"] = sum(row["iteration"] < iteration for row in chosen) / len(chosen)
     return out
 
 
@@ -476,13 +483,23 @@ def main(args: Args):
 
         # score, and select
         pool.score(responses, scorer, prompts, args, device)
-        chosen = [select(responses, prompts, iteration, tau, args) for tau in args.threshold or [None]]
-        seconds = {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
+        thresholds = args.threshold or [None]
+        chosen = [select(responses, prompts, iteration, tau, args) for tau in thresholds]
+        row = pool_figures(responses, chosen[0], iteration)
+        row |= {"perf/sample_s": sampled - began, "perf/score_s": time.time() - sampled}
+        chosen = [rows for rows in chosen if rows]  # thresholds rise: the last ones are out of reach
+        if len(chosen) < len(thresholds):
+            why = why_none(responses, prompts, iteration, thresholds[len(chosen)], args)
+            if not chosen:  # the next version is this one
+                in_a_row = sum(found["step"] == step for found in studies.values())  # versions without a step
+                row |= skip(in_a_row, args.iterations, why)
+            elif dist.is_main():
+                print(why)
         if dist.checkpoint_state(f"{args.output_dir}/checkpoint").get("iteration") != iteration:
-            log.log(step, iteration, **pool_figures(responses, chosen[0], iteration), **seconds)
+            log.log(step, iteration, **row)
 
         # fine-tune a new version
-        start = latest if args.start_from == "last" else args.student or args.model
+        start = latest if args.start_from == "last" or not chosen else args.student or args.model
         stages = [make_documents(rows, prompts, learner, args) for rows in chosen]
         generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
         for documents in stages:  # of the other rows as many, so that neither kind drowns the other

@@ -263,8 +263,8 @@ FEW = 10
 
 
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
-    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: in its place stands their
-    number, {key, key_n}."""
+    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: their number stands in
+    its place, {key, key_n}."""
     return {key: value, f"{key}_n": n} if n < FEW else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 

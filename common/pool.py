@@ -142,7 +142,8 @@ def versions_of(args, state) -> tuple[dict[int, dict], list[int]]:
 
 def resume_log(args, studies, made, loss):
     """(metrics log without the rows of what has to be done again, optimiser steps taken before the iteration
-    to go on with). loss: the key that a row of an optimiser step has."""
+    to go on with). loss: the key that a row of an optimiser step has; of an iteration that was skipped there
+    is the row of its pool alone."""
     newest = max([*studies, *made], default=-1)
     saved = dist.checkpoint_state(f"{args.output_dir}/checkpoint")
     rows, keep, step = metrics.read_jsonl(f"{args.output_dir}/metrics.jsonl") if dist.is_main() else [], 0, 0
@@ -151,7 +152,8 @@ def resume_log(args, studies, made, loss):
     elif newest in studies:
         keep, step = studies[newest]["logged_rows"], studies[newest]["step"]
     elif made:  # trained and written, but not studied
-        keep, step = dist.gather([(i + 1, r["step"]) for i, r in enumerate(rows) if loss in r])[-1]
+        kept = [(i + 1, r["step"]) for i, r in enumerate(rows) if r.keys() & {loss, "pool/score"}]
+        keep, step = dist.gather(kept)[-1]
     return metrics.Metrics(args.output_dir, keep_rows=keep), step
 
 

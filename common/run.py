@@ -332,6 +332,16 @@ def _launch_id():
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
 
 
+def skip(in_a_row: int, iterations: int, why: str) -> dict[str, int]:
+    """The figure of an iteration that is left out, for it gives nothing to learn from. InputError after five
+    of them in a row, or where the run has no others."""
+    if in_a_row >= min(5, iterations):
+        raise InputError(f"{why}. {in_a_row} iteration(s) in a row gave nothing to learn from")
+    if dist.is_main():
+        print(f"{why}: skipped")
+    return {"iterations/skipped": in_a_row}
+
+
 def cached(args, key, make):
     """make(), or what it gave for the same `key` before: the answers of other models, asked once and kept as
     JSON in `output_dir`/cache.json. Every rank must call it; rank 0's file counts."""

@@ -1002,23 +1002,57 @@ def test_offline_rows_that_cannot_be_used_are_left_out_and_named(bad, tmp_path):
     assert "2: an empty side (partly.jsonl:7, partly.jsonl:8)" in ended.out
 
 
+@pytest.fixture(scope="module")
+def skipped(small, whole, tmp_path_factory):
+    """A run and its options: of three iterations the second one's prompts give no pair."""
+    tied = {question(r) for r in of_iteration(whole.folder, "pool", 2)}
+    scores = f"[0.0 if p in {tied!r} else tiny.gold_score(p, r) for p, r in zip(prompts, responses)]"
+    oracle = f"from common import tiny\n\ndef ties(prompts, responses, rows):\n    return {scores}\n"
+    (small.folder / "tied.py").write_text(oracle)
+    folder, options = tmp_path_factory.mktemp("skipped") / "run", {"scorer": "tied:ties", "iterations": 3}
+    return SimpleNamespace(folder=folder, options=options, ended=succeeds(run(small, folder, **options)))
+
+
+def test_an_iteration_without_a_pair_is_skipped_and_counted(skipped):
+    one, two, three = (load_file(skipped.folder / f"versions/{i}/model.safetensors") for i in (1, 2, 3))
+    assert all(torch.equal(x, two[name]) and not torch.equal(x, three[name]) for name, x in one.items())
+    (row,) = rows_of(skipped.folder, "iterations/skipped")
+    assert (row["iteration"], row["iterations/skipped"], row["pairs/tied"]) == (2, 1, PROMPTS)
+    assert [n > 0 for n in column(skipped.folder, "pairs/kept")] == [True, False, True]
+    assert {r["iteration"] for r in of_iteration(skipped.folder, "pairs")} == {1, 3}
+    assert {*trained(skipped.folder)} == {1, 3}
+    assert f"iteration 2: no pair in {PROMPTS} prompts" in skipped.ended.out
+
+
+@pytest.mark.parametrize("moment", ["version 2", "studied 2", "pairs 3"])
+def test_a_run_killed_about_a_skipped_iteration_resumes_to_the_same_bits(small, skipped, tmp_path, moment):
+    assert run(small, tmp_path, moment=moment, **skipped.options).code == -9
+    succeeds(run(small, tmp_path, "--resume", **skipped.options))
+    assert_same_result(tmp_path, skipped.folder)
+
+
+def test_after_five_iterations_without_a_pair_the_run_stops(small, tmp_path):
+    few = {**SHORT, "prompts_per_iteration": 4, "n_samples": 2, "scorer": "mine:same"}
+    ended = run(small, tmp_path, iterations=7, **few)
+    assert_error(ended, "iteration 5: no pair in 4 prompts", "5 iteration")
+    assert column(tmp_path, "iterations/skipped") == [1, 2, 3, 4] and not (tmp_path / "model").exists()
+
+
 def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the_pool(small, tmp_path):
-    ended = run(small, tmp_path, scorer="mine:same", **ONE_STEP)
-    assert_error(
-        ended, "iteration 1: nothing to learn from", f"no pair in {PROMPTS} prompts", "one score only"
-    )
+    ended = run(small, tmp_path, scorer="mine:same", iterations=1, **ONE_STEP)
+    assert_error(ended, f"iteration 1: no pair in {PROMPTS} prompts", "one score only")
     rows = of_iteration(tmp_path, "pool")
     assert len(rows) == PROMPTS * K and {r["score"] for r in rows} == {1.0}
     assert not (tmp_path / "pairs.jsonl").exists() and not (tmp_path / "versions" / "1").exists()
-    ended = succeeds(run(small, tmp_path, "--resume", **ONE_STEP))
+    ended = succeeds(run(small, tmp_path, "--resume", iterations=1, **ONE_STEP))
     assert f"{PROMPTS * K} responses that another scorer scored are scored again" in ended.out
     kept = [r["response"] for r in of_iteration(tmp_path, "pool", 1)]
     assert kept == [r["response"] for r in rows] and (tmp_path / "model").exists()
 
 
 def test_if_no_best_response_ended_this_is_one_line(small, tmp_path):
-    ended = run(small, tmp_path, max_new_tokens=1, **ONE_STEP)
-    assert_error(ended, "iteration 1: nothing to learn from", "did not end within --max-new-tokens")
+    ended = run(small, tmp_path, max_new_tokens=1, iterations=1, **ONE_STEP)
+    assert_error(ended, "iteration 1: no pair", "did not end within --max-new-tokens")
     assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and not (tmp_path / "pairs.jsonl").exists()
 
 

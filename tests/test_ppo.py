@@ -927,8 +927,8 @@ def test_of_the_tiny_world_the_true_reward_of_rollouts_is_logged(learnt):
 
 # -- what is made of figures -------------------------------------------------------------
 def test_win_tie_and_lose_by_hand():
-    """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean is
-    0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
+    """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean
+    is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
     scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)] * 2
     before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
     got, half = metrics.against(before, after, 0.15, "x/"), 1.96 * math.sqrt(1.864 / 90)
@@ -1158,14 +1158,52 @@ def assert_stops(ended, *words):
     assert all(word in ended.err.split("error: ")[1].splitlines()[0] for word in words), ended.err[-2000:]
 
 
-def test_a_rollout_of_which_nothing_ended_stops_the_run(small, tmp_path):
-    words = ["iteration 1", "no response ended within 1 token", "--max-new-tokens"]
-    assert_stops(run(small, tmp_path, **SHORT, max_new_tokens=1), *words)
+@pytest.fixture
+def cut(small, tmp_path, monkeypatch):
+    """(the rollouts of which responses end, more options) -> a run in this process."""
+    sample = ppo.sample_responses
+    for name in ("plot_metrics", "plot_frontier", "plot_categories"):
+        monkeypatch.setattr(metrics, name, lambda *_: None)
+
+    def go(whole, **options):
+        rollouts = iter(range(1, 99))
+
+        def sample_cut(policy, tokenizer, prompts, n, *rest):
+            pairs = sample(policy, tokenizer, prompts, n, *rest)
+            evaluates = n == 1
+            ended = evaluates or next(rollouts) in whole
+            return pairs if ended else [(p, r._replace(finished=False)) for p, r in pairs]
+
+        monkeypatch.setattr(ppo, "sample_responses", sample_cut)
+        ppo.main(ppo.Args(**options_of(small, tmp_path, **{**SHORT, "prompts_per_iteration": 4, **options})))
+
+    return go
+
+
+@pytest.mark.parametrize("iterations, last", [(2, 2), (9, 6)])
+def test_rollouts_of_which_nothing_ended_stop_a_run_after_five_in_a_row(cut, tmp_path, iterations, last):
+    words = f"iteration {last}: no response ended within 10 .*--max-new-tokens.* {min(5, last)} iteration.* row"
+    with pytest.raises(InputError, match=words):
+        cut([1] if iterations > 5 else [], iterations=iterations)
     assert not (tmp_path / "model").exists()
 
 
-def test_an_error_of_the_loop_has_a_line_of_its_own(small, tmp_path):
-    assert_error(run(small, tmp_path, **SHORT, max_new_tokens=1), "no response ended")
+def test_a_rollout_of_which_nothing_ended_is_skipped_and_counted(cut, tmp_path):
+    cut([1, 6, 8], iterations=8)
+    assert [row["iteration"] for row in metrics_rows(tmp_path)] == [1, 6, 8]
+    rows = metrics_rows(tmp_path, "iterations/skipped")
+    skipped = [(row["iteration"], row["iterations/skipped"]) for row in rows]
+    assert skipped == [(2, 1), (3, 2), (4, 3), (5, 4), (7, 1)]
+    assert column(tmp_path, "step") == [0, 2, 2, 2, 2, 2, 4, 4, 6, 6]
+
+
+def test_a_reward_that_needs_no_end_is_learnt_from_responses_without_one(small, cut, tmp_path):
+    cut([], missing_eos_penalty=0.0)
+    assert column(tmp_path, "rollout/finished") == [0.0] * 2 and not column(tmp_path, "iterations/skipped")
+    for row in metrics_rows(tmp_path, "reward/normalised")[:1]:
+        assert row["reward/normalised"] == pytest.approx(0, abs=1e-5)  # nothing is taken off
+    start = weights(small.folder / "sft")
+    assert all(not torch.equal(x, start[name]) for name, x in weights(tmp_path).items())
 
 
 @pytest.fixture(scope="module")

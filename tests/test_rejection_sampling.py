@@ -86,8 +86,9 @@ def test_unfinished_and_empty_responses_are_never_selected():
     bad = [row(A, "ant", 9.0, finished=False), row(A, "", 9.0), row(A, " ", 9.0)]
     pool = [*bad, row(A, "cat", -1.0), row(B, "dog", 9.0, finished=False)]
     assert texts(chosen(pool)) == ["cat"] == texts(chosen(pool, threshold=-5.0))
-    with pytest.raises(InputError, match="iteration 1: no response ended within --max-new-tokens 8"):
-        chosen(bad)
+    assert chosen(bad) == [] == chosen(bad, threshold=0.0)
+    why = rs.why_none(bad, (A, B), 1, None, make_args())
+    assert why == "iteration 1: no response ended within --max-new-tokens 8"
 
 
 def test_of_equal_responses_to_a_prompt_one_counts():
@@ -118,12 +119,11 @@ def test_a_threshold_keeps_all_that_reach_it():
     assert len(chosen(pool, threshold=-1.0)) == 5 and texts(chosen(pool, threshold=0.7)) == ["dog"]
 
 
-def test_a_threshold_that_nothing_reaches_is_an_error_with_best_and_median():
+def test_of_a_threshold_that_nothing_reaches_best_and_median_are_told():
     pool = [row(A, "ant", 1.5), row(A, "cat", 0.25), row(A, "dog", -2.0), row(A, "eel", 9, finished=False)]
-    with pytest.raises(InputError) as error:
-        chosen(pool, threshold=2.0, iteration=1)
-    for words in ("iteration 1", "--threshold 2:", "of 3", "best has 1.5", "median 0.25", "the pool is kept"):
-        assert words in str(error.value)
+    assert chosen(pool, threshold=2.0) == []
+    why = rs.why_none(pool, (A, B), 1, 2.0, make_args())
+    assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
 
 
 def test_a_row_of_a_prompt_that_is_not_in_the_set_is_never_selected():
@@ -905,19 +905,26 @@ def test_a_scorer_that_fails_is_one_line_and_the_pool_is_kept(small, whole, tmp_
         assert kept == [r["response"] for r in pool] and (tmp_path / "model").exists()
 
 
-def test_a_threshold_out_of_reach_is_one_line_and_a_lower_one_goes_on(small, whole, tmp_path):
+def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whole, tmp_path):
     best = max(r["score"] for r in best_of(pool_of(whole.folder, 1)))
-    ended = run(small, tmp_path, threshold=(0, 99))
-    assert_error(ended, "iteration 1", "--threshold 99", f"best has {best:.3g}", "median", "the pool is kept")
-    assert pool_of(tmp_path) == pool_of(whole.folder, 1) and not rows_of(tmp_path, "loss/nll")
-    ended = succeeds(run(small, tmp_path, "--resume", threshold=(0, 1)))
-    assert "resuming with another threshold" in ended.out
-    assert pool_of(tmp_path, 1) == pool_of(whole.folder, 1) and (tmp_path / "model").exists()
+    ended = run(small, tmp_path, threshold=(98, 99))
+    assert_error(ended, "iteration 2: no response reaches --threshold 98", "2 iteration(s) in a row")
+    assert "iteration 1: no response reaches --threshold 98: of " in ended.out
+    assert f" the best has {best:.3g}, the median " in ended.out
+    assert pool_of(tmp_path, 1) == pool_of(whole.folder, 1) and not rows_of(tmp_path, "loss/nll")
+    (row,) = rows_of(tmp_path, "iterations/skipped")
+    assert (row["iteration"], row["iterations/skipped"], row["pool/selected"]) == (1, 1, 0)
+    folders = small.folder / "sft/model", tmp_path / "versions/1"
+    first, skipped = (load_file(folder / "model.safetensors") for folder in folders)
+    assert all(torch.equal(x, skipped[name]) for name, x in first.items())
+    ended = succeeds(run(small, tmp_path, "--resume", threshold=(0, 99)))
+    assert "resuming with another threshold" in ended.out and "reaches --threshold 99" in ended.out
+    assert {r["iteration"] for r in rows_of(tmp_path, "loss/nll")} == {2} and (tmp_path / "model").exists()
 
 
-def test_if_no_response_ended_this_is_one_line_and_the_pool_is_kept(small, tmp_path):
-    ended = run(small, tmp_path, max_new_tokens=1)  # one that ended at once has no words
-    assert_error(ended, "iteration 1: no response ended within --max-new-tokens 1", "the pool is kept")
+def test_if_no_response_ended_this_is_one_line(small, tmp_path):
+    ended = run(small, tmp_path, max_new_tokens=1, iterations=1)  # one that ended at once has no words
+    assert_error(ended, "iteration 1: no response ended within --max-new-tokens 1")
     assert len(pool_of(tmp_path)) == 48 and not (tmp_path / "versions" / "1").exists()
 
 
