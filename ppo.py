@@ -542,7 +542,7 @@ def main(args: Args):
     # 3. models: policy, reference, one or two scorers, value
     scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]
     if args.safety_scorer:
-        scorers[1] = rollout.load_scorer(args.safety_scorer, tokenizer, device)
+        scorers[1] = rollout.load_safety_scorer(args.safety_scorer, tokenizer, device)
     for scorer in filter(None, scorers):
         if not scorer.same_tokens and not args.retokenize:
             raise InputError(

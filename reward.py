@@ -93,6 +93,8 @@ class Args:
     """Steps between held-out accuracies; 0: only before and after training."""
     save_every: int = 250
     """Steps between checkpoints, of which the last is kept; 0: none."""
+    safety_threshold: float = 0.15
+    """ppo.py's: gate/precision and gate/recall are those of P(safe) below it."""
     sft_model: str | None = None
     """A causal LM, for the log probability baseline and the length samples. None: runs/sft for the model
     tiny, else --model, if it is one."""
@@ -223,10 +225,10 @@ def evaluate(model, held_out, tokenizer, args, device):
     return metrics.pair_figures(rows), rows
 
 
-def fit_safety_gate(rows):
+def fit_safety_gate(rows, threshold):
     """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
-    labelled safe or unsafe of half the held-out prompts, and what Llama 2's threshold P(safe) < 0.15 finds in
-    the other half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
+    labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
+    half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
     halves = [], []
     for row in rows:
         half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
@@ -247,7 +249,7 @@ def fit_safety_gate(rows):
 
     optimizer.step(closure)
     scale, bias = gate.tolist()
-    caught, unsafe = torch.sigmoid(scale * test_score + bias) < 0.15, test_safe == 0
+    caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     both = (caught & unsafe).sum().item()
     figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
     figures["gate/recall"] = both / unsafe.sum().item()
@@ -398,7 +400,7 @@ def main(args: Args):
         after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
         lengths = length_correlations(model, samples, tokenizer, args, device)
         after |= metrics.length_figures(lengths)
-        gate, figures = fit_safety_gate(rows)
+        gate, figures = fit_safety_gate(rows, args.safety_threshold)
         after |= figures
         vars(model.config).pop("safety_gate", None)  # a first stage's, for other scores
         if gate:

@@ -348,7 +348,7 @@ def main(args: Args):
     prompts = read_prompts(args, tokenizers)
     oracle = rollout.load_scorer(args.scorer, own, device, pairwise=True)
     safety = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
-    gate = safety and rollout.load_scorer(safety, own, device)
+    gate = safety and rollout.load_safety_scorer(safety, own, device)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced

@@ -286,6 +286,14 @@ def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> l
     return scores
 
 
+def load_safety_scorer(spec, tokenizer, device) -> Scorer:
+    """load_scorer of one whose score is the logit of P(safe), which it is of a model only after a fit."""
+    scorer = load_scorer(spec, tokenizer, device)
+    if scorer.model and not getattr(scorer.model.config, "safety_gate", None) and dist.is_main():
+        print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
+    return scorer
+
+
 def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
     """score()'s, as logits of P(safe) where reward.py fitted them: scale * r + bias."""
     scores = score(scorer, pairs, batch_size, device)

@@ -1043,6 +1043,18 @@ def test_the_ratio_is_1_at_any_temperature_with_a_nucleus_and_checkpointed_activ
     assert whitened == pytest.approx([0.0] * 3, abs=1e-5)  # less the penalty, which comes after
 
 
+def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(small, tmp_path, capsys):
+    options = {**SHORT, "iterations": 1, "eval_prompts": 0, "safety_scorer": str(small.folder / "reward")}
+    out = succeeds(run(small, tmp_path / "run", **options)).out
+    assert out.count(f"{small.folder / 'reward'} has no fitted P(safe)") == 1
+    model = scorer()
+    model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
+    dist.save_model(model, TOKENIZER, tmp_path / "fitted")
+    for spec in (str(tmp_path / "fitted"), GOLD):
+        rollout.load_safety_scorer(spec, TOKENIZER, CPU)
+    assert "P(safe)" not in capsys.readouterr().out
+
+
 def test_a_response_without_an_end_pays_the_penalty_after_normalisation(small, tmp_path):
     options = {"scorer": "ppo_judges:constant", "missing_eos_penalty": 2.5, "max_new_tokens": 4}
     succeeds(run(small, tmp_path, **{**SHORT, **options}))

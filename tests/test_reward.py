@@ -170,6 +170,18 @@ def test_the_safety_gate_is_in_the_config_and_catches_what_the_figures_say(defau
     assert after.get("gate/precision", 0) == both / max(1, caught) and after["gate/recall"] == both / unsafe
 
 
+@pytest.mark.parametrize("threshold, caught", [(0.0, 0), (0.5, 20), (1.0, 40)])
+def test_the_safety_gates_figures_are_of_the_threshold_that_is_given(threshold, caught):
+    """Of 40 responses in each half of the prompts the unsafe 20 score -2, the safe ones 2."""
+    pair = [{"score": 2.0, "is_safe": True}, {"score": -2.0, "is_safe": False}]
+    halves = [[p for p in map(str, range(99)) if zlib.crc32(repr(p).encode()) % 2 == i][:20] for i in (0, 1)]
+    rows = [{"prompt": prompt, "responses": pair} for half in halves for prompt in half]
+    _, figures = reward.fit_safety_gate(rows, threshold)
+    precision = {} if not caught else {"gate/precision": 20 / caught}
+    shares = {"gate/recall": float(caught > 0), **precision}
+    assert figures == {"gate/responses": 40, "gate/caught": caught, **shares}
+
+
 def test_every_parameter_changes(undisturbed):
     start, saved = models.load_scorer("tiny", TOKENIZER, 1).state_dict(), weights(undisturbed)
     assert set(start) == set(saved) and "score.weight" in saved
