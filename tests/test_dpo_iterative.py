@@ -429,7 +429,9 @@ def test_another_model_as_reference_is_counted_from(small, tmp_path):
 
 
 def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
-    for rows in trained(whole.folder).values():
+    iterations = trained(whole.folder)
+    assert {*iterations} == {1, 2}
+    for rows in iterations.values():
         rates, n = [r["optim/lr"] for r in rows], len(rows)  # 3 % of a few steps: the first one is warm-up
         want = [5e-4, *(1e-3 * (1 + math.cos(math.pi * (place - 1) / (n - 1))) / 2 for place in range(1, n))]
         assert rates == pytest.approx(want)

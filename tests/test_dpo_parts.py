@@ -198,8 +198,8 @@ def test_of_ties_in_a_ranking_one_stands_for_all(tmp_path):
 def test_a_pair_stays_as_it_is_with_its_soft_label(tmp_path):
     rows = [{"prompt": f"copy {word}", "chosen": "ant", "rejected": "cat"} for word in ("owl", "pig", "dog")]
     rows[1]["preference"], rows[2]["preference"] = 0.2, 0.5
-    for c in comparisons(tmp_path, [*rows, ranking(1, 2)]):
-        assert dpo.two_of(c) is c
+    given = comparisons(tmp_path, [*rows, ranking(1, 2)])
+    assert len(given) == 4 and all(dpo.two_of(c) is c for c in given)
 
 
 def pair_of(prompt_ids, chosen, rejected, preference=None, reference=None, **about):

@@ -709,7 +709,9 @@ def test_the_reference_is_the_first_policy_and_warm_up_lasts_whole_iterations(un
 
 def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
     # 4 optimiser steps an iteration, each with 3 of the texts, whose tokens but the first are learnt
-    for row in metrics_rows(undisturbed.folder)[1:]:
+    rows = metrics_rows(undisturbed.folder)[1:]
+    assert len(rows) == ITERATIONS - 1
+    for row in rows:
         responses = 2 * row["rollout/length"] * 16  # 16 responses, twice
         assert 3 * 4 * 2 <= row["ptx/tokens_ratio"] * responses <= 3 * 4 * 63
         assert row["ptx/tokens_ratio"] * responses == pytest.approx(
@@ -798,12 +800,14 @@ def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturb
 def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
     ours = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "model")
     first = AutoModelForCausalLM.from_pretrained(small.folder / "sft" / "model")
-    for row in read_jsonl(undisturbed.folder / "samples.jsonl"):
-        if (row["set"], row["when"]) == ("held-out", "after"):
-            p, r = prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])
-            d = rollout.document(p, r)
-            n = [nll_of(model, [d], lambda x: x.sum()).item() for model in (ours, first)]
-            assert row["kl"] == pytest.approx(n[1] - n[0], abs=1e-3)
+    rows = read_jsonl(undisturbed.folder / "samples.jsonl")
+    rows = [row for row in rows if (row["set"], row["when"]) == ("held-out", "after")]
+    assert len(rows) == 6
+    for row in rows:
+        p, r = prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])
+        d = rollout.document(p, r)
+        n = [nll_of(model, [d], lambda x: x.sum()).item() for model in (ours, first)]
+        assert row["kl"] == pytest.approx(n[1] - n[0], abs=1e-3)
 
 
 def test_every_parameter_of_the_policy_changes(small, undisturbed):
