@@ -89,6 +89,14 @@ def tool(module, out, flags) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
+def last_line(command):
+    """The JSON that a program prints last; where it fails, we end with its error."""
+    out = subprocess.run(command, capture_output=True, text=True)
+    if out.returncode:
+        sys.exit(out.stderr[-2000:])
+    return json.loads(out.stdout.strip().splitlines()[-1])
+
+
 def take_turns(file, names, against, flags, args):
     """Run each of `names` (--only) --repeats times, one after the other, those that begin with trl by
     --trl-python, and print the ratios of `against` {name: its base}, taken turn by turn."""
@@ -98,10 +106,7 @@ def take_turns(file, names, against, flags, args):
             command = [args.trl_python if name.startswith("trl") else sys.executable, file, "--only", name]
             for flag in flags:
                 command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
-            out = subprocess.run(command, capture_output=True, text=True)
-            if out.returncode:
-                sys.exit(out.stderr[-2000:])
-            figures[name].append(json.loads(out.stdout.strip().splitlines()[-1]))
+            figures[name].append(last_line(command))
             speed, peak = figures[name][-1].values()
             print(f"{name:12} {speed:8.2f} a second, peak {peak:.2f} GB", flush=True)
     for name, base in against.items():
