@@ -120,8 +120,9 @@ class Args:
     """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in versions/ and model/."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/ (versions/ have float32). None: the dtype of the model that training starts
+    from."""
     seed: int = 0
     """Of the prompts' order, the samples and the data order."""
     resume: bool = False
@@ -370,7 +371,7 @@ def train(model, pairs, tokenizer, iteration, log, first_step, args, device):
     bar.close()
     optimizer.zero_grad(set_to_none=True)  # what follows needs no gradients
     path = f"{args.output_dir}/versions/{iteration}"
-    dist.save_model(model, tokenizer, path, getattr(torch, args.save_dtype))
+    dist.save_model(model, tokenizer, path)
     return first_step + n_steps
 
 
@@ -520,6 +521,7 @@ def main(args: Args):
     pool.write(pool_file, responses)
     log, step = pool.resume_log(args, studies, made, "loss/dpo")
     checkpoint, last = f"{args.output_dir}/checkpoint", max(1, args.iterations)
+    dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 5. loop
     for version in range(last + 1):
@@ -528,6 +530,8 @@ def main(args: Args):
         if version not in studies:
             if model is None:
                 model = pool.load(latest, tokenizer, args, device, args.gradient_checkpointing)
+            if version == last:
+                dist.round_weights(model, dtype)  # as model/ has them
             before = studies[0]["samples"] if version else []
             about = (tokenizer, held_out, judged, scorer, fixed_reference, args, device)
             found = studies[version] = study(model, version, before, *about)
@@ -578,12 +582,10 @@ def main(args: Args):
             model = None
             model = pool.load(start, tokenizer, args, device, args.gradient_checkpointing)
         step = train(model, learnt, tokenizer, iteration, log, step, args, device)
-        if args.save_dtype != "float32":  # go on from what is in versions/, as a resumed run does
-            model = None
 
     # 6. save
     if dist.is_main():
-        pool.save_last(args, last)
+        pool.save_last(args, last, dtype)
         rows = [{"version": v, **row} for v, found in studies.items() for row in found["samples"]]
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
         panels = {"reward": ["eval/score", "gold/score", "pool/best", "pool/worst"]}
@@ -600,7 +602,9 @@ def main(args: Args):
         table = metrics.regressions(same[0], same[last]) if 0 in same else []
         numbers = {"steps": step, "pool": len(responses), "versions": after, "categories": table}
         write_json(f"{args.output_dir}/summary.json", numbers)  # last
-        print(f"wrote {args.output_dir}/model")
+        if 0 in same:
+            metrics.say_if_worse(after["0"], after[str(last)])
+        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
 
 
 def write_pairs(pairs, iteration, args):
@@ -658,7 +662,6 @@ RECIPES = {
             max_length=4096,  # not said
             eval_prompts=500,  # ours
             gradient_checkpointing=True,
-            save_dtype="bfloat16",
         ),
     ),
     "zephyr": (
@@ -678,7 +681,6 @@ RECIPES = {
             max_length=1024,
             eval_prompts=0,  # ours: the sampler refuses Mistral's window of attention
             gradient_checkpointing=True,
-            save_dtype="bfloat16",
         ),
     ),
 }

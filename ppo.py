@@ -163,8 +163,8 @@ class Args:
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
     offload: bool = False
     """Keep the reference and the scorers in the CPU's memory while they are not used."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in model/."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/. None: the dtype of the model that training starts from."""
     seed: int = 0
     """Of the prompts' order, the samples and the minibatches."""
     resume: bool = False
@@ -719,6 +719,8 @@ def main(args: Args):
     bar.close()
 
     # 6. save
+    dtype = models.export_dtype(args.model, args.save_dtype)
+    dist.round_weights(policy, dtype)  # held-out figures are of what is exported
     after, rows = evaluate(*judged)
     rows = [{"when": "after", "set": "held-out", **row} for row in rows]
     _, known = answers(policy, tokenizer, forget, args.forget_dataset, scorers, args, device)
@@ -727,7 +729,7 @@ def main(args: Args):
         both_rows = [[row for row in some if row["set"] == name] for some in (rows_before, rows)]
         after |= metrics.against(*both_rows, args.tie_margin, f"{name}/") if both_rows[0] else {}
     log.log(now["value_steps"], now["iteration"], **after)
-    dist.save_model(policy, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    dist.save_model(policy, tokenizer, f"{args.output_dir}/model", dtype)
     if dist.is_main():
         metrics.write_jsonl(samples, rows_before + rows)
         for key, x in after.items():
@@ -745,12 +747,13 @@ def main(args: Args):
         metrics.plot_categories(args.output_dir, dict(zip(("before", "after"), both_rows)))
         figures = {"before": now["before"], "after": after, "categories": table}
         write_json(f"{args.output_dir}/summary.json", {"iterations": now["iteration"], **figures})  # last
-        print(f"wrote {args.output_dir}/model")
+        metrics.say_if_worse(now["before"], after)
+        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
 
 
 LARGE = dict(  # what no paper says, for 7B: lengths and memory
     missing_eos_penalty=0.0, max_new_tokens=1024, slots=16, micro_batch_size=1, score_batch_size=8,
-    eval_prompts=256, gradient_checkpointing=True, save_dtype="bfloat16",
+    eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
     "tiny": (

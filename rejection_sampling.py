@@ -123,8 +123,9 @@ class Args:
     """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in versions/ and model/."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/ (versions/ have float32). None: the dtype of the model that training starts
+    from."""
     seed: int = 0
     """Of the prompts' order, the samples and the data order."""
     resume: bool = False
@@ -294,7 +295,7 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
             dist.save_checkpoint(checkpoint, first_step + done + 1, {"policy": (model, optimizer)}, state)
     bar.close()
     path = f"{args.output_dir}/versions/{iteration}"
-    dist.save_model(model, tokenizer, path, getattr(torch, args.save_dtype))
+    dist.save_model(model, tokenizer, path)
     return first_step + len(plan)
 
 
@@ -443,7 +444,7 @@ def main(args: Args):
     versions.mkdir(parents=True, exist_ok=True)
     pool.write(pool_file, responses)
     first = min(studies) if studies else max((row["iteration"] for row in responses), default=0)
-    last = first + args.iterations
+    last, dtype = first + args.iterations, models.export_dtype(learns, args.save_dtype)
     (log, step), teacher = pool.resume_log(args, studies, made, "loss/nll"), None
 
     # 5. loop
@@ -452,6 +453,8 @@ def main(args: Args):
         latest, model = str(versions / str(version)) if version > first else args.student or policy, None
         if version not in studies:
             model = pool.load(latest, learner, args, device)
+            if version == last:
+                dist.round_weights(model, dtype)  # as model/ has them
             found = study(model, learner, learner_held_out, learner_scorer, version, args, device)
             studies[version] = found
             log.log(step, version, **figures(studies, version))
@@ -509,7 +512,7 @@ def main(args: Args):
 
     # 6. save
     if dist.is_main():
-        pool.save_last(args, last)
+        pool.save_last(args, last, dtype)
         rows = [{"version": v, **row} for v, found in studies.items() for row in found["samples"]]
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
         curves = [
@@ -531,7 +534,9 @@ def main(args: Args):
         numbers = {"steps": step, "pool": len(responses), "kl_bound": bound, "versions": after}
         numbers["categories"] = metrics.regressions(same[last - 1], same[last]) if last - 1 in same else []
         write_json(f"{args.output_dir}/summary.json", numbers)  # last
-        print(f"wrote {args.output_dir}/model")
+        if first in same:
+            metrics.say_if_worse(after[str(first)], after[str(last)])
+        models.report_export(f"{args.output_dir}/model", learns, args.seed)
 
 
 RECIPES = {

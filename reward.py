@@ -111,8 +111,8 @@ class Args:
     """A run of advantage_model.py or of this script to draw beside this one, if it is there."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in model/."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/. None: the dtype of the model that training starts from."""
     seed: int = 0
     """Of the data order, the samples and a new head."""
     resume: bool = False
@@ -394,6 +394,8 @@ def main(args: Args):
     bar.close()
 
     # 6. save
+    dtype = models.export_dtype(args.model, args.save_dtype)
+    dist.round_weights(model, dtype)  # held-out figures are of what is exported
     after, rows = evaluate(model, held_out, tokenizer, args, device)
     lengths = []
     if args.kind == "bradley_terry":
@@ -412,7 +414,7 @@ def main(args: Args):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
     after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread
     log.log(step, (step - 1) // steps_per_epoch, **after)
-    dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    dist.save_model(model, tokenizer, f"{args.output_dir}/model", dtype)
     if dist.is_main():
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
         for key, value in {**before, **after}.items():
@@ -426,11 +428,12 @@ def main(args: Args):
         metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
         figures = {"before": before, "after": after, "data": table}
         write_json(f"{args.output_dir}/summary.json", {"steps": step, **figures})  # last
-        print(f"wrote {args.output_dir}/model")
+        metrics.say_if_worse(before, after)
+        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
 
 
 LARGE = dict(  # what no paper says, for 7B: memory
-    micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True, save_dtype="bfloat16"
+    micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True
 )
 RECIPES = {
     "tiny": (

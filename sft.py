@@ -75,8 +75,8 @@ class Args:
     """Responses that decode together on one rank; memory for keys and values grows with it."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights in model/."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/. None: the dtype of the model that training starts from."""
     seed: int = 0
     """Of the data order, the samples and, for tiny, the first weights."""
     resume: bool = False
@@ -229,11 +229,13 @@ def main(args: Args):
     bar.close()
 
     # 6. save
+    dtype = models.export_dtype(args.model, args.save_dtype)
+    dist.round_weights(model, dtype)  # held-out figures are of what is exported
     after, samples = evaluate(model, tokenizer, held_out, args, device)
     if not math.isfinite(after.get("eval/nll", 0.0)):
         raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
     log.log(step, (step - 1) // steps_per_epoch, **after)
-    dist.save_model(model, tokenizer, f"{args.output_dir}/model", getattr(torch, args.save_dtype))
+    dist.save_model(model, tokenizer, f"{args.output_dir}/model", dtype)
     if dist.is_main():
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", samples)
         for row in samples[:5]:
@@ -245,7 +247,8 @@ def main(args: Args):
         metrics.plot_metrics(args.output_dir, panels)
         sizes = {"steps": step, "documents": len(train), "blocks": len(blocks)}
         write_json(f"{args.output_dir}/summary.json", {**sizes, "before": before, "after": after})  # last
-        print(f"wrote {args.output_dir}/model")
+        metrics.say_if_worse(before, after)
+        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
 
 
 RECIPES = {
@@ -290,7 +293,6 @@ RECIPES = {
             max_new_tokens=512,
             slots=16,
             gradient_checkpointing=True,
-            save_dtype="bfloat16",
         ),
     ),
 }

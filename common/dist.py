@@ -426,6 +426,14 @@ def _set_generators(states):
         torch.cuda.set_rng_state(states["cuda"])
 
 
+@torch.no_grad()
+def round_weights(model, dtype: torch.dtype):
+    """Round the weights in place to what `save_model` writes in this dtype: what is evaluated after this is
+    what is exported."""
+    for weight in model.state_dict().values():
+        weight.copy_(weight.to(dtype))
+
+
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export with save_pretrained to `path`, whole or not at all (written beside it, then renamed). Every
     rank must call it."""

@@ -75,6 +75,14 @@ def progress(total: int, start: int, name: str):
     return tqdm(total=total, initial=start, desc=name, unit="step", disable=silent, dynamic_ncols=True)
 
 
+def say_if_worse(before: dict, after: dict):
+    """One line for each held-out figure that ended worse than it began."""
+    for key, better in (("eval/nll", -1), ("pairs/loss", -1), ("eval/score", 1)):
+        if key in before and key in after and better * (after[key] - before[key]) < 0:
+            change = f"{before[key]:.8g} -> {after[key]:.8g}"
+            print(f"held-out {key} ended worse than it began: {change}; try a lower --lr or fewer steps")
+
+
 def print_table(rows: list[dict]):
     """Rows of the same keys as a table, on rank 0."""
     if not rows or not dist.is_main():

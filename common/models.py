@@ -5,6 +5,7 @@ A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a fold
 or a name on the hub.
 """
 
+import functools
 import re
 import sys
 import types
@@ -399,6 +400,52 @@ def check_shared_prompt(model, max_length=None):
     too_narrow = window and (max_length is None or window < max_length)
     if too_narrow or not (shared - alone).abs().max() < close * (1 + alone.abs().max()):
         raise InputError(f"{config.model_type}: responses cannot share a prompt, use --no-share-prompt")
+
+
+# -- the export ------------------------------------------------------------------------------------
+def export_dtype(start, save_dtype: str | None) -> torch.dtype:
+    """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
+    if save_dtype:
+        return getattr(torch, save_dtype)
+    dtype = None if start == "tiny" else _read_config(start).dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def report_export(folder, start, seed):
+    """Print where the model is, its dtype, and the share of its weights that differ from those of `start`,
+    which training began from (seed: as load_policy's). Call it on rank 0."""
+    begun, written = _weights_in_files(start, seed), _weights_in_files(folder, seed)
+    n_changed = n_weights = 0
+    for name, read in written.items():
+        name = name if name in begun else name.partition(".")[2]  # some files have no prefix of the body
+        if name in begun:
+            before, after = torch.atleast_1d(begun[name](), read())
+            before, after = before[: len(after)], after[: len(before)]  # new tokens may have added rows
+            n_changed += (before.to(after.dtype) != after).sum().item()
+            n_weights += after.numel()
+    dtype = str(_read_config(folder).dtype).removeprefix("torch.")
+    line = f"wrote {folder} ({dtype})"
+    if n_weights:
+        line += f": {100 * n_changed / n_weights:.3g} % of the weights differ from {start}'s"
+        if n_changed < n_weights / 2 and dtype != "float32":
+            line += "; rounding may have undone the other updates: --save-dtype float32 keeps them"
+    print(line)
+
+
+def _weights_in_files(name, seed):
+    """{name of a weight: a function that reads it}; {} of a model that has no safetensors files here."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    if name == "tiny":
+        weights = tiny.model(seed).state_dict()
+        return {key: functools.partial(weights.get, key) for key in weights}
+    try:
+        config = cached_file(find_model(str(name)), "config.json", local_files_only=True)
+    except (OSError, InputError):
+        return {}
+    files = [safe_open(path, "pt") for path in sorted(Path(config).parent.glob("*.safetensors"))]
+    return {key: functools.partial(file.get_tensor, key) for file in files for key in file.keys()}
 
 
 # -- log probabilities -----------------------------------------------------------------------------

@@ -12,8 +12,12 @@ are appended chunk by chunk, as they are sampled:
 import collections
 import gc
 import json
+import os
 import shutil
 from pathlib import Path
+
+import torch
+import transformers
 
 from common import data, dist, metrics, models, rollout
 from common.run import InputError
@@ -163,10 +167,19 @@ def comparable(studies, version) -> dict:
     return {v: found["samples"] for v, found in studies.items() if found.get("scorer") == scorer}
 
 
-def save_last(args, version):
-    """model/ becomes a copy of versions/VERSION, whole or not at all; on rank 0."""
+def save_last(args, version, dtype):
+    """model/ becomes versions/VERSION in `dtype`, whole or not at all; on rank 0. In float32, which versions
+    have, its files are hard links where the disk has such."""
     final, temporary = Path(args.output_dir, "model"), Path(args.output_dir, "model.tmp")
+    source = Path(args.output_dir, "versions", str(version))
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(Path(args.output_dir, "versions", str(version)), temporary)
+    if dtype == torch.float32:
+        try:
+            shutil.copytree(source, temporary, copy_function=os.link)
+        except OSError:
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+    else:
+        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
+        transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(temporary)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)

@@ -434,7 +434,11 @@ def uneven(folder):
 def saved(folder):
     model = descend()
     dist.save_model(model, TOKENIZER, folder / "saved by two")
-    return same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
+    equal = same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
+    dist.save_model(model, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
+    dist.round_weights(model, torch.bfloat16)
+    rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
+    return equal and same(rounded, state(model))
 
 
 def sharding(folder):

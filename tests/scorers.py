@@ -10,7 +10,13 @@ import processes
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from common import data, dist, models, preferences, rollout, tiny
 from common.metrics import read_jsonl
@@ -248,6 +254,30 @@ def make_scorer(folder, seed=0):
 
 
 # -- runs of versions: rejection sampling's and iterative DPO's ------------------------------
+def in_bfloat16(source, folder):
+    """A copy of a causal LM."""
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def assert_only_the_last_version_is_rounded(script, args, monkeypatch):
+    """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
+    rounded, study, folder = [], script.study, Path(args.output_dir)
+
+    def noted_study(model, *rest):
+        rounded.append(all(torch.equal(p, p.bfloat16().float()) for p in model.parameters()))
+        return study(model, *rest)
+
+    monkeypatch.setattr(script, "study", noted_study)
+    script.main(args)
+    assert rounded == [True, False, True]  # the source, what version 2 starts from, what is exported
+    files = [folder / name / "model.safetensors" for name in ("versions/1", "versions/2", "model")]
+    one, two, final = map(load_file, files)
+    assert {weight.dtype for weight in [*one.values(), *two.values()]} == {torch.float32}
+    assert all(torch.equal(final[name], two[name].bfloat16()) for name in two) and set(final) == set(two)
+
+
 VERSIONS_CLOCK = {"time_s", "perf/sample_s", "perf/score_s", "perf/tokens_per_s", "perf/pairs_per_s"}
 
 

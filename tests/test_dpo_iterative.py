@@ -22,9 +22,11 @@ from scorers import (
     A,
     Plain,
     assert_error,
+    assert_only_the_last_version_is_rounded,
     assert_same_versions,
     column,
     contents,
+    in_bfloat16,
     make_scorer,
     named,
     question,
@@ -435,6 +437,15 @@ def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
         rates, n = [r["optim/lr"] for r in rows], len(rows)  # 3 % of a few steps: the first one is warm-up
         want = [5e-4, *(1e-3 * (1 + math.cos(math.pi * (place - 1) / (n - 1))) / 2 for place in range(1, n))]
         assert rates == pytest.approx(want)
+
+
+def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_exported(
+    small, tmp_path, monkeypatch
+):
+    source = in_bfloat16(models.find_model(small.options["model"]), tmp_path / "source")
+    options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
+    without_plots(monkeypatch)
+    assert_only_the_last_version_is_rounded(dpo, dpo.Args(**options), monkeypatch)
 
 
 # -- who answers -------------------------------------------------------------------------

@@ -31,6 +31,21 @@ def pair(difference, **more):
     return row(difference, 0.0, **more)
 
 
+@pytest.mark.parametrize(
+    "before, after, words",
+    [
+        ({"eval/nll": 3.02, "x": 1}, {"eval/nll": 9.13, "x": 0}, "eval/nll ended worse than it began: 3.02 -> 9.13;"),
+        ({"eval/score": 0.5}, {"eval/score": 0.25}, "eval/score ended worse than it began: 0.5 -> 0.25;"),
+        ({"eval/nll": 3, "eval/score": 0}, {"eval/nll": 3, "eval/score": 1}, ""),
+        ({}, {"eval/nll": 1}, ""),
+    ],
+)
+def test_a_held_out_figure_that_ended_worse_is_said_with_both_numbers(before, after, words, capsys):
+    metrics.say_if_worse(before, after)
+    out = capsys.readouterr().out
+    assert words in out and out.count("\n") == bool(words)
+
+
 # -- pairs ---------------------------------------------------------------------------------------
 def test_pairs_are_better_minus_worse_without_ties_and_in_any_order():
     rows = [row(1.0, 5.0, 2.0, ranks=[1, 0, 1]), pair(-0.5)]

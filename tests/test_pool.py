@@ -2,12 +2,14 @@
 
 import json
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
-from scorers import CPU, A, B, C, prompt, row, scorer_that_notes, write_rows
+import torch
+from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import metrics, pool, rollout
+from common import dist, metrics, pool, rollout
 from common.metrics import read_jsonl
 from common.run import InputError
 
@@ -120,3 +122,23 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
         pool.score(held, rollout.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
     assert [(r["score"], r["scorer"]) for r in held] == [(None, None)] * 2
+
+
+# -- the last version --------------------------------------------------------------------
+@pytest.mark.parametrize("dtype, links", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
+def test_model_is_the_last_version_linked_or_as_an_export_in_its_dtype(tmp_path, monkeypatch, dtype, links):
+    def no_link(*_):
+        raise OSError("this disk has no hard links")
+
+    policy = pool.load("tiny", TOKENIZER, make_args(seed=0), CPU)
+    dist.save_model(policy, TOKENIZER, tmp_path / "versions" / "2")
+    dist.save_model(policy, TOKENIZER, tmp_path / "export", dtype)
+    if not links:
+        monkeypatch.setattr(os, "link", no_link)
+    pool.save_last(make_args(output_dir=str(tmp_path)), 2, dtype)
+    names = sorted(path.name for path in (tmp_path / "export").iterdir())
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
+    linked = (tmp_path / "model/model.safetensors").samefile(tmp_path / "versions/2/model.safetensors")
+    assert linked == (links and dtype == torch.float32)

@@ -21,8 +21,10 @@ from scorers import (
     C,
     Plain,
     assert_error,
+    assert_only_the_last_version_is_rounded,
     assert_same_versions,
     contents,
+    in_bfloat16,
     make_scorer,
     prompt,
     named,
@@ -340,6 +342,11 @@ def run(small, folder, *more, moment=None, plots=False, **options):
     return processes.script("rejection_sampling", *given, *more, moment=moment, cwd=small.folder, plots=plots)
 
 
+def without_plots(monkeypatch):
+    for name in ("plot_metrics", "plot_best_of_n"):
+        monkeypatch.setattr(metrics, name, lambda *_: None)
+
+
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -453,6 +460,15 @@ def test_the_saved_models_load_in_plain_transformers_and_differ(small, whole):
         A.turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     assert ids["input_ids"][0].tolist() == A.ids and model.generate(**ids, max_new_tokens=4).shape[0] == 1
+
+
+def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_exported(
+    small, tmp_path, monkeypatch
+):
+    source = in_bfloat16(models.find_model(small.options["model"]), tmp_path / "source")
+    options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
+    without_plots(monkeypatch)
+    assert_only_the_last_version_is_rounded(rs, rs.Args(**options), monkeypatch)
 
 
 def test_samples_and_curves_are_those_of_every_version(whole):
@@ -609,8 +625,7 @@ def captured(small, folder, monkeypatch, **options):
         return step + 1
 
     monkeypatch.setattr(rs, "fine_tune", fine_tune)
-    monkeypatch.setattr(metrics, "plot_metrics", lambda *_: None)
-    monkeypatch.setattr(metrics, "plot_best_of_n", lambda *_: None)
+    without_plots(monkeypatch)
     rs.main(rs.Args(**{**small.options, "output_dir": str(folder), **options}))
     return seen
 

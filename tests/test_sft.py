@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from processes import ROOT, flags
 from safetensors.torch import load_file
+from scorers import in_bfloat16
 from transformers import MistralConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sft
@@ -189,6 +190,13 @@ def held_out(small):
     return data.sft_documents(rows, TOKENIZER, 64, "test")
 
 
+def plain_held_out_nll(folder, small):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        sums, counts = zip(*(plain_nll(model, document) for document in held_out(small)))
+    return sum(sums).item() / sum(counts)
+
+
 def train_documents(small):
     return data.sft_documents(data.load_rows(small.options["dataset"], "sft"), TOKENIZER, 64, "train")
 
@@ -221,12 +229,8 @@ def test_every_parameter_changes(trained):
 
 
 def test_held_out_loss_is_that_of_plain_transformers_on_each_document_alone(trained, small):
-    model, total, count = AutoModelForCausalLM.from_pretrained(trained.model), 0.0, 0
-    for document in held_out(small):
-        nll, n = plain_nll(model, document)
-        total, count = total + nll.item(), count + n
     summary = json.loads((trained.folder / "summary.json").read_text())
-    assert summary["after"]["eval/nll"] == pytest.approx(total / count, abs=1e-5)
+    assert summary["after"]["eval/nll"] == pytest.approx(plain_held_out_nll(trained.model, small), abs=1e-5)
     assert summary["after"]["eval/nll"] < summary["before"]["eval/nll"] - 0.5
 
 
@@ -276,15 +280,30 @@ def test_a_run_and_its_model_folder_are_models_of_the_next_run(trained, small, t
     assert rows_of(tmp_path, "eval/nll")[0]["eval/nll"] == pytest.approx(after, abs=1e-6)
 
 
-def test_save_dtype_is_the_dtype_of_the_saved_weights_alone(trained, small, tmp_path):
-    options = {**vars(trained.args), "output_dir": str(tmp_path), "save_dtype": "bfloat16"}
-    sft.main(sft.Args(**options))
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert set(saved) == set(
-        load_file(trained.model / "model.safetensors")
-    )  # tied weights once, here as there
-    assert all(torch.equal(weight, trained.weights[name].bfloat16()) for name, weight in saved.items())
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+@pytest.mark.parametrize("save_dtype", [None, "float32"])
+def test_a_run_from_bfloat16_is_exported_so_and_its_held_out_loss_is_the_exports(
+    trained, small, tmp_path, capsys, save_dtype
+):
+    source, folder = in_bfloat16(trained.model, tmp_path / "source"), tmp_path / "run"
+    options = {**small.options, "model": str(source), "output_dir": str(folder), "lr": 2e-6}
+    sft.main(sft.Args(**options, save_dtype=save_dtype))
+    start, saved = (load_file(f / "model.safetensors") for f in (source, folder / "model"))
+    assert {weight.dtype for weight in saved.values()} == {getattr(torch, save_dtype or "bfloat16")}
+    after = json.loads((folder / "summary.json").read_text())["after"]["eval/nll"]
+    assert after == pytest.approx(plain_held_out_nll(folder / "model", small), abs=1e-6)
+    n_changed = sum((start[name].to(weight.dtype) != weight).sum() for name, weight in saved.items())
+    share, out = 100 * n_changed / sum(map(torch.numel, saved.values())), capsys.readouterr().out
+    assert f"{share:.3g} % of the weights differ from {source}'s" in out and 0 < share
+    assert ("--save-dtype float32 keeps them" in out) == (share < 50) == (save_dtype is None)
+
+
+def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tmp_path):
+    ended = run(small, tmp_path, model=trained.folder, lr=0.1, max_steps=3)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    before, after = (summary[when]["eval/nll"] for when in ("before", "after"))
+    line = f"held-out eval/nll ended worse than it began: {before:.8g} -> {after:.8g}"
+    assert after > before and ended.out.splitlines()[-2].startswith(line)
+    assert "worse" not in default.ended.out
 
 
 def test_without_packing_a_run_has_one_document_a_block(small, tmp_path):
