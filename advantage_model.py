@@ -377,6 +377,7 @@ def main(args: Args):
     answers = cached(args, key, lambda: from_policy(*ask))
     gc.collect()  # the policies, whose methods are bound to them: cycles
     before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
+    dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -431,7 +432,6 @@ def main(args: Args):
     bar.close()
 
     # 6. save
-    dtype = models.export_dtype(args.model, args.save_dtype)
     dist.round_weights(model, dtype)  # held-out figures are of what is exported
     after, rows = evaluate(model, held_out, tokenizer.pad_token_id, args, device)
     after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}

@@ -582,6 +582,7 @@ def main(args: Args):
 
     with dist.at_hand(device, args.offload, reference, *(scorer.model for scorer in scorers if scorer)):
         pass  # from here on they wait where --offload has them
+    dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 4. optimisers: one each, for their gradients differ in size
     options = {"betas": (0.9, 0.95), "eps": args.adam_eps, "weight_decay": args.weight_decay, "fused": True}
@@ -719,7 +720,6 @@ def main(args: Args):
     bar.close()
 
     # 6. save
-    dtype = models.export_dtype(args.model, args.save_dtype)
     dist.round_weights(policy, dtype)  # held-out figures are of what is exported
     after, rows = evaluate(*judged)
     rows = [{"when": "after", "set": "held-out", **row} for row in rows]

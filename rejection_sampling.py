@@ -585,7 +585,6 @@ RECIPES = {
             max_length=4096,
             save_every=200,
             gradient_checkpointing=True,
-            save_dtype="bfloat16",
         ),
     ),
     "rest": (

@@ -341,6 +341,7 @@ def main(args: Args):
     prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
     samples = [preferences.with_samples_only(c, found) for c, found in prompts if found]
     before = answers["before"]
+    dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -394,7 +395,6 @@ def main(args: Args):
     bar.close()
 
     # 6. save
-    dtype = models.export_dtype(args.model, args.save_dtype)
     dist.round_weights(model, dtype)  # held-out figures are of what is exported
     after, rows = evaluate(model, held_out, tokenizer, args, device)
     lengths = []

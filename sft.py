@@ -180,6 +180,7 @@ def main(args: Args):
         models.check_sampled(args.model, "--sample-prompts 0 trains without samples")
     asked = [args.sample_prompts, *(document.ids.tolist() for document in held_out)]
     start_run(args, "sft", state, held_out=asked)  # only now is an old run in output_dir replaced
+    dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 4. optimisers
     betas, decay = (0.9, 0.95), args.weight_decay
@@ -229,7 +230,6 @@ def main(args: Args):
     bar.close()
 
     # 6. save
-    dtype = models.export_dtype(args.model, args.save_dtype)
     dist.round_weights(model, dtype)  # held-out figures are of what is exported
     after, samples = evaluate(model, tokenizer, held_out, args, device)
     if not math.isfinite(after.get("eval/nll", 0.0)):

@@ -182,11 +182,11 @@ def assert_figures_are_those_of_the_samples(folder):
 
 # -- the same by plain transformers ------------------------------------------------------
 class Plain:
-    """A saved model in plain transformers: its outputs at the last token of a prompt, with or without a
-    response."""
+    """A saved model in plain transformers, in float32: its outputs at the last token of a prompt, with or
+    without a response."""
 
     def __init__(self, folder):
-        self.model = AutoModelForSequenceClassification.from_pretrained(folder)
+        self.model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def text(self, prompt, response=None):

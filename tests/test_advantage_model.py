@@ -296,7 +296,7 @@ def test_ratios_come_from_the_columns_and_are_clipped(small, tmp_path, monkeypat
             near = -math.log(len(TOKENIZER)) * (len(row[side].split()) + 1)
             row[f"{side}_behavior_logprobs"] = [near + (i % 5 - 2), near - (i % 3 - 1)]
     path = str(write_rows(tmp_path / "rows.jsonl", rows))
-    options = {"n_others": k, "n_policies": n, "ratio_clip": 0.8, "dataset": path}
+    options = {"n_others": k, "n_policies": n, "ratio_clip": 0.8, "dataset": path, "save_dtype": "bfloat16"}
     seen, model, clipped = spy_ratios(small, tmp_path / "run", monkeypatch, **options), tiny.model(), []
     assert len(seen) == 8
     for c in seen:

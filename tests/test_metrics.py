@@ -34,7 +34,7 @@ def pair(difference, **more):
 @pytest.mark.parametrize(
     "before, after, words",
     [
-        ({"eval/nll": 3.02, "x": 1}, {"eval/nll": 9.13, "x": 0}, "eval/nll ended worse than it began: 3.02 -> 9.13;"),
+        ({"eval/nll": 3.02}, {"eval/nll": 9.13}, "eval/nll ended worse than it began: 3.02 -> 9.13;"),
         ({"eval/score": 0.5}, {"eval/score": 0.25}, "eval/score ended worse than it began: 0.5 -> 0.25;"),
         ({"eval/nll": 3, "eval/score": 0}, {"eval/nll": 3, "eval/score": 1}, ""),
         ({}, {"eval/nll": 1}, ""),

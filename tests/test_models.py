@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -551,6 +552,36 @@ def test_another_kind_of_head_is_refused(tmp_path):
     BertForSequenceClassification(BertConfig(**SMALL_BERT, num_labels=1)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no linear head named score"):
         models.load_scorer(str(tmp_path), Words(V), 1)
+
+
+@pytest.mark.parametrize("has", ["float32", "bfloat16", "float16", "float64", None])
+def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_path):
+    source = saved(tmp_path, LlamaConfig(**SMALL, dtype=has))
+    want = getattr(torch, has if has in ("bfloat16", "float16") else "float32")
+    assert models.export_dtype(source, None) == want
+    assert models.export_dtype(source, "bfloat16") == torch.bfloat16
+    assert models.export_dtype("tiny", None) == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
+def test_the_share_of_weights_that_changed_is_counted_in_the_files(kind, tmp_path, capsys):
+    """Of two weights that change one was not there before; nor was a head, and some files have no prefix."""
+    model, start, end = small(kind), str(tmp_path / "start"), str(tmp_path / "end")
+    (model.transformer if kind == "gpt2" else model).save_pretrained(start)
+    n = sum(map(torch.numel, load_file(f"{start}/model.safetensors").values()))
+    model.resize_token_embeddings(V + 1, mean_resizing=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[[0, -1], 0] += 1
+    model.save_pretrained(end)
+    models.report_export(end, start, 0)
+    said = f"{100 / n:.3g} % of the weights differ from {start}'s"
+    assert capsys.readouterr().out == f"wrote {end} (float32): {said}\n"
+    model.bfloat16().save_pretrained(end)
+    models.report_export(end, start, 0)  # nothing else changes by a rounding that the start gets too
+    assert f"wrote {end} (bfloat16): {said}; rounding may have undone" in capsys.readouterr().out
+    Path(start, "model.safetensors").unlink()
+    models.report_export(end, start, 0)
+    assert capsys.readouterr().out == f"wrote {end} (bfloat16)\n"
 
 
 def test_is_causal_lm(tmp_path):

@@ -125,7 +125,9 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
 
 
 # -- the last version --------------------------------------------------------------------
-@pytest.mark.parametrize("dtype, links", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(
+    "dtype, links", [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_model_is_the_last_version_linked_or_as_an_export_in_its_dtype(tmp_path, monkeypatch, dtype, links):
     def no_link(*_):
         raise OSError("this disk has no hard links")

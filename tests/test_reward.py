@@ -70,7 +70,7 @@ def default(small, tmp_path_factory):
     sft = write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:80])
     some = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "sample_prompts": 0}
     succeeds(processes.sft(*flags(dataset=sft, **some), cwd=folder))
-    command = flags(**without(small.options, "model"), judge="gold_labeler:exact")
+    command = flags(**without(small.options, "model"), judge="gold_labeler:exact", save_dtype="bfloat16")
     ended = succeeds(processes.script("reward", *command, cwd=folder))
     return SimpleNamespace(folder=folder / "runs" / "reward", command=command, ended=ended, cwd=folder)
 
@@ -149,7 +149,8 @@ def test_the_saved_model_is_a_regression_with_one_label(default):
 def test_the_text_classification_pipeline_gives_the_score(default):
     sample = read_jsonl(default.folder / "samples.jsonl")[0]
     text = Plain(default.folder / "model").text(sample["prompt"], sample["responses"][0]["text"])
-    (got,) = pipeline("text-classification", model=str(default.folder / "model"), device="cpu")(text)
+    options = {"device": "cpu", "dtype": torch.float32}
+    (got,) = pipeline("text-classification", model=str(default.folder / "model"), **options)(text)
     assert got["label"] == "reward" and got["score"] == pytest.approx(
         sample["responses"][0]["score"], abs=1e-4
     )
