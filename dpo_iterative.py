@@ -563,7 +563,7 @@ def main(args: Args):
                 why = f"iteration {iteration}: no pair in {len(asked)} prompts: {dropped['same']} had one "
                 why += f"response only, {dropped['tied']} one score only, of {dropped['unfinished']} the "
                 why += "best did not end within --max-new-tokens"
-                in_a_row = sum(found["step"] == step for found in studies.values())  # versions without a step
+                in_a_row = sum(found["step"] == step for found in studies.values())  # since the last step
                 row |= skip(in_a_row, args.iterations, why)
             if dist.checkpoint_state(checkpoint).get("iteration") != iteration:
                 log.log(step, iteration, **row)

@@ -598,7 +598,7 @@ def main(args: Args):
         saved = dist.load_checkpoint(checkpoint, both)
     # best: the highest held-out reward, and how many evaluations ago
     now = {"iteration": 0, "value_steps": 0, "policy_steps": 0, "running": [0, 0.0, 0.0], "best": [-1e30, 0]}
-    now |= {"skipped": 0, "scorers": by}  # iterations in a row
+    now["skipped"], now["scorers"] = 0, by  # skipped: iterations in a row
     now |= saved or {}
     log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else 0)
 
@@ -630,8 +630,7 @@ def main(args: Args):
         if now["skipped"]:  # all would pay the penalty alike
             why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
             why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
-            figures = skip(now["skipped"], args.iterations, why)
-            log.log(now["value_steps"], iteration, **figures)
+            log.log(now["value_steps"], iteration, **skip(now["skipped"], args.iterations, why))
             bar.update()
             continue
         documents = [rollout.document(*pair) for pair in pairs]

@@ -494,7 +494,7 @@ def main(args: Args):
         if len(chosen) < len(thresholds):
             why = why_none(responses, prompts, iteration, thresholds[len(chosen)], args)
             if not chosen:  # the next version is this one
-                in_a_row = sum(found["step"] == step for found in studies.values())  # versions without a step
+                in_a_row = sum(found["step"] == step for found in studies.values())  # since the last step
                 row |= skip(in_a_row, args.iterations, why)
             elif dist.is_main():
                 print(why)

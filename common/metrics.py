@@ -330,9 +330,9 @@ def regressions(before: list[dict], after: list[dict]) -> list[dict]:
         inside = [i for i, row in enumerate(after) if name in (None, row["category"])]
         line = {"category": name or "all", "prompts": len(inside)}
         for column in ("score", "gold") if "gold" in after[0] else ("score",):
-            figures = paired_figures("", *([rows[i] for i in inside] for rows in (before, after)), column)
-            line[column] = interval(figures, "")
-            worse, better = figures.get("_high", 0) < 0, figures.get("_low", 0) > 0
+            figures = paired_figures(column, [before[i] for i in inside], [after[i] for i in inside], column)
+            line[column] = interval(figures, column)
+            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
             line[f"{column} is"] = "worse" if worse else "better" if better else ""
         table.append(line)
     return table

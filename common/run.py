@@ -289,7 +289,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     if resume and before.get("held_out", fingerprint) != fingerprint:
         raise InputError(
             f"--resume: {folder} began with another held-out set, on which before and after are compared "
-            f"({'; '.join(changed)}): give the same, or begin anew with --overwrite"
+            f"({'; '.join(changed) or 'its rows'}): give the same, or begin anew with --overwrite"
         )
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
