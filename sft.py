@@ -178,8 +178,8 @@ def main(args: Args):
         models.check_packing(model)
     if args.sample_prompts:
         models.check_sampled(args.model, "--sample-prompts 0 trains without samples")
-    asked = [args.sample_prompts, *(document.ids.tolist() for document in held_out)]
-    start_run(args, "sft", state, held_out=asked)  # only now is an old run in output_dir replaced
+    held_out_ids = [document.ids.tolist() for document in held_out]
+    start_run(args, "sft", state, held_out=held_out_ids)  # only now is an old run in output_dir replaced
     dtype = models.export_dtype(args.model, args.save_dtype)
 
     # 4. optimisers
