@@ -166,6 +166,8 @@ def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
     assert games[0, 1] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]
+    found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=str(folder), eval_prompts=2)
+    assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
 
 
 # -- win rate at equal length ----------------------------------------------------------------------
