@@ -196,7 +196,8 @@ def check(args):
     if args.value_warmup_steps > (args.iterations - 1) * steps:
         raise InputError(
             f"--value-warmup-steps {args.value_warmup_steps}: the policy would never move, for the last of "
-            f"--iterations {args.iterations} begins after {(args.iterations - 1) * steps} optimiser steps"
+            f"--iterations {args.iterations} begins after {(args.iterations - 1) * steps} optimiser steps: "
+            "lower the one, or raise the other"
         )
 
 

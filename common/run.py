@@ -98,7 +98,7 @@ def parse(recipes, argv=None):
     args = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
     if strange:
-        name, why = "base", f"{strange} is not of the tiny world; another recipe is the first word"
+        name, why = "base", f"{strange} is not of the tiny world; for another one, name it first"
         args = _parse_flags(recipes, name, argv)
     if "base" in recipes and dist.is_main():
         shown = "lr value_lr max_length max_new_tokens batch_size minibatch_size micro_batch_size epochs"

@@ -679,7 +679,7 @@ BAD = [
     ({"chat_template": "nothing.jinja"}, ["nothing.jinja", "no such file"]),
     ({"batch_size": 0}, ["--batch-size 0"]),
     ({"max_length": 256}, ["--max-length 256", "128 positions"]),
-    ({"lr_schedule": "linear"}, ["--lr-schedule", "linear"]),
+    ({"lr_schedule": "rising"}, ["--lr-schedule", "rising"]),
     ({"output_dir": "notes.txt/run"}, ["notes.txt"]),
     ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
     ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
