@@ -644,8 +644,8 @@ def main(args: Args):
         clock.append(time.time())
 
         # estimate_advantages
-        generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "minibatches", iteration))
-        orders = [torch.randperm(len(pairs), generator=generator) for _ in range(args.epochs)]
+        seeds = [dist.seed_of(args.seed, "minibatches", iteration, epoch) for epoch in range(args.epochs)]
+        orders = [torch.randperm(len(pairs), generator=torch.Generator().manual_seed(x)) for x in seeds]
         epochs = [[some.tolist() for some in order.split(args.minibatch_size)] for order in orders]
 
         # In the micro-batches of the first epoch, so that the ratio is exactly 1 there
