@@ -666,7 +666,7 @@ def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
 def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
     if error == "missing file":
         program, words = (
-            [ROOT / "sft.py", *flags(dataset="nothing.jsonl", micro_batch_size=4)],
+            [ROOT / "sft.py", "tiny", *flags(dataset="nothing.jsonl", micro_batch_size=4)],
             ["nothing.jsonl", "no such file"],
         )
     else:

@@ -427,7 +427,7 @@ def test_another_model_as_reference_is_counted_from(small, tmp_path):
     want = implicit(small.folder / "first" / "model", base, both)
     (got,) = rows_of(tmp_path, "loss/dpo")
     keys = ("reward/chosen", "reward/rejected", "loss/dpo")
-    assert [got[key] for key in keys] == pytest.approx(want, abs=1e-3) and abs(want[2] - LOG2) > 0.01
+    assert [got[key] for key in keys] == pytest.approx(want, abs=1e-3) and abs(want[2] - LOG2) > 0.005
 
 
 def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
@@ -1169,7 +1169,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
         .replace(inspect.getsource(dpo.check), "")
         .replace(inspect.getsource(dpo.Args), "")
     )
-    others = "".join(inspect.getsource(module) for module in (pool, rollout, data, models))
+    others = "".join(inspect.getsource(module) for module in (dist, pool, rollout, data, models))
     read = {*re.findall(r"\bargs\.(\w+)", mine + others), "resume", "overwrite"}  # common/run.py's two
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
     assert len(read) > 30
