@@ -1357,6 +1357,7 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
     options = {"dataset": tmp_path / "prompts.train.jsonl", "eval_dataset": tmp_path / "prompts.test.jsonl"}
     options |= {"scorer": "common.ai_feedback:rater=gold_labeler:exact", "iterations": 1, "max_length": 64}
     options |= {"prompts_per_iteration": 8, "minibatch_size": 16, "max_new_tokens": 24, "eval_prompts": 8}
+    options["value_warmup_steps"] = 0
     folder = trained("ppo", "ppo", **options)
     for row in read_jsonl(folder / "samples.jsonl"):
         s = gold_labeler.rating(row["prompt"][-1]["content"], row["response"])
