@@ -280,7 +280,11 @@ def test_after_a_rank_died_a_restart_by_torchrun_and_one_rank_go_on(
     want = read_jsonl(undisturbed(name).folder / "metrics.jsonl")
     for folder, found in rows.items():
         assert found[:kept] == read_jsonl(before.folder / "metrics.jsonl")[:kept]  # their clock, too
-        assert [row["step"] for row in found] == [row["step"] for row in want]
+        if name == "dpo_iterative":  # ranks sample other responses, which may make more pairs or fewer
+            steps = [row["step"] for row in found if "optim/lr" in row]
+            assert steps == [*range(1, len(steps) + 1)] and found[-1]["iteration"] == want[-1]["iteration"]
+        else:
+            assert [row["step"] for row in found] == [row["step"] for row in want]
         assert (tmp_path / folder / "summary.json").exists()
         if name in KINDS:  # nothing is sampled that is learnt from: the same weights but for rounding
             got, whole = weights(tmp_path / folder), weights(undisturbed(name).folder)
