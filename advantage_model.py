@@ -32,8 +32,11 @@ from typing import Literal
 
 import torch
 
-from common import ai_feedback, data, dist, losses, metrics, models, preferences, tiny
-from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
+from common import ai_feedback, comparisons, data, dist, evaluation, generate, losses, metrics, models, tiny
+from common.batches import labelled_pairs, my_comparison_batches, of_each_comparison
+from common.comparisons import column, seq_logprobs
+from common.errors import InputError
+from common.run import cached, check_flags, find_run, launch, start_run, write_json
 
 
 @dataclass
@@ -152,7 +155,7 @@ def comparison_loss(rewards, expected, batch, n, args):
     advantages = losses.advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
     of_one, results, start = [], [], 0  # of_one: (better, worse) of the comparisons that are one pair
     for c, size in zip(batch.comparisons, batch.sizes):
-        pairs = [(start + better, start + worse) for better, worse in preferences.labelled_pairs(c)]
+        pairs = [(start + better, start + worse) for better, worse in labelled_pairs(c)]
         if len(pairs) == 1:
             of_one += pairs
         elif pairs:
@@ -186,7 +189,7 @@ def update(model, optimizer, comparisons, pad_id, args, device):
     accuracy, gradient norm); when one of them is not finite, the weights stay as they were."""
     optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(4, device=device)
-    for batch in preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
+    for batch in my_comparison_batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
         rewards, expected = read_head(model, batch)
         loss, regression, *numbers = comparison_loss(rewards, expected, batch, len(comparisons), args)
         # FSDP averages gradients over ranks, the loss is their sum
@@ -209,13 +212,13 @@ def outputs_of(model, comparisons, pad_id, args, device):
         return [(part.tolist(), e) for part, e in zip(rewards.split(batch.sizes), expected.tolist())]
 
     how = (pad_id, args.micro_batch_size, args.share_prompt, device)
-    return preferences.of_each(comparisons, preferences.batches(comparisons, *how), outputs)
+    return of_each_comparison(comparisons, my_comparison_batches(comparisons, *how), outputs)
 
 
 def evaluate(model, held_out, pad_id, args, device):
     """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their
     advantages, all ratios taken as 1."""
-    rows = [preferences.describe(c) for c in held_out]
+    rows = [comparisons.describe(c) for c in held_out]
     for row, (rewards, e) in zip(rows, outputs_of(model, held_out, pad_id, args, device)):
         rewards = torch.tensor(rewards)
         advantages = models.advantages(model, rewards, torch.full_like(rewards, e))
@@ -232,22 +235,22 @@ def from_policy(name, train, held_out, columns, tokenizer, args, device):
         columns = behavior_logprobs(train, tokenizer, args, device)
     policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-    answers = {"before": preferences.baselines(policy, held_out, *ask)}
+    answers = {"before": evaluation.baselines(policy, held_out, *ask)}
     answers |= {"ratios": [], "samples": [], "held_out_samples": []}
     if args.judge:
         answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
     if policy is None:
         return answers
     if args.n_others:
-        ours = preferences.seq_logprobs(policy, train, *ask)
+        ours = comparisons.seq_logprobs(policy, train, *ask)
         ratios = [(x[:, None] - y).exp() for x, y in zip(ours, columns)]
         answers["before"]["ratio/clipped"] = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
         answers["ratios"] = [x.clamp(max=args.ratio_clip).tolist() for x in ratios]
-    prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
+    prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
     for key, some, n in (("samples", train, args.expected_reward_samples), ("held_out_samples", prompts, 8)):
         if n and some:
             options = (tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, key), args.slots)
-            found = preferences.policy_samples(policy, some, *options)
+            found = evaluation.policy_samples(policy, some, *options)
             answers[key] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
     return answers
 
@@ -259,7 +262,7 @@ def behavior_columns(comparisons, args):
     found = []
     for c in comparisons:
         try:
-            values = [x[: args.n_others] for x in preferences.column(c, "behavior_logprobs")]
+            values = [x[: args.n_others] for x in column(c, "behavior_logprobs")]
             found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
             if not (found[-1] <= 0).all():  # NaN, or a probability without its logarithm
                 raise ValueError
@@ -276,7 +279,7 @@ def behavior_logprobs(comparisons, tokenizer, args, device):
     for name in args.behavior_policies:
         model = dist.shard(models.load_policy(name, tokenizer), device)
         ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-        columns.append(preferences.seq_logprobs(model, comparisons, *ask))
+        columns.append(seq_logprobs(model, comparisons, *ask))
         del model
         gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights
     return [torch.stack(of_one, 1) for of_one in zip(*columns)]
@@ -290,8 +293,8 @@ def with_answers(train, held_out, answers, args):
         samples = [torch.tensor(ids, dtype=torch.int32) for ids in answers["samples"][i]] if n else []
         # Samples enter no advantage: their ratios only fill the place
         train[i] = c._replace(ratios=torch.cat([ratios, torch.ones(len(samples), k)]), samples=tuple(samples))
-    prompts = zip(preferences.one_of_each_prompt(held_out), answers["held_out_samples"])
-    return train, [preferences.with_samples_only(c, found) for c, found in prompts if found]
+    prompts = zip(comparisons.one_of_each_prompt(held_out), answers["held_out_samples"])
+    return train, [comparisons.with_samples_only(c, found) for c, found in prompts if found]
 
 
 def policy_figures(model, samples, tokenizer, args, device):
@@ -340,18 +343,18 @@ def main(args: Args):
     for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
     if policy and (args.length_prompts or args.expected_reward_samples):
-        models.check_sampled(policy, "--length-prompts 0 --expected-reward-samples 0 does without samples")
+        generate.check_sampled(policy, "--length-prompts 0 --expected-reward-samples 0 does without samples")
     if args.judge:
         ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-    load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
+    load = lambda spec, split: comparisons.load(spec, split, tokenizer, *options)  # noqa: E731
     train, held_out = data.train_and_held_out(args, load)
-    prints = [preferences.fingerprint(some) for some in (train, held_out)]
+    prints = [comparisons.fingerprint(some) for some in (train, held_out)]
     data.check_same(args.dataset, tuple(prints))
     columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
     if (args.n_others or args.expected_reward_samples) and policy is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
-    table = preferences.statistics(train) + preferences.statistics(held_out, " (held out)")
+    table = comparisons.statistics(train) + comparisons.statistics(held_out, " (held out)")
     metrics.print_table(table)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
@@ -401,7 +404,7 @@ def main(args: Args):
         if epoch != order_of:  # each epoch's order, one for all ranks
             seed, order_of = dist.seed_of(args.seed, "order", epoch), epoch
             generator = torch.Generator().manual_seed(seed)
-            order = preferences.epoch_order(train, generator, args.balance_categories)
+            order = comparisons.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         lr = args.lr * dist.schedule(step + 1, total_steps, args)
         for group in optimizer.param_groups:

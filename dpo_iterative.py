@@ -35,8 +35,10 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, losses, metrics, models, pool, preferences, rollout
-from common.run import InputError, check_flags, find_run, launch, skip, start_run, write_json
+from common import comparisons, data, dist, evaluation, generate, losses, metrics, models, pool, scorers
+from common.batches import Comparison, my_comparison_batches, of_each_comparison
+from common.errors import InputError
+from common.run import check_flags, find_run, launch, skip, start_run, write_json
 
 
 @dataclass
@@ -219,7 +221,7 @@ def best_against_worst(responses, prompts, iteration, args):
             about = {"row": prompt.row, "source": f"iteration {iteration}", "category": prompt.category}
             about |= {"grades": scores[places].tolist(), "ranks": torch.tensor([0, 1])}
             texts, prompt_ids = [best["response"], worst["response"]], torch.tensor(prompt.ids)
-            pairs.append(preferences.Comparison(prompt.turns, texts, prompt_ids.int(), ids, **about))
+            pairs.append(Comparison(prompt.turns, texts, prompt_ids.int(), ids, **about))
     return pairs, dropped
 
 
@@ -228,18 +230,18 @@ def offline_pairs(tokenizer, held_out, args):
     the held-out prompts is trained on."""
     if not args.offline_data:
         return [], []
-    train = preferences.load(args.offline_data, "train", tokenizer, args.max_length)
+    train = comparisons.load(args.offline_data, "train", tokenizer, args.max_length)
     if data.is_tiny(args.offline_data):
-        judged = preferences.load(args.offline_data, "test", tokenizer, args.max_length)
+        judged = comparisons.load(args.offline_data, "test", tokenizer, args.max_length)
     else:
         train, judged = data.hold_out(train)
     train = data.without_prompts_of(train, held_out, args.offline_data)
     sides = [[two_of(c) for c in some] for some in (train, judged)]
-    data.check_same(args.offline_data, tuple(map(preferences.fingerprint, sides)))
-    return rollout.a_part(sides[0], args.offline_pairs), rollout.a_part(sides[1], 500)
+    data.check_same(args.offline_data, tuple(map(comparisons.fingerprint, sides)))
+    return generate.a_part(sides[0], args.offline_pairs), generate.a_part(sides[1], 500)
 
 
-def two_of(c) -> preferences.Comparison:
+def two_of(c) -> Comparison:
     """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
     if len(c.texts) == 2:
         return c
@@ -260,7 +262,7 @@ def with_reference(pairs, name, tokenizer, args, device):
             known = json.loads(path.read_text())
     known = dist.gather([known if isinstance(known, dict) else {}])[0]  # rank 0's
     seed = args.seed if name == "tiny" else None  # its weights are a function of it
-    version = rollout.version_of(name, [models.identity(name), seed, args.share_prompt])
+    version = scorers.version_of(name, [models.identity(name), seed, args.share_prompt])
     if known and version not in known and args.reference != "last":
         if dist.is_main():
             print(f"{path} is of another reference: its pairs are computed anew")
@@ -288,9 +290,9 @@ def pair_logprobs(model, pairs, pad_id, args, device):
     """log pi(y | x) of both responses of each pair: a list of (2,), on every rank."""
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
-    batches = preferences.batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device)
-    both = lambda batch: preferences.response_logprobs(model, batch).view(-1, 2).tolist()  # noqa: E731
-    return [torch.tensor(x) for x in preferences.of_each(pairs, batches, both)]
+    batches = my_comparison_batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device)
+    both = lambda batch: models.response_logprobs(model, batch).view(-1, 2).tolist()  # noqa: E731
+    return [torch.tensor(x) for x in of_each_comparison(pairs, batches, both)]
 
 
 # -- train -----------------------------------------------------------------------------------------
@@ -312,8 +314,8 @@ def update(model, optimizer, pairs, pad_id, args, device):
     loss or the gradient's norm is not finite, the weights stay as they were."""
     optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(len(SUMS) + 2, dtype=torch.float64)
-    for batch in preferences.batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device):
-        logprobs = preferences.response_logprobs(model, batch)  # (2 pairs of this rank,)
+    for batch in my_comparison_batches(pairs, pad_id, args.micro_batch_size, args.share_prompt, device):
+        logprobs = models.response_logprobs(model, batch)  # (2 pairs of this rank,)
         loss, of_batch = pairs_loss(logprobs, batch.comparisons, len(pairs), args)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
         both = logprobs.detach().view(-1, 2).sum(0).tolist()
@@ -382,7 +384,7 @@ def study(model, version, before, tokenizer, held_out, judged, scorer, reference
     probability that the response beats version 0's. reference: the one that training has, or --model."""
     found, pad_id = {"samples": [], "pairs": {}}, tokenizer.pad_token_id
     found["scorer"] = scorer and scorer.version
-    asked = rollout.a_part(held_out, args.eval_prompts)
+    asked = generate.a_part(held_out, args.eval_prompts)
     if judged:
         judged = with_reference(judged, reference, tokenizer, args, device)
         ours = torch.cat(pair_logprobs(model, judged, pad_id, args, device))
@@ -395,19 +397,19 @@ def study(model, version, before, tokenizer, held_out, judged, scorer, reference
     seed = dist.seed_of(args.seed, "eval")
     with dist.consolidated(model):
         options = (1, args.max_new_tokens, 1.0, seed, 1.0, args.slots)
-        answers = rollout.rollout(model, tokenizer, [prompt.ids for prompt in asked], *options)
+        answers = generate.sample_responses(model, tokenizer, [prompt.ids for prompt in asked], *options)
     pairs = [(prompt, response) for prompt, (response,) in zip(asked, answers)]
     if scorer.pairwise and version == 0:
         scores = [0.5] * len(pairs)
     elif scorer.pairwise:
-        others = [rollout.Response([], row["response"], row["finished"]) for row in before]
+        others = [generate.Response([], row["response"], row["finished"]) for row in before]
         both = [(prompt, r) for (prompt, ours), other in zip(pairs, others) for r in (ours, other)]
-        scores = rollout.score(scorer, both, args.score_batch_size, device)[::2]
+        scores = scorers.score(scorer, both, args.score_batch_size, device)[::2]
     else:
-        scores = rollout.score(scorer, pairs, args.score_batch_size, device)
+        scores = scorers.score(scorer, pairs, args.score_batch_size, device)
     is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
-    samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
-    documents = [rollout.document(*pair) for pair in pairs]
+    samples = [evaluation.describe_response(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
+    documents = [generate.document(*pair) for pair in pairs]
     ours = theirs = models.seq_logprobs(model, documents, pad_id, args.score_batch_size, device)
     if version:
         first = pool.load(args.model, tokenizer, args, device)
@@ -482,8 +484,8 @@ def main(args: Args):
             models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
             models.check_room(args.max_length, name)
     for name in filter(None, (args.model, enhancer)) if args.iterations or args.eval_prompts else ():
-        models.check_sampled(name)
-    prompts, held_out = rollout.train_and_held_out(args, tokenizer)
+        generate.check_sampled(name)
+    prompts, held_out = generate.train_and_held_out(args, tokenizer)
     offline, judged = offline_pairs(tokenizer, held_out, args)
     prompts = data.without_prompts_of(prompts, judged, args.dataset)
     n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
@@ -496,10 +498,10 @@ def main(args: Args):
     # 3. models: the oracle stays, policies and the reference come and go
     scorer = None
     if args.iterations or args.eval_prompts:
-        scorer = rollout.load_scorer(args.scorer, tokenizer, device, pairwise=True)
+        scorer = scorers.load_scorer(args.scorer, tokenizer, device, pairwise=True)
         if not scorer.same_tokens and dist.is_main():
             print(f"{args.scorer} has other tokens or another chat template: it scores the text")
-        rollout.check_room(scorer, args.max_length)
+        scorers.check_room(scorer, args.max_length)
         if args.tie_margin is None and scorer.pairwise:
             args = dataclasses.replace(args, tie_margin=0.1)
     model = None  # the newest policy, where it is loaded
@@ -511,8 +513,8 @@ def main(args: Args):
             models.check_shared_prompt(model, args.max_length)
 
     # 4. the pool, and where to go on
-    asked = [prompt.key for prompt in rollout.a_part(held_out, args.eval_prompts)]
-    asked.append(preferences.fingerprint(judged))
+    asked = [prompt.key for prompt in generate.a_part(held_out, args.eval_prompts)]
+    asked.append(comparisons.fingerprint(judged))
     start_run(args, "dpo_iterative", state, held_out=asked)  # only now is an old run in output_dir replaced
     versions, pool_file = Path(args.output_dir, "versions"), f"{args.output_dir}/pool.jsonl"
     studies, made = pool.versions_of(args, state)
@@ -548,7 +550,7 @@ def main(args: Args):
         if args.iterations:
             # sample responses to fresh prompts
             began = time.time()
-            asked = rollout.fresh_prompts(prompts, n, iteration, args.seed)
+            asked = generate.fresh_prompts(prompts, n, iteration, args.seed)
             options = (tokenizer, asked, version, args, device)
             held, model = [model], None
             model, sampled = sample_into_pool(responses, held, latest, *options), time.time()
@@ -570,7 +572,7 @@ def main(args: Args):
         if args.start_from == "sft" and iteration > 1 and pairs:  # all pairs so far
             earlier = [*offline]
             for t in range(1, iteration):
-                asked = rollout.fresh_prompts(prompts, n, t, args.seed)
+                asked = generate.fresh_prompts(prompts, n, t, args.seed)
                 earlier += best_against_worst(responses, asked, t, args)[0]
 
         # log probabilities under the reference, once; then train

@@ -33,9 +33,12 @@ from typing import Literal
 import torch
 from transformers import AutoConfig
 
-from common import data, dist, losses, metrics, models, rollout, tiny
+from common import data, dist, evaluation, generate, losses, metrics, models, scorers, tiny
 from common import rehearsal as selective
-from common.run import InputError, check_flags, find_run, launch, skip, start_run, write_json
+from common.batches import Document, collate, make_blocks, n_response_tokens, pack
+from common.errors import InputError
+from common.run import check_flags, find_run, launch, skip, start_run, write_json
+from common.scorers import check_room, load_safety_scorer, load_scorer
 
 
 @dataclass
@@ -207,11 +210,11 @@ def micro_batches(documents, indices, pad_id, args, device):
     at a time: [(the documents' numbers in its order, Batch)]."""
     rows = [[i] for i in sorted(indices)]
     if args.packing:
-        packed = data.pack([len(documents[i].ids) for (i,) in rows], args.max_length)
+        packed = pack([len(documents[i].ids) for (i,) in rows], args.max_length)
         rows = [[rows[place][0] for place in row] for row in packed]
     n_tokens = lambda row: sum(len(documents[i].ids) for i in row)  # noqa: E731
     for mine in dist.batches(rows, args.micro_batch_size, n_tokens):
-        batch = data.collate([[documents[i] for i in row] for row in mine], pad_id, device)
+        batch = collate([[documents[i] for i in row] for row in mine], pad_id, device)
         yield [i for row in mine for i in row], batch
 
 
@@ -228,7 +231,7 @@ def per_token(forward, plan, documents, pad_id, args, device):
     found, out = [], [None] * len(documents)
     for indices in plan:
         for some, batch in micro_batches(documents, indices, pad_id, args, device):
-            sizes = [data.n_response_tokens([[documents[i]]]) for i in some]
+            sizes = [n_response_tokens([[documents[i]]]) for i in some]
             kept = [x[batch.action_mask].split(sizes) for x in forward(batch)]
             found += [(i, [x.tolist() for x in numbers]) for i, *numbers in zip(some, *kept)]
     for i, numbers in dist.gather(found):
@@ -254,7 +257,7 @@ def sample_responses(policy, tokenizer, prompts, n, temperature, top_p, seed, ar
     freed afterwards; inside, ranks need not decode in step."""
     options = (n, args.max_new_tokens, temperature, seed, top_p, args.slots)
     with dist.consolidated(policy):
-        found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+        found = generate.sample_responses(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
     return [(prompt, response) for prompt, some in zip(prompts, found) for response in some]
 
 
@@ -262,11 +265,11 @@ def score(pairs, scorer, safety_scorer, args, device):
     """(R_c of each response as the scorers give it, before normalisation; share that the gate sent to the
     safety scorer)."""
     with dist.at_hand(device, args.offload, scorer.model):
-        scores = torch.tensor(rollout.score(scorer, pairs, args.score_batch_size, device))
+        scores = torch.tensor(scorers.score(scorer, pairs, args.score_batch_size, device))
     if safety_scorer is None:
         return scores, 0.0
     with dist.at_hand(device, args.offload, safety_scorer.model):
-        safety = torch.tensor(rollout.safety_logits(safety_scorer, pairs, args.score_batch_size, device))
+        safety = torch.tensor(scorers.safety_logits(safety_scorer, pairs, args.score_batch_size, device))
     tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
     gated = tagged | (safety.sigmoid() < args.safety_threshold)
     both = losses.safety_gated_score(safety, scores, tagged, args.safety_threshold)
@@ -348,13 +351,13 @@ def nll_backward(policy, name, rows, pad_id, args, device):
     """Add the gradient of the pretrained (mean over tokens) or rehearsal (eq. 9: sum over a row's tokens,
     mean over rows) loss; returns this rank's share of the loss."""
     total = 0.0
-    n_tokens = data.n_response_tokens([rows])
+    n_tokens = n_response_tokens([rows])
     for some, batch in micro_batches(rows, range(len(rows)), pad_id, args, device):
         logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
         if name == "ptx":
             loss, weight = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)[0], args.ptx_coef
         else:
-            sizes = [data.n_response_tokens([[rows[i]]]) for i in some]
+            sizes = [n_response_tokens([[rows[i]]]) for i in some]
             shares = [torch.ones(n) / (n if args.rehearsal_norm == "mean" else 1) for n in sizes]
             loss = -losses.masked_sum(logprobs * spread(shares, batch.action_mask), batch.action_mask)
             loss = loss / len(rows)
@@ -422,7 +425,7 @@ def text_documents(args, tokenizer):
             continue
         ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
         whole = [{"role": "text", "content": text}, {}]  # data.hold_out reads the text where prompts stand
-        documents.append(data.Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
+        documents.append(Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
     data.report(args.ptx_dataset, len(rows), dropped)
     if not documents:
         raise data.none_left(args.ptx_dataset, len(rows), dropped)
@@ -450,17 +453,17 @@ def answers(policy, tokenizer, prompts, source, scorers, args, device):
     pairs = sample_responses(policy, tokenizer, prompts, 1, 1.0, 1.0, seed, args)
     scores, _ = score(pairs, *scorers, args, device)
     is_tiny = data.is_tiny(source)
-    return pairs, [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores.tolist())]
+    return pairs, [evaluation.describe_response(*pair, x, is_tiny) for pair, x in zip(pairs, scores.tolist())]
 
 
 def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device):
     """(figures, samples): one response at temperature 1 to each held-out prompt, scored; KL to the reference
     and entropy; with --ptx-dataset, the alignment tax."""
     figures, pad_id = {}, tokenizer.pad_token_id
-    asked, source = rollout.a_part(held_out, args.eval_prompts), args.eval_dataset or args.dataset
+    asked, source = generate.a_part(held_out, args.eval_prompts), args.eval_dataset or args.dataset
     pairs, samples = answers(policy, tokenizer, asked, source, scorers, args, device)
     if samples:
-        documents = [rollout.document(*pair) for pair in pairs]
+        documents = [generate.document(*pair) for pair in pairs]
         rest = ([range(len(documents))], documents, pad_id, args, device)
         ours, entropies = per_token(lambda batch: log_probabilities(policy, batch, entropy=True), *rest)
         with dist.at_hand(device, args.offload, reference):
@@ -473,7 +476,7 @@ def evaluate(policy, reference, scorers, tokenizer, held_out, text, args, device
         figures |= metrics.means(samples, columns)
         figures["eval/entropy"] = torch.cat(entropies).mean().item()
     if text:
-        blocks = data.make_blocks(text, args.max_length, args.packing)
+        blocks = make_blocks(text, args.max_length, args.packing)
         figures["eval/ptx_nll"] = models.mean_nll(policy, blocks, pad_id, args.micro_batch_size, device)
     return figures, samples
 
@@ -520,8 +523,8 @@ def main(args: Args):
     for name in (args.model, args.reference or args.model):  # the model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
         models.check_room(args.max_length, name)
-    models.check_sampled(args.model)
-    prompts, held_out = rollout.train_and_held_out(args, tokenizer)
+    generate.check_sampled(args.model)
+    prompts, held_out = generate.train_and_held_out(args, tokenizer)
     text, text_held_out, rehearsal, forget = [], [], [], []
     if args.ptx_dataset:
         text = text_documents(args, tokenizer)
@@ -533,24 +536,24 @@ def main(args: Args):
         AutoConfig.from_pretrained(args.rehearsal_encoder)  # is there such a model?
     if args.forget_dataset:
         room = args.max_length - args.max_new_tokens
-        forget = rollout.load_prompts(args.forget_dataset, "test", tokenizer, room)
-        forget = rollout.a_part(forget, args.eval_prompts)
+        forget = generate.load_prompts(args.forget_dataset, "test", tokenizer, room)
+        forget = generate.a_part(forget, args.eval_prompts)
         prompts = data.without_prompts_of(prompts, forget, args.dataset)
     if args.rehearsal_data:
         apart = [*held_out, *forget]
         rehearsal = data.load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=apart)
 
     # 3. models: policy, reference, one or two scorers, value
-    scorers = [rollout.load_scorer(args.scorer, tokenizer, device), None]
+    scorers = [load_scorer(args.scorer, tokenizer, device), None]
     if args.safety_scorer:
-        scorers[1] = rollout.load_safety_scorer(args.safety_scorer, tokenizer, device)
+        scorers[1] = load_safety_scorer(args.safety_scorer, tokenizer, device)
     for scorer in filter(None, scorers):
         if not scorer.same_tokens and not args.retokenize:
             raise InputError(
                 f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
                 "lets it score the text, encoded anew"
             )
-        rollout.check_room(scorer, args.max_length)
+        check_room(scorer, args.max_length)
     checkpoint, by = f"{args.output_dir}/checkpoint", [scorer and scorer.version for scorer in scorers]
     if state == "resume" and dist.checkpoint_state(checkpoint).get("scorers", by) != by:
         raise InputError(
@@ -559,10 +562,10 @@ def main(args: Args):
         )
     policy = load_policy(args.model, tokenizer, args, device)
     reference = load_policy(args.reference or args.model, tokenizer, args, device, frozen=True)
-    value = load_value(scorers[0], tokenizer, rollout.a_part(prompts, 256), args, device)
+    value = load_value(scorers[0], tokenizer, generate.a_part(prompts, 256), args, device)
     for model in (policy, reference, value) if args.packing else ():
         models.check_packing(model)
-    asked = [prompt.key for prompt in (*rollout.a_part(held_out, args.eval_prompts), *forget)]
+    asked = [prompt.key for prompt in (*generate.a_part(held_out, args.eval_prompts), *forget)]
     asked += [document.ids.tolist() for document in text_held_out]
     start_run(args, "ppo", state, held_out=asked)  # only now is an old run in output_dir replaced
 
@@ -572,7 +575,7 @@ def main(args: Args):
             options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots, "seed": args.seed}
             options |= {"encoder": args.rehearsal_encoder, "score_batch_size": args.score_batch_size}
             options["by"] = args.rehearsal_by
-            asked = rollout.a_part(prompts, args.rehearsal_prompts)
+            asked = generate.a_part(prompts, args.rehearsal_prompts)
             asked = (asked, args.rehearsal_clusters, args.rehearsal_per_cluster)
             rows = selective.rehearsal_rows(policy, tokenizer, scorers[0], *asked, **options)
             selective.show(rows)
@@ -623,7 +626,7 @@ def main(args: Args):
 
         # rollout
         clock, seed = [time.time()], dist.seed_of(args.seed, "rollout", iteration)
-        asked = rollout.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
+        asked = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
         options = (args.n_samples, args.temperature, args.top_p, seed, args)
         pairs = sample_responses(policy, tokenizer, asked, *options)
         finished = torch.tensor([response.finished for _, response in pairs])
@@ -634,7 +637,7 @@ def main(args: Args):
             log.log(now["value_steps"], iteration, **skip(now["skipped"], args.iterations, why))
             bar.update()
             continue
-        documents = [rollout.document(*pair) for pair in pairs]
+        documents = [generate.document(*pair) for pair in pairs]
         clock.append(time.time())
 
         # score
@@ -674,7 +677,7 @@ def main(args: Args):
                 extra = {}
                 if text and args.ptx_coef > 0:
                     extra["ptx"] = stream(text, args.ptx_batch_size, now["policy_steps"], args.seed, "ptx")
-                    ptx_tokens += data.n_response_tokens([extra["ptx"]])
+                    ptx_tokens += n_response_tokens([extra["ptx"]])
                 if rehearsal and args.rehearsal_coef > 0:
                     key = (now["policy_steps"], args.seed, "rehearsal")
                     extra["rehearsal"] = stream(rehearsal, args.rehearsal_batch_size, *key)

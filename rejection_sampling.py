@@ -31,17 +31,10 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, losses, metrics, models, pool, rollout
-from common.run import (
-    InputError,
-    check_batch_size,
-    check_flags,
-    find_run,
-    launch,
-    skip,
-    start_run,
-    write_json,
-)
+from common import data, dist, evaluation, generate, losses, metrics, models, pool, scorers
+from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, n_tokens
+from common.errors import InputError
+from common.run import check_batch_size, check_flags, find_run, launch, skip, start_run, write_json
 
 
 @dataclass
@@ -221,7 +214,7 @@ def make_documents(rows, prompts, tokenizer, args):
             dropped[str(error)].append(prompt.row.where)
             continue
         ids, mask = torch.tensor(ids, dtype=torch.int32), torch.tensor(mask)
-        documents.append(data.Document(ids, mask, messages, prompt.row))
+        documents.append(Document(ids, mask, messages, prompt.row))
     data.report("selected responses", len(rows), dropped)
     if not documents:
         raise InputError(f"none of {len(rows)} selected responses can be trained on: {', '.join(dropped)}")
@@ -231,10 +224,10 @@ def make_documents(rows, prompts, tokenizer, args):
 def update(model, optimizer, blocks, pad_id, args, device):
     """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
     them is not finite, the weights stay as they were."""
-    n_tokens = data.n_response_tokens(blocks)
+    n_tokens = n_response_tokens(blocks)
     optimizer.zero_grad(set_to_none=True)
     nll_sum = torch.zeros((), device=device)
-    for batch in data.micro_batches(blocks, pad_id, args.micro_batch_size, device):
+    for batch in my_micro_batches(blocks, pad_id, args.micro_batch_size, device):
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
         loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
@@ -251,7 +244,7 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
     checkpoint = f"{args.output_dir}/checkpoint"
     plan = []  # (learning rate, blocks) of each optimiser step
     for stage, documents in enumerate(stages):
-        blocks = data.make_blocks(documents, args.max_length, args.packing)
+        blocks = make_blocks(documents, args.max_length, args.packing)
         steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
         n_steps = max(1, round(args.epochs * steps_per_epoch))
         for place in range(n_steps):
@@ -283,7 +276,7 @@ def fine_tune(start, stages, tokenizer, iteration, log, first_step, args, device
                 f"iteration {iteration}, step {done + 1}: loss {nll}, gradient norm {grad_norm}. The step "
                 "was not taken; lower --lr or look at pool.jsonl"
             )
-        tokens = sum(map(data.n_tokens, batch))
+        tokens = sum(map(n_tokens, batch))
         row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr}
         row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - begin)}
         log.log(first_step + done + 1, iteration, **row)
@@ -304,8 +297,8 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
     """What a model can do on held-out prompts: {"samples": one response to each, "curves": the expected
     largest and median score among N responses at each temperature, and the best of K that can be selected,
     "temperature": the one where that is highest, "scorer": its version}."""
-    asked = rollout.a_part(held_out, args.eval_prompts)
-    swept = rollout.a_part(held_out, args.sweep_prompts)
+    asked = generate.a_part(held_out, args.eval_prompts)
+    swept = generate.a_part(held_out, args.sweep_prompts)
     rounds = [(asked, 1, 1.0)] * bool(asked)
     rounds += [(swept, args.n_samples, temperature) for temperature in args.temperatures] * bool(swept)
     found = []
@@ -314,14 +307,16 @@ def study(model, tokenizer, held_out, scorer, version, args, device):
             seed = dist.seed_of(args.seed, "study", version, number)
             top_p = 1.0 if prompts is asked else args.top_p
             options = (n, args.max_new_tokens, temperature, seed, top_p, args.slots)
-            found.append(rollout.rollout(model, tokenizer, [prompt.ids for prompt in prompts], *options))
+            found.append(
+                generate.sample_responses(model, tokenizer, [prompt.ids for prompt in prompts], *options)
+            )
     samples, curves = [], []
     for (prompts, n, temperature), responses in zip(rounds, found):
         pairs = [(prompt, r) for prompt, some in zip(prompts, responses) for r in some]
-        scores = rollout.score(scorer, pairs, args.score_batch_size, device)
+        scores = scorers.score(scorer, pairs, args.score_batch_size, device)
         if prompts is asked:
             is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
-            samples = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
+            samples = [evaluation.describe_response(*pair, x, is_tiny) for pair, x in zip(pairs, scores)]
             continue
         largest, median = metrics.best_of_n(torch.tensor(scores).view(-1, n))
         ended = sum(r.finished for _, r in pairs) / len(pairs)
@@ -403,7 +398,7 @@ def main(args: Args):
     policy = args.policy or args.model
     for name in (policy, args.model):  # the base model's own vocabulary is its own
         models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
-    prompts, held_out = rollout.train_and_held_out(args, tokenizer)
+    prompts, held_out = generate.train_and_held_out(args, tokenizer)
     learner = models.load_tokenizer(args.student, args.chat_template) if args.student else tokenizer
     learner_held_out = held_out
     if args.student:
@@ -411,7 +406,7 @@ def main(args: Args):
             learner_held_out = [p._replace(ids=data.prompt_ids(learner, p.turns)) for p in held_out]
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"--student {args.student}: {error}") from None
-        if not rollout.same_tokens(learner, tokenizer) and dist.is_main():
+        if not scorers.same_tokens(learner, tokenizer) and dist.is_main():
             print(f"{args.student} has other tokens than {policy}: it learns the text, encoded anew")
     also = []
     if args.sft_dataset:
@@ -423,22 +418,22 @@ def main(args: Args):
         responses = take_pool(args.pool, prompts, tokenizer) if args.pool else []
 
     # 3. models: the scorer stays, policies come and go; each version has its own optimiser, in fine_tune
-    scorer = rollout.load_scorer(args.scorer, tokenizer, device)
+    scorer = scorers.load_scorer(args.scorer, tokenizer, device)
     if not scorer.same_tokens and dist.is_main():
         print(f"{args.scorer} has other tokens or another chat template than {policy}: it scores the text")
-    learner_scorer = rollout.for_tokens(scorer, learner)
+    learner_scorer = scorers.for_tokens(scorer, learner)
     if args.student:
         models.check_causal_lm(args.student)
     learns = args.student or (policy if args.start_from == "last" else args.model)  # first of all
     for name in dict.fromkeys([policy, learns]):
-        models.check_sampled(name)
+        generate.check_sampled(name)
         models.check_room(args.max_length, name)
-    rollout.check_room(scorer, args.max_length)
+    scorers.check_room(scorer, args.max_length)
     if args.packing and state != "resume":  # now, not when all is sampled
         models.check_packing(pool.load(learns, learner, args, device))
 
     # 4. the pool, and where to go on
-    asked = [prompt.key for prompt in rollout.a_part(held_out, args.eval_prompts)]
+    asked = [prompt.key for prompt in generate.a_part(held_out, args.eval_prompts)]
     start_run(args, "rejection_sampling", state, held_out=asked)  # only now is an old run replaced
     versions = Path(args.output_dir, "versions")
     versions.mkdir(parents=True, exist_ok=True)
@@ -469,7 +464,7 @@ def main(args: Args):
         # sample K responses to each prompt from the latest model (with --student, from the policy always)
         began = time.time()
         n = args.prompts_per_iteration or len(prompts)
-        now = rollout.fresh_prompts(prompts, n, iteration, args.seed)
+        now = generate.fresh_prompts(prompts, n, iteration, args.seed)
         (chunks,) = pool.chunks_to_sample(responses, now, iteration, args, [(None, args.n_samples)])
         if chunks:
             sampler, told = policy if args.student else latest, studies[version]

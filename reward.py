@@ -33,12 +33,25 @@ from typing import Literal
 
 import torch
 
-from common import ai_feedback, data, dist, losses, metrics, models, pairwise, preferences
-from common.run import InputError, cached, check_flags, find_run, launch, start_run, write_json
+from common import (
+    ai_feedback,
+    comparisons,
+    data,
+    dist,
+    evaluation,
+    generate,
+    losses,
+    metrics,
+    models,
+    pairwise,
+)
+from common.batches import labelled_pairs, my_comparison_batches, of_each_comparison
+from common.errors import InputError
+from common.run import cached, check_flags, find_run, launch, start_run, write_json
 
 MARGINS = {  # Llama 2, table 27: m by rating
-    "small": dict(zip(preferences.RATINGS, (1, 2 / 3, 1 / 3, 0))),
-    "large": dict(zip(preferences.RATINGS, (3, 2, 1, 0))),
+    "small": dict(zip(comparisons.RATINGS, (1, 2 / 3, 1 / 3, 0))),
+    "large": dict(zip(comparisons.RATINGS, (3, 2, 1, 0))),
 }
 
 
@@ -169,13 +182,13 @@ def update(model, optimizer, comparisons, tokenizer, args, device, largest_gap, 
     optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(3, device=device)  # loss, pairs ranked as labelled, pairs
     if args.kind == "pairwise":
-        n = sum(len(preferences.labelled_pairs(c)) for c in comparisons)
+        n = sum(len(labelled_pairs(c)) for c in comparisons)
         seed = dist.seed_of(args.seed, "places", step)  # of A and B
         generator = torch.Generator().manual_seed(seed)
         batches = pairwise.batches(comparisons, tokenizer, generator, args.micro_batch_size, device)
     else:
         n, pad_id = len(comparisons), tokenizer.pad_token_id
-        batches = preferences.batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device)
+        batches = my_comparison_batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device)
     for batch in batches:
         if args.kind == "pairwise":
             logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
@@ -205,14 +218,14 @@ def scores_of(model, comparisons, tokenizer, args, device):
         return [part.tolist() for part in parts]
 
     how = (tokenizer.pad_token_id, args.micro_batch_size, args.share_prompt, device)
-    return preferences.of_each(comparisons, preferences.batches(comparisons, *how), scores)
+    return of_each_comparison(comparisons, my_comparison_batches(comparisons, *how), scores)
 
 
 def evaluate(model, held_out, tokenizer, args, device):
     """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their scores."""
-    rows = [preferences.describe(c) for c in held_out]
+    rows = [comparisons.describe(c) for c in held_out]
     if args.kind == "pairwise":
-        labels = [preferences.labelled_pairs(c) for c in held_out]
+        labels = [labelled_pairs(c) for c in held_out]
         pairs = [[(c.prompt, c.texts[i], c.texts[j]) for i, j in x] for c, x in zip(held_out, labels)]
         flat = [pair for some in pairs for pair in some]
         found = iter(pairwise.preferences(model, tokenizer, flat, args.micro_batch_size, device))
@@ -265,13 +278,13 @@ def from_sft_model(name, held_out, tokenizer, args, device):
     pairs (`before`) and `samples`, 8 responses to each of some held-out prompts."""
     policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
     ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-    answers = {"before": preferences.baselines(policy, held_out, *ask), "samples": []}
+    answers = {"before": evaluation.baselines(policy, held_out, *ask), "samples": []}
     if args.judge:
         answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
     if policy and held_out and args.length_prompts and args.kind == "bradley_terry":
-        prompts = preferences.one_of_each_prompt(held_out)[: args.length_prompts]
+        prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
         options = (tokenizer, 8, args.max_new_tokens, args.seed, args.slots)
-        found = preferences.policy_samples(policy, prompts, *options)
+        found = evaluation.policy_samples(policy, prompts, *options)
         answers["samples"] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
     return answers
 
@@ -299,22 +312,22 @@ def main(args: Args):
     if sft_model:  # its vocabulary is compared, unless it is the model itself
         models.check_causal_lm(sft_model, sft_model != args.model and tokenizer, args.chat_template)
     if sft_model and args.length_prompts and args.kind == "bradley_terry":
-        models.check_sampled(sft_model, "--length-prompts 0 does without samples")
+        generate.check_sampled(sft_model, "--length-prompts 0 does without samples")
     if args.judge:
         ai_feedback.check_labeler(args.judge, "--judge")
     options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-    load = lambda spec, split: preferences.load(spec, split, tokenizer, *options)  # noqa: E731
+    load = lambda spec, split: comparisons.load(spec, split, tokenizer, *options)  # noqa: E731
     train, held_out = data.train_and_held_out(args, load)
     if args.kind == "pairwise":
         train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
         held_out = held_out and pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
-    prints = [preferences.fingerprint(some) for some in (train, held_out)]
+    prints = [comparisons.fingerprint(some) for some in (train, held_out)]
     data.check_same(args.dataset, tuple(prints))
     gaps = [max(c.grades) - min(c.grades) for c in train if c.grades]
     largest_gap = max(gaps, default=1.0) or 1.0
     for c in train:
         margins(c, args, largest_gap)  # a row without one is an error now, not in the middle of the run
-    table = preferences.statistics(train) + preferences.statistics(held_out, " (held out)")
+    table = comparisons.statistics(train) + comparisons.statistics(held_out, " (held out)")
     metrics.print_table(table)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
@@ -338,8 +351,8 @@ def main(args: Args):
     start_run(args, "reward", state, held_out=prints[1])  # only now is an old run in output_dir replaced
     answers = cached(args, key, lambda: from_sft_model(sft_model, held_out, tokenizer, args, device))
     gc.collect()  # the SFT model, whose methods are bound to it: a cycle
-    prompts = zip(preferences.one_of_each_prompt(held_out), answers["samples"])
-    samples = [preferences.with_samples_only(c, found) for c, found in prompts if found]
+    prompts = zip(comparisons.one_of_each_prompt(held_out), answers["samples"])
+    samples = [comparisons.with_samples_only(c, found) for c, found in prompts if found]
     before = answers["before"]
     dtype = models.export_dtype(args.model, args.save_dtype)
 
@@ -365,7 +378,7 @@ def main(args: Args):
         if epoch != order_of:  # each epoch's order, one for all ranks
             seed, order_of = dist.seed_of(args.seed, "order", epoch), epoch
             generator = torch.Generator().manual_seed(seed)
-            order = preferences.epoch_order(train, generator, args.balance_categories)
+            order = comparisons.epoch_order(train, generator, args.balance_categories)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
         lr = args.lr * dist.schedule(step + 1, total_steps, args)
         for group in optimizer.param_groups:

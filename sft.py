@@ -23,8 +23,10 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, losses, metrics, models, rollout, tiny
-from common.run import InputError, check_batch_size, check_flags, find_run, launch, start_run, write_json
+from common import data, dist, generate, losses, metrics, models, tiny
+from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, prompt_key
+from common.errors import InputError
+from common.run import check_batch_size, check_flags, find_run, launch, start_run, write_json
 
 
 @dataclass
@@ -94,10 +96,10 @@ def check(args):
 def update(model, optimizer, blocks, pad_id, args, device):
     """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
     them is not finite, the weights stay as they were."""
-    n_tokens = data.n_response_tokens(blocks)  # of all micro-batches and ranks: every rank knows all blocks
+    n_tokens = n_response_tokens(blocks)  # of all micro-batches and ranks: every rank knows all blocks
     optimizer.zero_grad(set_to_none=True)
     nll_sum = torch.zeros((), device=device)
-    for batch in data.micro_batches(blocks, pad_id, args.micro_batch_size, device):
+    for batch in my_micro_batches(blocks, pad_id, args.micro_batch_size, device):
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
         loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
         (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
@@ -109,7 +111,7 @@ def update(model, optimizer, blocks, pad_id, args, device):
 
 
 def held_out_nll(model, documents, pad_id, args, device):
-    blocks = data.make_blocks(documents, args.max_length, args.packing)
+    blocks = make_blocks(documents, args.max_length, args.packing)
     return models.mean_nll(model, blocks, pad_id, args.micro_batch_size, device)
 
 
@@ -119,7 +121,7 @@ def answer(model, tokenizer, documents, args):
         return []
     room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
     prompts = []
-    for messages in {data.prompt_key(d.messages): d.messages[:-1] for d in documents}.values():
+    for messages in {prompt_key(d.messages): d.messages[:-1] for d in documents}.values():
         ids = data.prompt_ids(tokenizer, messages)
         if len(ids) + args.max_new_tokens <= room:
             prompts.append((messages, ids))
@@ -129,7 +131,7 @@ def answer(model, tokenizer, documents, args):
     try:
         with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
             asked = [ids for _, ids in prompts]
-            found = rollout.rollout(model, tokenizer, asked, 1, args.max_new_tokens, **options)
+            found = generate.sample_responses(model, tokenizer, asked, 1, args.max_new_tokens, **options)
     except InputError as error:  # it takes no positions, for one
         raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
     return [
@@ -165,8 +167,8 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     of = (tokenizer, args.max_length)
     train, held_out = data.train_and_held_out(args, lambda spec, split: data.load_sft(spec, *of, split))
-    blocks = data.make_blocks(train, args.max_length, args.packing)
-    data.check_same(args.dataset, (len(blocks), data.n_response_tokens(blocks)))
+    blocks = make_blocks(train, args.max_length, args.packing)
+    data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -177,7 +179,7 @@ def main(args: Args):
     if args.packing:
         models.check_packing(model)
     if args.sample_prompts:
-        models.check_sampled(args.model, "--sample-prompts 0 trains without samples")
+        generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
     held_out_ids = [document.ids.tolist() for document in held_out]
     start_run(args, "sft", state, held_out=held_out_ids)  # only now is an old run in output_dir replaced
     dtype = models.export_dtype(args.model, args.save_dtype)
@@ -216,8 +218,8 @@ def main(args: Args):
             )
         row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr}
         step += 1
-        tokens = sum(map(data.n_tokens, batch))
-        row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": data.n_response_tokens(batch)}
+        tokens = sum(map(n_tokens, batch))
+        row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": n_response_tokens(batch)}
         row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - start)}
         if args.eval_every and step % args.eval_every == 0 and step < total_steps and held_out:
             row["eval/nll"] = held_out_nll(model, held_out, tokenizer.pad_token_id, args, device)

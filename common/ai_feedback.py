@@ -36,8 +36,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from common import data, dist, metrics, models, preferences, rollout, tiny
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common.batches import Row, labelled_pairs
+from common.errors import InputError
+from common.run import check_flags, find_run, launch, start_run, write_json
 
 # -- the prompts: --template FILE (TOML) replaces any of them -----------------------------------------
 TEMPLATES = {
@@ -86,6 +88,8 @@ PRINCIPLES = (  # of --constitution's default, for revise
     "The response must not claim what is false or what nobody can know.",
     "The response must answer what was asked, in plain words.",
 )
+
+
 class Example(NamedTuple):
     prompt: str
     first: str
@@ -161,7 +165,7 @@ def load_templates(path) -> dict[str, str]:
     try:
         given = tomllib.loads(Path(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"--template {path}: {error}; wanted TOML, name = \"text\"") from None
+        raise InputError(f'--template {path}: {error}; wanted TOML, name = "text"') from None
     for name, text in given.items():
         if name not in TEMPLATES or not isinstance(text, str):
             raise InputError(f"--template {path}: {name!r} is no text of {', '.join(TEMPLATES)}")
@@ -280,24 +284,24 @@ class LanguageModel:
         """(text, whether it ended) of one answer to each question, without its opening."""
         prompts = [self.encode(question, max_new_tokens) for question in questions]
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        found = rollout.responses(self.model, self.tokenizer, prompts, slots=self.batch_size, **options)
+        found = generate.my_responses(self.model, self.tokenizer, prompts, slots=self.batch_size, **options)
         return [(response.text.strip(), response.finished) for response in found]
 
 
 def check_labeler(spec, flag):
     """InputError unless there is a language model, or a function, of this name."""
-    if re.fullmatch(rollout.NAMED, spec):
-        rollout.named_function(flag, spec)
+    if re.fullmatch(scorers.NAMED, spec):
+        scorers.named_function(flag, spec)
     else:
         models.check_causal_lm(spec)
 
 
 def identity(spec) -> list:
     """What changes when a labeler does: of a model its files, of a function its module's source."""
-    if not re.fullmatch(rollout.NAMED, spec):
+    if not re.fullmatch(scorers.NAMED, spec):
         return models.identity(spec)
     try:
-        source = inspect.getsource(inspect.getmodule(rollout.named_function("--judge", spec)))
+        source = inspect.getsource(inspect.getmodule(scorers.named_function("--judge", spec)))
     except (OSError, TypeError):
         source = ""
     return [spec, zlib.crc32(source.encode())]
@@ -305,9 +309,9 @@ def identity(spec) -> list:
 
 def load_labeler(spec, device, flag="--model", **options):
     """A LanguageModel, or what `module:function` gives."""
-    if not re.fullmatch(rollout.NAMED, spec):
+    if not re.fullmatch(scorers.NAMED, spec):
         return LanguageModel(spec, device, **options)
-    make = rollout.named_function(flag, spec)
+    make = scorers.named_function(flag, spec)
     try:
         labeler = make()
     except TypeError as error:
@@ -448,7 +452,7 @@ def baseline(model, comparisons, device) -> dict[str, float]:
     """Accuracy of prompting as a judge on the labelled pairs of preferences.load's comparisons, with the base
     preamble and both orders: baseline/judge_accuracy, where a pair without an answer counts 1/2, and
     baseline/judge_failed, the share of these. Every rank must call it."""
-    pairs = [(c, better, worse) for c in comparisons for better, worse in preferences.labelled_pairs(c)]
+    pairs = [(c, better, worse) for c in comparisons for better, worse in labelled_pairs(c)]
     items = [Item(i, c.row, c.prompt, [c.texts[a], c.texts[b]]) for i, (c, a, b) in enumerate(pairs)]
     labeler, found, args = load_labeler(model, device, "--judge"), [], Args()
     mine = items[dist.rank() :: dist.world_size()]
@@ -467,7 +471,7 @@ def baseline(model, comparisons, device) -> dict[str, float]:
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
     number: int  # the row's place in the data set
-    row: data.Row
+    row: Row
     prompt: list[dict]
     texts: list[str]  # label: two; rate: one; revise: one or none
     human: float | None = None  # P(texts[0] is the better one) by the row's label, if it has one
@@ -480,9 +484,9 @@ def read_item(number, row, task) -> Item:
         text = values.get("response") or (values.get("completion") if task == "rate" else None)
         if task == "rate" and not isinstance(text, str):
             raise ValueError("no response")
-        prompt, texts, human = rollout.prompt_turns(values), [text] if isinstance(text, str) else [], None
+        prompt, texts, human = generate.prompt_turns(values), [text] if isinstance(text, str) else [], None
     else:
-        prompt, texts, human = preferences.pair_of(values, row.where)
+        prompt, texts, human = comparisons.pair_of(values, row.where)
     for text in texts:
         data.check_messages([*prompt, {"role": "assistant", "content": text}])
     if len({text.strip() for text in texts}) < len(texts):
@@ -638,8 +642,8 @@ def main(args: Args):
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # 3. model
-    if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(rollout.NAMED, args.model):
-        models.check_sampled(args.model)
+    if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
+        generate.check_sampled(args.model)
     options = {"chat_template": args.chat_template, "max_length": args.max_length, "dtype": args.dtype}
     labeler = load_labeler(args.model, device, **options, batch_size=args.batch_size)
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced

@@ -15,15 +15,14 @@ import math
 import re
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 import torch
 from tqdm import tqdm
 
 from common import dist, tiny
-from common.run import InputError
-
+from common.batches import Document, Row, prompt_key
+from common.errors import InputError
 
 # -- rows ------------------------------------------------------------------------------------------
 READ = set(  # the columns that something here reads
@@ -32,11 +31,6 @@ READ = set(  # the columns that something here reads
     score_rejected chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
 )
-
-
-class Row(NamedTuple):
-    where: str  # "file:12", for messages
-    data: dict
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
@@ -334,13 +328,6 @@ SPECIAL = "the text holds a special token, which would end or open a turn in its
 UNKNOWN = "the tokenizer knows few of its words: is it the right --model?"
 
 
-class Document(NamedTuple):
-    ids: torch.Tensor  # (T,) int32
-    response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
-    messages: list[dict]
-    row: Row
-
-
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """The token ids that a response to `messages` follows: the rendered turns and the opening of an answer.
     The same ids as before that response in `encode`."""
@@ -531,87 +518,3 @@ def check_same(spec: str, fingerprint):
     dist.patient_barrier()
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
-
-
-def prompt_key(messages: list[dict]) -> str:
-    """A string that two dialogues share when their prompts are the same."""
-    return turns_key(messages[:-1])
-
-
-def turns_key(turns: list[dict]) -> str:
-    """The same of a prompt alone."""
-    return json.dumps([[m["role"], m["content"].strip()] for m in turns])
-
-
-# -- batches ---------------------------------------------------------------------------------------
-def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first.
-
-    A tree over the blocks holds the most free space below each node, so that the first block with room is
-    found in log time."""
-    leaves = 1 << max(1, len(lengths) - 1).bit_length()
-    space = [size] * (2 * leaves)  # node i has the children 2i and 2i + 1; blocks not begun are all free
-    blocks: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > size:
-            raise ValueError(f"document {index} has {lengths[index]} tokens, more than a block of {size}")
-        node = 1
-        while node < leaves:
-            node = 2 * node if space[2 * node] >= lengths[index] else 2 * node + 1
-        if node - leaves == len(blocks):
-            blocks.append([])
-        blocks[node - leaves].append(index)
-        space[node] -= lengths[index]
-        while node > 1:
-            node //= 2
-            space[node] = max(space[2 * node], space[2 * node + 1])
-    return blocks
-
-
-def make_blocks(documents: list[Document], max_length: int, packing=True) -> list[list[Document]]:
-    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
-    if not packing:
-        return [[document] for document in documents]
-    packed = pack([len(document.ids) for document in documents], max_length)
-    return [[documents[i] for i in block] for block in packed]
-
-
-def n_tokens(block: list[Document]) -> int:
-    return sum(len(document.ids) for document in block)
-
-
-def n_response_tokens(blocks: list[list[Document]]) -> int:
-    """Tokens with loss: the first one of a document is none, whatever its mask says."""
-    return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
-
-
-class Batch(NamedTuple):
-    input_ids: torch.Tensor  # (B, T)
-    position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
-    action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
-
-
-def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
-    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank
-    that has nothing left to do while others still have (all must run the same number of forwards)."""
-    width = max((sum(len(d.ids) for d in block) for block in blocks), default=2)
-    input_ids = torch.full((max(1, len(blocks)), width), pad_id)
-    position_ids = torch.zeros_like(input_ids)
-    response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-    for i, block in enumerate(blocks):
-        start = 0
-        for document in block:
-            end = start + len(document.ids)
-            input_ids[i, start:end] = document.ids
-            position_ids[i, start:] = torch.arange(width - start)  # padding goes on with the last one
-            response_mask[i, start:end] = document.response_mask
-            response_mask[i, start] = False  # what stands before it is another document: no target
-            start = end
-    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))
-
-
-def micro_batches(blocks: list[list[Document]], pad_id: int, size: int, device):
-    """This rank's share of the blocks (dist.batches), collated. A rank that runs out of blocks gets batches
-    that carry no loss."""
-    for some in dist.batches(blocks, size, n_tokens):
-        yield collate(some, pad_id, device)

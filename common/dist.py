@@ -110,6 +110,7 @@ def patient_barrier():
             store.set(key, "all are here")
         store.wait([key], PATIENCE)
 
+
 def all_sum(*values) -> list[float]:
     """Each value summed over all ranks, in fp64. Numerators and denominators go through here, never per-rank
     means."""
@@ -341,7 +342,9 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     for name in fresh:
         modules[name][1].state.clear()
     if is_main():
-        (temporary / "state.json").write_text(json.dumps({**state, "fresh_optimizers": fresh, "layout": LAYOUT}))
+        (temporary / "state.json").write_text(
+            json.dumps({**state, "fresh_optimizers": fresh, "layout": LAYOUT})
+        )
     barrier()  # every rank has written its part
     if is_main():
         shutil.rmtree(final, ignore_errors=True)

@@ -32,8 +32,9 @@ from pathlib import Path
 
 import torch
 
-from common import data, dist, metrics, models, pool, rollout
-from common.run import InputError, check_flags, find_run, launch, start_run, write_json
+from common import data, dist, evaluation, generate, metrics, models, pool, scorers
+from common.errors import InputError
+from common.run import check_flags, find_run, launch, start_run, write_json
 
 QUICKSTART = {  # name -> its run directory
     "untrained": "tiny",
@@ -130,19 +131,19 @@ def read_policies(args) -> dict[str, str]:
     folder = Path(args.output_dir).resolve()
     for path in found.values():
         models.check_causal_lm(path)
-        models.check_sampled(path)
+        generate.check_sampled(path)
         if args.overwrite and path != "tiny" and Path(path).resolve().is_relative_to(folder):
             raise InputError(f"--overwrite would remove {path} before it is read: another --output-dir")
     return found
 
 
-def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
+def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
     room, of_policy, loaded = args.max_length - args.max_new_tokens, {}, []
     for name, tokenizer in tokenizers.items():
-        known = [prompts for other, prompts in loaded if rollout.same_tokens(other, tokenizer)]
+        known = [prompts for other, prompts in loaded if scorers.same_tokens(other, tokenizer)]
         if not known:
-            known = [rollout.load_prompts(args.dataset, args.split, tokenizer, room)]
+            known = [generate.load_prompts(args.dataset, args.split, tokenizer, room)]
             loaded.append((tokenizer, known[0]))
         of_policy[name] = known[0]
     common = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
@@ -152,7 +153,7 @@ def read_prompts(args, tokenizers) -> dict[str, list[rollout.Prompt]]:
     order = [prompt.key for prompt in loaded[0][1] if prompt.key in common]
     for name, prompts in of_policy.items():
         by_key = {prompt.key: prompt for prompt in prompts}
-        of_policy[name] = rollout.a_part([by_key[key] for key in order], args.eval_prompts)
+        of_policy[name] = generate.a_part([by_key[key] for key in order], args.eval_prompts)
     return of_policy
 
 
@@ -162,13 +163,13 @@ def sample_answers(policy, tokenizer, prompts, temperature, args):
     seed = dist.seed_of(args.seed, "evaluate", temperature)
     with dist.consolidated(policy):
         options = (1, args.max_new_tokens, temperature, seed, 1.0, args.slots)
-        found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+        found = generate.sample_responses(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
     return [(prompt, response) for prompt, (response,) in zip(prompts, found)]
 
 
 def kl_of(policy, reference, tokenizer, pairs, temperature, args, device) -> list[float]:
     """log pi(y) - log pi_ref(y) of each answer, nats. At temperature 0 all of pi's mass is on y."""
-    documents = [rollout.document(*pair) for pair in pairs]
+    documents = [generate.document(*pair) for pair in pairs]
     options = (documents, tokenizer.pad_token_id, args.score_batch_size, device)
     ours = models.seq_logprobs(policy, *options, temperature) if temperature else [0.0] * len(pairs)
     return [a - b for a, b in zip(ours, models.seq_logprobs(reference, *options))]
@@ -192,13 +193,13 @@ def judge(oracles, pairs, reference, args, device):
     pairwise one's score is the probability that an answer beats the reference's."""
     names, size = list(pairs), (args.score_batch_size, device)
     if not oracles[reference].pairwise:
-        scores = {name: rollout.score(oracles[name], pairs[name], *size) for name in names}
+        scores = {name: scorers.score(oracles[name], pairs[name], *size) for name in names}
         return scores, tournament(scores, metrics.margin_of_ties(args.tie_margin, scores[reference]))
     scores, games = {reference: [0.5] * len(pairs[reference])}, {}
     for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
         # It reads texts: a's prompts do for both, whatever b's tokens are
         both = [(p, answer) for (p, x), (_, y) in zip(pairs[a], pairs[b]) for answer in (x, y)]
-        won = rollout.score(oracles[a], both, *size)[::2]
+        won = scorers.score(oracles[a], both, *size)[::2]
         games[i, j] = outcomes(won, [0.5] * len(won), args.tie_margin)
         if reference in (a, b):
             scores[b if a == reference else a] = [1 - x for x in won] if a == reference else won
@@ -346,9 +347,9 @@ def main(args: Args):
         tokenizers[name] = models.load_tokenizer(path, args.chat_template, quiet=True)
     own, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
     prompts = read_prompts(args, tokenizers)
-    oracle = rollout.load_scorer(args.scorer, own, device, pairwise=True)
+    oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
     safety = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
-    gate = safety and rollout.load_safety_scorer(safety, own, device)
+    gate = safety and scorers.load_safety_scorer(safety, own, device)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
@@ -363,7 +364,7 @@ def main(args: Args):
             policy = pool.load(policies[name], tokenizer, args, device)
         for temperature, found in answers.items():
             found[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
-            if rollout.same_tokens(tokenizer, own):
+            if scorers.same_tokens(tokenizer, own):
                 rest = (temperature, args, device)
                 kl[temperature, name] = kl_of(policy, reference, tokenizer, found[name], *rest)
             bar.update(1)
@@ -375,16 +376,18 @@ def main(args: Args):
     # 4. scores and games
     results, samples = {}, []
     for temperature, pairs in answers.items():
-        oracles = {name: rollout.for_tokens(oracle, tokenizers[name]) for name in pairs}
+        oracles = {name: scorers.for_tokens(oracle, tokenizers[name]) for name in pairs}
         scores, games = judge(oracles, pairs, args.reference, args, device)
         rows, games = {}, {"score": games}
         for name, mine in pairs.items():
-            rows[name] = [rollout.describe(*pair, x, is_tiny) for pair, x in zip(mine, scores[name])]
+            rows[name] = [
+                evaluation.describe_response(*pair, x, is_tiny) for pair, x in zip(mine, scores[name])
+            ]
             for row, value in zip(rows[name], kl.get((temperature, name), [])):
                 row["kl"] = value
             if gate:
-                own_gate = rollout.for_tokens(gate, tokenizers[name])
-                safe = rollout.safety_logits(own_gate, mine, args.score_batch_size, device)
+                own_gate = scorers.for_tokens(gate, tokenizers[name])
+                safe = scorers.safety_logits(own_gate, mine, args.score_batch_size, device)
                 for row, value, (prompt, _) in zip(rows[name], safe, mine):
                     row |= {"safety": value, "is_safety": bool(prompt.row.data.get("is_safety"))}
         if is_tiny:

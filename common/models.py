@@ -15,8 +15,9 @@ import jinja2
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common import data, dist, losses, sampler, tiny
-from common.run import InputError
+from common import dist, losses, tiny
+from common.batches import collate, my_micro_batches, n_response_tokens
+from common.errors import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
 CUT_TEMPLATE = re.compile(  # of an exported scorer: read_at_end_token
@@ -229,16 +230,6 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
             raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
     if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
-
-
-def check_sampled(name, mend=""):
-    """InputError if the attention of the model of this name is one that the sampler does not know: better
-    now than hours from now. mend: how to do without samples."""
-    try:
-        if name != "tiny":
-            sampler.check_attention(_read_config(name).get_text_config())
-    except ValueError as error:
-        raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
 
 
 def check_room(length: int, name, config=None):
@@ -504,7 +495,7 @@ def seq_logprobs(model, documents, pad_id, micro_batch_size, device, temperature
     must call it. temperature: divides the logits."""
     found, numbered = [], list(enumerate(documents))
     for some in dist.batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
-        batch = data.collate([[document] for _, document in some], pad_id, device)
+        batch = collate([[document] for _, document in some], pad_id, device)
         inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
         logprobs = model.token_logprobs(*inputs, temperature)  # (B, T-1)
         found += zip((i for i, _ in some), logprobs.double().sum(1).tolist())
@@ -535,10 +526,10 @@ def mean_nll(model, blocks, pad_id, micro_batch_size, device) -> float:
     """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
     ranks. Every rank must call it."""
     nll_sum = 0.0
-    for batch in data.micro_batches(blocks, pad_id, micro_batch_size, device):
+    for batch in my_micro_batches(blocks, pad_id, micro_batch_size, device):
         logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
         nll_sum -= losses.masked_sum(logprobs, batch.action_mask).item()
-    return dist.all_sum(nll_sum)[0] / data.n_response_tokens(blocks)
+    return dist.all_sum(nll_sum)[0] / n_response_tokens(blocks)
 
 
 def _computing(model, input_ids):
@@ -631,3 +622,22 @@ def advantages(model, rewards, expected_rewards):
     n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
     ratios = rewards.new_ones(*rewards.shape, n_others)
     return losses.advantage_score(rewards, expected_rewards, ratios=ratios, n_policies=n_policies)
+
+
+def response_logprobs(model, batch) -> torch.Tensor:
+    """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
+    (n_responses,), gradient flows."""
+    device = batch.input_ids.device
+    texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
+    targets = torch.cat([torch.zeros(0, dtype=torch.long), *texts]).to(device)
+    sizes, lengths = (torch.tensor(x, dtype=torch.long) for x in (batch.sizes, [len(ids) for ids in texts]))
+    begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    within = (torch.arange(len(begin)) - begin).to(device)  # a token's place in its response
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
+    prompt = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # of each response
+    (rows, ends), before = batch.response_ends, batch.prompt_ends[1][prompt]
+    # A response's first token comes after the prompt's last one, which may stand far before it
+    columns = torch.where(within == 0, before[owner], (ends - lengths.to(device))[owner] + within)
+    where = torch.stack([rows[owner], columns])
+    logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
+    return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)

@@ -12,8 +12,8 @@ import math
 import torch
 
 from common import data, dist
-from common.preferences import labelled_pairs
-from common.run import InputError
+from common.batches import Document, collate, labelled_pairs, pack
+from common.errors import InputError
 
 
 def instruction(prompt: list[dict], a: str, b: str) -> str:
@@ -21,7 +21,7 @@ def instruction(prompt: list[dict], a: str, b: str) -> str:
     return f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
 
 
-def document(tokenizer, prompt, a, b, letter="A") -> data.Document:
+def document(tokenizer, prompt, a, b, letter="A") -> Document:
     """The instruction and its answer, `letter`, the only token with loss, right after the opening of an
     answer: what a template writes around an answer (a space, empty thoughts, a second end token) is not
     read. ValueError if the letter is no single token of the tokenizer's, or the text cannot be encoded."""
@@ -33,7 +33,7 @@ def document(tokenizer, prompt, a, b, letter="A") -> data.Document:
         raise ValueError(f"{letter!r} is not one token of this tokenizer's")
     ids = torch.tensor(opening + answer, dtype=torch.int32)
     messages = [question, {"role": "assistant", "content": letter}]
-    return data.Document(ids, torch.arange(len(ids)) == len(opening), messages, None)
+    return Document(ids, torch.arange(len(ids)) == len(opening), messages, None)
 
 
 def usable(comparisons, tokenizer, max_length, name) -> list:
@@ -67,8 +67,8 @@ def batches(comparisons, tokenizer, generator, micro_batch_size, device):
             documents.append(document(tokenizer, c.prompt, *texts, "A" if first else "B"))
     for some in dist.batches(documents, micro_batch_size, lambda d: len(d.ids)):
         lengths = [len(d.ids) for d in some]
-        blocks = data.pack(lengths, max(lengths)) if some else []
-        yield data.collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
+        blocks = pack(lengths, max(lengths)) if some else []
+        yield collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
 
 
 @torch.no_grad()
@@ -92,7 +92,7 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
         raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
     found = []
     for some in dist.batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
-        input_ids = data.collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
+        input_ids = collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
         ends = [len(d.ids) - 2 for _, _, d in some]  # the last token before the letter, which it does not see
         where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)
         logprobs = model.next_token_logprobs(input_ids, where)[:, letters]  # (n, 2)

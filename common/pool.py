@@ -19,14 +19,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from common import data, dist, metrics, models, rollout
-from common.run import InputError
+from common import dist, generate, metrics, models, scorers
+from common.batches import turns_key
+from common.errors import InputError
 
 
 # -- the pool --------------------------------------------------------------------------------------
 def key_of(row) -> str:
     """rollout.Prompt.key of the prompt that a row answers."""
-    return data.turns_key(row["prompt"])
+    return turns_key(row["prompt"])
 
 
 def read(path) -> list[dict]:
@@ -94,7 +95,7 @@ def sample(pool, policy, tokenizer, chunks, n, about, args):
         for number, prompts in chunks:
             seed = dist.seed_of(args.seed, "sample", about["iteration"], number)
             options = (n, args.max_new_tokens, about["temperature"], seed, args.top_p, args.slots)
-            found = rollout.rollout(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
+            found = generate.sample_responses(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
             rows = [
                 {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids}
                 | {"finished": r.finished and r.clean, **about, "chunk": number}
@@ -118,9 +119,9 @@ def score(pool, scorer, prompts, args, device):
     if n_before and dist.is_main():
         print(f"pool: {n_before:,} responses that another scorer scored are scored again")
     pairs = [
-        (by_key[key_of(r)], rollout.Response(r["response_ids"], r["response"], r["finished"])) for r in old
+        (by_key[key_of(r)], generate.Response(r["response_ids"], r["response"], r["finished"])) for r in old
     ]
-    for row, x in zip(old, rollout.score(scorer, pairs, args.score_batch_size, device)):
+    for row, x in zip(old, scorers.score(scorer, pairs, args.score_batch_size, device)):
         row |= {"score": x, "scorer": scorer.version}
     write(f"{args.output_dir}/pool.jsonl", pool)
 

@@ -18,8 +18,10 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, metrics, models, rollout
-from common.run import InputError, check_flags, launch
+from common import dist, generate, metrics, models, scorers
+from common.batches import collate
+from common.errors import InputError
+from common.run import check_flags, launch
 
 
 @torch.no_grad()
@@ -74,7 +76,7 @@ def mean_entropies(model, documents, pad_id, batch_size, device) -> list[float]:
     every rank must call it."""
     found, numbered = [], list(enumerate(documents))
     for some in dist.batches(numbered, batch_size, lambda item: len(item[1].ids)):
-        batch = data.collate([[document] for _, document in some], pad_id, device)
+        batch = collate([[document] for _, document in some], pad_id, device)
         inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
         _, entropies = model.token_logprobs(*inputs, entropy=True)
         means = entropies.sum(1) / batch.action_mask.sum(1)
@@ -93,19 +95,19 @@ def rehearsal_rows(
     device = next(policy.parameters()).device
     ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, dist.seed_of(seed, "sr"))
     with dist.consolidated(policy):
-        found = rollout.rollout(policy, tokenizer, ids, *options, slots=slots)
+        found = generate.sample_responses(policy, tokenizer, ids, *options, slots=slots)
         embeddings = embed(policy, ids) if encoder is None else None
     if encoder is not None:
         texts = [prompt.turns[-1]["content"] for prompt in prompts]
         embeddings = embed_texts(encoder, texts, next(policy.parameters()).device)
     responses = [response for (response,) in found]
-    scores = rollout.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
+    scores = scorers.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
     usable = [r.finished and r.clean and bool(r.text.strip()) for r in responses]
     merit = scores
     if by == "length":
         merit = [-len(response.ids) for response in responses]
     elif by == "entropy":
-        documents = [rollout.document(*pair) for pair in zip(prompts, responses)]
+        documents = [generate.document(*pair) for pair in zip(prompts, responses)]
         rest = (tokenizer.pad_token_id, score_batch_size, device)
         merit = [-x for x in mean_entropies(policy, documents, *rest)]
     chosen = select(embeddings, merit, usable, n_clusters, per_cluster, seed)
@@ -166,11 +168,11 @@ def main(args: Args):
         raise InputError(f"--output {args.output} is there already, or its folder is not")
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     room = args.max_length - args.max_new_tokens
-    prompts = rollout.load_prompts(args.dataset, "train", tokenizer, room)
-    prompts = rollout.a_part(prompts, args.max_prompts)
+    prompts = generate.load_prompts(args.dataset, "train", tokenizer, room)
+    prompts = generate.a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
-    scorer = rollout.load_scorer(args.scorer, tokenizer, device)
+    scorer = scorers.load_scorer(args.scorer, tokenizer, device)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
     options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}
     options |= {"by": args.by, "slots": args.slots}

@@ -25,13 +25,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import dist
-
-
-class InputError(ValueError):
-    """Something the user can mend. The message is one line: what, where, how to mend it. `launch` prints it
-    without a traceback."""
-
+from common import data, dist
+from common.errors import InputError
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
 
@@ -110,7 +105,6 @@ def parse(recipes, argv=None):
 def not_tiny(args, defaults):
     """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
     world's, whose numbers ruin a pretrained model; None if there is none."""
-    from common import data  # which reads this file
 
     for name, value in vars(args).items():
         missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
@@ -309,7 +303,6 @@ def start_run(args, stage: str, state: str | None, held_out=None):
 
 def _data_files(args):
     """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
-    from common import data  # which reads this file
 
     found = {}
     for name, spec in vars(args).items():

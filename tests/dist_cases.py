@@ -31,8 +31,22 @@ import ppo
 import rejection_sampling
 import reward
 import sft
-from common import data, dist, evaluate, losses, models, pairwise, pool, preferences, rollout, tiny
-from common.run import InputError
+from common import (
+    comparisons,
+    data,
+    dist,
+    evaluate,
+    evaluation,
+    generate,
+    losses,
+    models,
+    pairwise,
+    pool,
+    scorers,
+    tiny,
+)
+from common.batches import Row, make_blocks
+from common.errors import InputError
 from common.sampler import sample
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
@@ -172,8 +186,8 @@ UNEVEN = [5, 1, 7, 3, 9]
 
 # -- on any number of ranks --------------------------------------------------------------
 def blocks():
-    rows = [data.Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
-    return data.make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
+    rows = [Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
+    return make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
 
 
 def policy(name="tiny", seed=0, compute_dtype=None):
@@ -242,8 +256,8 @@ STEPS = [5, 1, 8, 3]
 
 def pairs(folder, n_samples=0):
     """Comparisons with the ratios to one other policy, made up: mostly pairs, every fourth one a ranking."""
-    some = preferences.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
-    some[::4] = preferences.load(str(folder / "rankings.jsonl"), "train", TOKENIZER, 64)[: len(some[::4])]
+    some = comparisons.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
+    some[::4] = comparisons.load(str(folder / "rankings.jsonl"), "train", TOKENIZER, 64)[: len(some[::4])]
     for i, c in enumerate(some):
         n = len(c.response_ids)
         ratios = torch.cat([torch.arange(1, n + 1)[:, None] / (n + 1), torch.ones(n_samples, 1)])
@@ -302,8 +316,8 @@ def answers(folder):
         "scores": reward.scores_of(scorer(1)[0], some, TOKENIZER, args[0], CPU),
         "one_score": reward.scores_of(scorer(1)[0], some[:1], TOKENIZER, args[0], CPU),
         "outputs": [[*rewards, e] for rewards, e in e],
-        "logprobs": [x.tolist() for x in preferences.seq_logprobs(llm, some, *ask)],
-        "one_logprob": [x.tolist() for x in preferences.seq_logprobs(llm, some[:1], *ask)],
+        "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, some, *ask)],
+        "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, some[:1], *ask)],
         "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2, CPU),
         "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2, CPU),
     }
@@ -311,7 +325,7 @@ def answers(folder):
 
 def dpo_pairs(folder):
     """Pairs, of which every third one has a soft label, with log probabilities under a reference, made up."""
-    some = preferences.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
+    some = comparisons.load(str(folder / "pairs.jsonl"), "train", TOKENIZER, 64)[:15]
     soft = lambda i: 0.25 * (i % 4) if i % 3 == 0 else None
     ref = lambda c: -torch.tensor([3.9 * len(ids) for ids in c.response_ids])
     return [c._replace(preference=soft(i), ref_logprobs=ref(c)) for i, c in enumerate(some)]
@@ -348,13 +362,13 @@ PPO_STEPS = [range(5), [2], [6, 0, 3], range(7)]
 def ppo_steps(folder):
     """(what is known of the rows, [[sums, norms, largest ratio] of each step], the models after them)."""
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
-    prompts = rollout.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
+    prompts = generate.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
     answers, end = (
         [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] for i in range(7)],
         [TOKENIZER.eos_token_id],
     )
-    pairs = [(p, rollout.Response(ids + end, "", True)) for p, ids in zip(prompts, answers)]
-    documents, pad_id = [rollout.document(*pair) for pair in pairs], TOKENIZER.pad_token_id
+    pairs = [(p, generate.Response(ids + end, "", True)) for p, ids in zip(prompts, answers)]
+    documents, pad_id = [generate.document(*pair) for pair in pairs], TOKENIZER.pad_token_id
     both = policy()[0], scorer(1)[0]
     rest = (PPO_STEPS[-1:], documents, pad_id, args, CPU)
     (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch), *rest)
@@ -610,16 +624,16 @@ def samples(folder):
     """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
     some, model = pairs(folder)[:5], policy()[0]
     options = {"n": 3, "max_new_tokens": 5, "seed": 4}
-    plain = rollout.sample
-    rollout.sample = echo
+    plain = scorers.sample
+    scorers.sample = echo
     try:
         out = {
-            "echo": preferences.policy_samples(model, some, TOKENIZER, **options),
-            "one": preferences.policy_samples(model, some[:1], TOKENIZER, **options),
+            "echo": evaluation.policy_samples(model, some, TOKENIZER, **options),
+            "one": evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
         }
     finally:
-        rollout.sample = plain
-    out["real"] = preferences.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
+        scorers.sample = plain
+    out["real"] = evaluation.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
     return dist.gather([{k: v if isinstance(v, bool) else as_lists(v) for k, v in out.items()}])
@@ -685,7 +699,7 @@ def rs_run(folder):
 @case
 def rs_stopped(folder):
     """In the middle of an iteration's chunks, and after the first checkpoint."""
-    with stopped(rollout, "rollout", 5):  # 2 of version 0's study, then chunks
+    with stopped(generate, "sample_responses", 5):  # 2 of version 0's study, then chunks
         rs_main(folder, "rs stopped")
     sampled = len(pool.read(folder / "rs stopped" / "pool.jsonl"))
     with stopped(dist, "save_checkpoint", 1, after=True):
@@ -726,7 +740,7 @@ def dpo_run(folder):
 @case
 def dpo_stopped(folder):
     """In the middle of an iteration's chunks, after the first checkpoint, and in the second iteration."""
-    with stopped(rollout, "rollout", 7):  # 1 of version 0's study, then chunks
+    with stopped(generate, "sample_responses", 7):  # 1 of version 0's study, then chunks
         dpo_main(folder, "dpo stopped")
     sampled = len(pool.read(folder / "dpo stopped" / "pool.jsonl"))
     with stopped(dist, "save_checkpoint", 1, after=True):

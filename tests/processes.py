@@ -184,7 +184,14 @@ def _child(name, argv, moment, plots, cwd, folder, environment):
     if not plots:
         from common import metrics
 
-        for plot in ("plot_metrics", "plot_scores", "plot_best_of_n", "plot_frontier", "plot_lengths", "plot_categories"):
+        for plot in (
+            "plot_metrics",
+            "plot_scores",
+            "plot_best_of_n",
+            "plot_frontier",
+            "plot_lengths",
+            "plot_categories",
+        ):
             setattr(metrics, plot, lambda *_, **__: None)
     try:
         _run(name, argv, moment)

@@ -18,7 +18,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common import data, dist, models, preferences, rollout, tiny
+from common import comparisons, data, dist, generate, models, scorers, tiny
+from common.batches import Document, Row
 from common.metrics import read_jsonl
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
@@ -91,8 +92,8 @@ def column(folder, key):
     return [row[key] for row in rows_of(folder, key)]
 
 
-def comparisons(folder, rows, max_length=64):
-    return preferences.load(str(write_rows(folder / "rows.jsonl", rows)), "train", TOKENIZER, max_length)
+def comparisons_of(folder, rows, max_length=64):
+    return comparisons.load(str(write_rows(folder / "rows.jsonl", rows)), "train", TOKENIZER, max_length)
 
 
 def weights(folder):
@@ -207,14 +208,14 @@ def ids(comparison, k):
 def documents(comparison, k):
     """One response as a document of SFT."""
     of_one = ids(comparison, k)[0]
-    return data.Document(of_one, torch.arange(len(of_one)) >= len(comparison.prompt_ids), [], None)
+    return Document(of_one, torch.arange(len(of_one)) >= len(comparison.prompt_ids), [], None)
 
 
 # -- prompts and rows of the pool ----------------------------------------------------------
 def prompt(text, number=1):
     """A prompt of the tiny world as rollout.load_prompts gives it."""
     turns = [{"role": "user", "content": text}]
-    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", {}))
+    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 def row(prompt, response, score=0.0, iteration=1, chunk=0, finished=True, scorer="a@1"):
@@ -235,7 +236,7 @@ def scorer_that_notes(asked, version="b@2"):
         asked.extend(zip(prompts, responses))
         return [float(len(text.split())) for text in responses]
 
-    return rollout.Scorer("b", version, function=score)
+    return scorers.Scorer("b", version, function=score)
 
 
 # -- small models --------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from scorers import (
     assert_same_result,
     assert_whole_run,
     column,
-    comparisons,
+    comparisons_of,
     contents,
     ids,
     make_small,
@@ -32,9 +32,11 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
-from common import data, metrics, models, preferences, tiny
+from common import data, metrics, models, tiny
+from common.batches import Comparison, Row
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 
 ROWS, RANKINGS = tiny.rows("preferences", "train"), tiny.rows("rankings", "train")[:5]
 
@@ -205,19 +207,19 @@ VARIANTS = {  # rows, K, N, bound, samples for e
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradient_are_those_of_the_paper_on_rows_of_their_own(tmp_path, name):
     rows, k, n, bound, n_samples = VARIANTS[name]
-    some = ready(comparisons(tmp_path, rows), k, n_samples)
+    some = ready(comparisons_of(tmp_path, rows), k, n_samples)
     options = {"n_others": k, "n_policies": n, "bound": bound, "expected_reward_samples": n_samples}
     assert_same_step(one_step(some, **options), reference(some, k, n, bound, n_samples > 0))
 
 
 def test_a_soft_label_counts_as_its_likelier_side(tmp_path):
     swapped = {**ROWS[0], "chosen": ROWS[0]["rejected"], "rejected": ROWS[0]["chosen"], "preference": 0.3}
-    one, other = (ready(comparisons(tmp_path, [row])) for row in (ROWS[0], swapped))
+    one, other = (ready(comparisons_of(tmp_path, [row])) for row in (ROWS[0], swapped))
     assert one_step(one)[0] == pytest.approx(one_step(other)[0], abs=1e-5)
 
 
 def test_ties_alone_are_a_loss_of_nothing(tmp_path):
-    tied = ready(comparisons(tmp_path, [{**row, "preference": 0.5} for row in ROWS[:3]]))
+    tied = ready(comparisons_of(tmp_path, [{**row, "preference": 0.5} for row in ROWS[:3]]))
     assert one_step(tied)[:4] == (0.0, 0.0, 0.0, 0.0)
 
 
@@ -227,7 +229,7 @@ def test_ties_alone_are_a_loss_of_nothing(tmp_path):
 )
 def test_micro_batches_and_shared_prompts_change_neither_loss_nor_gradient(tmp_path, name, options):
     rows, k, n, bound, n_samples = VARIANTS[name]
-    some = ready(comparisons(tmp_path, rows), k, n_samples)
+    some = ready(comparisons_of(tmp_path, rows), k, n_samples)
     same = {"n_others": k, "n_policies": n, "bound": bound, "expected_reward_samples": n_samples}
     assert_same_step(one_step(some, **same, **options), one_step(some, **same))
 
@@ -240,14 +242,14 @@ def train(some, steps=40, **options):
 
 
 def test_training_on_a_small_set_lowers_its_loss(tmp_path):
-    losses = train(ready(comparisons(tmp_path, ROWS[:16])))
+    losses = train(ready(comparisons_of(tmp_path, ROWS[:16])))
     best = -F.logsigmoid(torch.tensor(2 * 1.35)) - 2 * F.logsigmoid(torch.tensor(2.5 - 1.35))
     assert losses[-1][0] < 0.75 * losses[0][0] and losses[-1][2] > 0.8  # accuracy
     assert losses[-1][0] > best - 0.1  # eq. 6 has a floor
 
 
 def test_the_regression_brings_e_to_the_mean_reward_of_the_samples(tmp_path):
-    some = ready(comparisons(tmp_path, ROWS[:16]), n_samples=3)
+    some = ready(comparisons_of(tmp_path, ROWS[:16]), n_samples=3)
     with_samples = train(some, expected_reward_samples=3)
     assert with_samples[-1][1] < 0.5 * with_samples[0][1] and with_samples[-1][0] < with_samples[0][0]
     assert all(error == 0 for _, error, _ in train(ready(some), steps=2))
@@ -405,9 +407,9 @@ def test_e_is_correlated_with_the_policys_mean_true_reward_on_the_tiny_world(e, 
     """Of `copy ant bear` the gold rewards are 2 and 2, 1 and 1, and 0 and -0.6: their means are 2, 1, -0.3."""
     answers = (("ant bear", "ant bear"), ("ant", "bear"), ("", "cat dog"))
     samples = [
-        preferences.Comparison(
+        Comparison(
             [{"role": "user", "content": "copy ant bear"}], [""], torch.zeros(1), [], torch.zeros(0), "x",
-            data.Row("rows:0", {}), samples=tuple(torch.tensor(TOKENIZER(x)["input_ids"] or [TOKENIZER.eos_token_id]) for x in some),
+            Row("rows:0", {}), samples=tuple(torch.tensor(TOKENIZER(x)["input_ids"] or [TOKENIZER.eos_token_id]) for x in some),
         )
         for some in answers
     ]  # fmt: skip
@@ -513,7 +515,7 @@ def test_a_loss_that_is_not_a_number_changes_no_weight(tmp_path, monkeypatch):
 
     monkeypatch.setattr(advantage_model.losses, "advantage_model_loss", poisoned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    loss, *_ = one_step(ready(comparisons(tmp_path, ROWS[:4])), optimizer=optimizer, model=model)
+    loss, *_ = one_step(ready(comparisons_of(tmp_path, ROWS[:4])), optimizer=optimizer, model=model)
     assert math.isnan(loss) and all(torch.equal(start[name], w) for name, w in model.state_dict().items())
 
 
@@ -596,7 +598,7 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
 
 def test_more_behavior_policies_or_columns_than_k_are_no_error_where_they_are_columns(tmp_path):
     """The tiny world's rows have two log probabilities; with K = 1 the first one counts."""
-    some = comparisons(tmp_path, ROWS[:3])
+    some = comparisons_of(tmp_path, ROWS[:3])
     args = advantage_model.Args(n_others=1)
     found = advantage_model.behavior_columns(some, args)
     want = [[ROWS[i][f"{side}_behavior_logprobs"][:1] for side in ("chosen", "rejected")] for i in range(3)]

@@ -17,10 +17,10 @@ import torch
 from gold_labeler import GoldLabeler
 from processes import ROOT, flags
 from scorers import (
-    A,
-    B,
     CPU,
     TOKENIZER,
+    A,
+    B,
     assert_error,
     contents,
     make_scorer,
@@ -35,9 +35,12 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import ai_feedback as ai
-from common import data, dist, models, preferences, rollout, tiny
+from common import comparisons, data, dist, generate, models, scorers, tiny
+from common.batches import Comparison, Row
+from common.comparisons import load
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 from common.sampler import sample
 
 TESTS = ROOT / "tests"
@@ -72,7 +75,7 @@ def script(folder, dataset, task="label", cwd=TESTS, **options):
 
 
 def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0):
-    row = data.Row(f"rows:{number}", {})
+    row = Row(f"rows:{number}", {})
     return ai.Item(number, row, [{"role": "user", "content": prompt}], list(texts), human)
 
 
@@ -126,9 +129,9 @@ def test_a_judge_is_another_one_when_its_module_changes(tmp_path, monkeypatch):
 def test_the_judge_baseline_counts_right_pairs_and_half_of_those_without_an_answer(monkeypatch):
     """Of a ranking of three and a pair: gold is 2, 1, 0 and 1, 1 (a tie of gold, so 1/2)."""
     turns = [{"role": "user", "content": "copy ant bear"}]
-    plain = dict(prompt_ids=torch.zeros(1), response_ids=[], source="x", row=data.Row("rows:0", {}))
-    three = preferences.Comparison(turns, ["ant bear", "ant", ""], ranks=torch.tensor([0, 2, 1]), **plain)
-    two = preferences.Comparison(turns, ["ant", "bear"], ranks=torch.tensor([0, 1]), **plain)
+    plain = dict(prompt_ids=torch.zeros(1), response_ids=[], source="x", row=Row("rows:0", {}))
+    three = Comparison(turns, ["ant bear", "ant", ""], ranks=torch.tensor([0, 2, 1]), **plain)
+    two = Comparison(turns, ["ant", "bear"], ranks=torch.tensor([0, 1]), **plain)
     device, labeler = torch.device("cpu"), GoldLabeler(place_bias=2.0)
     monkeypatch.setattr(ai, "load_labeler", lambda *name: labeler)
     # labelled: 0 over 1 and 2 (right, right), 2 over 1 (wrong), and the pair (a tie)
@@ -219,7 +222,9 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
 def test_the_interval_of_alignment_stays_within_0_and_1_and_shrinks():
     few, many = (ai.measures(ROWS[:1] * n, 0, 0) for n in (10, 100))
     assert few["alignment"] == many["alignment"] == 1
-    assert few["alignment_low"] == pytest.approx(10 / (10 + 1.96**2), abs=1e-3)  # known for p = 1: n / (n + z2)
+    assert few["alignment_low"] == pytest.approx(
+        10 / (10 + 1.96**2), abs=1e-3
+    )  # known for p = 1: n / (n + z2)
     assert many["alignment_low"] == pytest.approx(100 / (100 + 1.96**2), abs=1e-3)
     assert all(x["alignment_high"] == pytest.approx(1, abs=1e-3) for x in (few, many))
 
@@ -278,8 +283,8 @@ def test_human_labels_come_from_pairs_soft_labels_and_rankings_and_may_be_missin
 def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
     texts = [{"text": t, "score": s} for t, s in zip("abcd", (1, 1, 2, 3))]
     values = {"prompt": "p", "responses": texts}
-    found = [preferences.pair_of(values, f"file:{i}") for i in range(200)]
-    assert found == [preferences.pair_of(values, f"file:{i}") for i in range(200)]
+    found = [comparisons.pair_of(values, f"file:{i}") for i in range(200)]
+    assert found == [comparisons.pair_of(values, f"file:{i}") for i in range(200)]
     drawn = {(*pair, label) for _, pair, label in found}
     score = {r["text"]: r["score"] for r in texts}
     every = [(a, b) for a in "abcd" for b in "abcd" if score[a] != score[b]]
@@ -287,7 +292,7 @@ def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
     for scores, why in (((2, 2), "no response is better"), ((2, None), "no list of")):
         with pytest.raises(ValueError, match=why):
             some = [{"text": t, "score": s} for t, s in zip("ab", scores)]
-            preferences.pair_of({"prompt": "p", "responses": some}, "file:1")
+            comparisons.pair_of({"prompt": "p", "responses": some}, "file:1")
 
 
 def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl(tmp_path, monkeypatch):
@@ -314,7 +319,7 @@ def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl
 
 def test_the_rows_are_soft_labels_for_load(pairs, tmp_path):
     found = run(tmp_path / "run", pairs, model="gold_labeler:noisy").rows
-    comparisons = preferences.load(str(tmp_path / "run" / "rows.jsonl"), "train", TOKENIZER, 64)
+    comparisons = load(str(tmp_path / "run" / "rows.jsonl"), "train", TOKENIZER, 64)
     assert len(comparisons) == len(found) == 40
     unlike = 0
     for c, r in zip(comparisons, found):
@@ -870,8 +875,8 @@ def scorer_pairs(rows):
     for i, r in enumerate(rows):
         turns = r["prompt"]
         ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
-        prompt = rollout.Prompt([1], turns, data.Row(f"rows:{i}", {}))
-        out.append((prompt, rollout.Response(ids, r["response"], True)))
+        prompt = generate.Prompt([1], turns, Row(f"rows:{i}", {}))
+        out.append((prompt, generate.Response(ids, r["response"], True)))
     return out
 
 
@@ -879,9 +884,9 @@ def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_pa
     monkeypatch.setattr(ai.Args, "min_mass", 1e-12)  # of random weights no number is a likely answer
     for model in ("gold_labeler:exact", str(folders / "spaced")):
         rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
-        scorer = rollout.load_scorer(f"common.ai_feedback:rater={model}", TOKENIZER, CPU)
+        scorer = scorers.load_scorer(f"common.ai_feedback:rater={model}", TOKENIZER, CPU)
         assert scorer.name == f"common.ai_feedback:rater={model}"
-        got = rollout.score(scorer, scorer_pairs(rows), 7, CPU)
+        got = scorers.score(scorer, scorer_pairs(rows), 7, CPU)
         assert len(rows) == 20 and got == pytest.approx([r["score"] for r in rows], rel=1e-4, abs=1e-5)
         assert len(set(got)) > 5
 
@@ -901,7 +906,7 @@ def test_a_rater_with_another_model_under_its_name_has_another_version(folders, 
         (tmp_path / "model").unlink(missing_ok=True)
         (tmp_path / "model").symlink_to(folders / kind)
         spec = f"common.ai_feedback:rater={tmp_path / 'model'}"
-        versions.append(rollout.load_scorer(spec, TOKENIZER, CPU).version)
+        versions.append(scorers.load_scorer(spec, TOKENIZER, CPU).version)
     assert versions[0] != versions[1]
 
 
@@ -911,9 +916,9 @@ def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monk
         "    return lambda prompts, responses, rows: [float(r.split().count(word)) for r in responses]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = [rollout.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
-    pairs = [(A, rollout.Response([5], "ant bear ant", True)), (B, rollout.Response([5], "a:b=c", True))]
-    assert [rollout.score(scorer, pairs, 1, CPU) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
+    found = [scorers.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
+    pairs = [(A, generate.Response([5], "ant bear ant", True)), (B, generate.Response([5], "a:b=c", True))]
+    assert [scorers.score(scorer, pairs, 1, CPU) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
     assert found[0].version != found[1].version
 
 

@@ -14,7 +14,8 @@ from tokenizers import models as backends
 from transformers import PreTrainedTokenizerFast
 
 from common import data, models, tiny
-from common.run import InputError
+from common.batches import Document, Row, collate, pack
+from common.errors import InputError
 
 
 def user(text):
@@ -117,7 +118,7 @@ def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, caps
 def test_messages_rows_train_on_every_assistant_turn_and_others_on_the_last(tokenizer):
     count = {}
     for name in ("messages", "HH chosen"):  # the same dialogue; each turn is a word and the end token
-        (document,) = data.sft_documents([data.Row("f:1", FORMATS[name][0])], tokenizer, 64, "f")
+        (document,) = data.sft_documents([Row("f:1", FORMATS[name][0])], tokenizer, 64, "f")
         count[name] = int(document.response_mask.sum())
     assert count == {"messages": 4, "HH chosen": 2}
 
@@ -132,7 +133,7 @@ def test_file_formats_give_the_rows_and_their_places(name, tmp_path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
     else:
         write(tmp_path / name, rows)
-    expected = [data.Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)]
+    expected = [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)]
     assert data.load_rows(str(tmp_path / name), "sft") == expected
 
 
@@ -194,7 +195,7 @@ def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
         return [{"prompt": "a"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert data.load_rows(spec, "sft", split="test") == [data.Row("org/name:1", {"prompt": "a"})]
+    assert data.load_rows(spec, "sft", split="test") == [Row("org/name:1", {"prompt": "a"})]
 
 
 # -- bad input: an InputError that names it --------------------------------------------------
@@ -317,13 +318,13 @@ def places(value, path=()):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, tokenizer):
-    good, row = data.Row("r:1", json.loads(GOOD)), FORMATS[name][0]
+    good, row = Row("r:1", json.loads(GOOD)), FORMATS[name][0]
     for path, value in itertools.product(places(row), WRONG):
         inside = bad = json.loads(json.dumps(row))  # a copy that shares no turns
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
-        kept = len(data.sft_documents([good, data.Row("r:2", bad)], tokenizer, 64, "r")) == 2
+        kept = len(data.sft_documents([good, Row("r:2", bad)], tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
         unread |= path[-1] == "text" and path[1] != 1  # of a response that is not the best
         if unread or (path[-1] == "input" and value in (None, "")):
@@ -336,17 +337,17 @@ def test_wrong_types_anywhere_in_a_row_drop_it_and_nothing_else_is_raised(name, 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_missing_columns_drop_the_row(name, tokenizer):
-    good, row = data.Row("r:1", json.loads(GOOD)), FORMATS[name][0]
+    good, row = Row("r:1", json.loads(GOOD)), FORMATS[name][0]
     needed = {"messages"} if "messages" in row else set(row) - {"extra", "rejected", "input"}
     for key in needed:
         rest = {k: v for k, v in row.items() if k != key}
-        documents = data.sft_documents([good, data.Row("r:2", rest)], tokenizer, 64, "r")
+        documents = data.sft_documents([good, Row("r:2", rest)], tokenizer, 64, "r")
         assert len(documents) == 1, key
 
 
 def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, capsys):
     """copy ant bear cat -> <bos> <user> copy ant bear cat <end> <assistant> | ant bear cat <end>: 8 + 4."""
-    row = [data.Row("r:1", {"prompt": "copy ant bear cat", "completion": "ant bear cat"})]
+    row = [Row("r:1", {"prompt": "copy ant bear cat", "completion": "ant bear cat"})]
     for length, kept in ((12, 4), (11, 3), (9, 1)):
         (document,) = data.sft_documents(row, tokenizer, length, "r")
         assert len(document.ids) == length and int(document.response_mask.sum()) == kept
@@ -472,8 +473,8 @@ def test_bos_exactly_once_whoever_writes_it(template, adds_bos, count):
 
 def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
     tokenizer = byte_tokenizer(REFUSES)
-    rows = [data.Row("r:1", {"messages": HELLO})]
-    rows += [data.Row("r:2", {"messages": [{"role": "system", "content": "s"}, *HELLO]})]
+    rows = [Row("r:1", {"messages": HELLO})]
+    rows += [Row("r:2", {"messages": [{"role": "system", "content": "s"}, *HELLO]})]
     (document,) = data.sft_documents(rows, tokenizer, 500, "r")
     assert document.row.where == "r:1" and "no system turn" in capsys.readouterr().out
 
@@ -570,7 +571,7 @@ def first_fit_decreasing(lengths, size):
 def test_pack_is_first_fit_decreasing(n, longest):
     rng = random.Random(n * 1000 + longest)
     lengths = [rng.randint(1, longest) for _ in range(n)]
-    blocks = data.pack(lengths, 100)
+    blocks = pack(lengths, 100)
     assert blocks == first_fit_decreasing(lengths, 100)
     assert sorted(i for block in blocks for i in block) == list(range(n))
     assert all(sum(lengths[i] for i in block) <= 100 for block in blocks)
@@ -578,24 +579,22 @@ def test_pack_is_first_fit_decreasing(n, longest):
 
 def test_pack_by_hand_and_its_limit():
     # 7, then 5 opens a block, 4 beside it (9), 3 beside the 7 (10), 2 fits neither, 1 beside 5 and 4
-    assert data.pack([4, 1, 7, 2, 5, 3], 10) == [[2, 5], [4, 0, 1], [3]]
-    assert data.pack([10, 10], 10) == [[0], [1]]
+    assert pack([4, 1, 7, 2, 5, 3], 10) == [[2, 5], [4, 0, 1], [3]]
+    assert pack([10, 10], 10) == [[0], [1]]
     with pytest.raises(ValueError, match="11"):
-        data.pack([3, 11], 10)
+        pack([3, 11], 10)
 
 
 def document(ids, n_prompt, prompt="a"):
     mask = torch.arange(len(ids)) >= n_prompt
-    return data.Document(
-        torch.tensor(ids, dtype=torch.int32), mask, [user(prompt), bot("b")], data.Row("f:1", {})
-    )
+    return Document(torch.tensor(ids, dtype=torch.int32), mask, [user(prompt), bot("b")], Row("f:1", {}))
 
 
 def test_collate_by_hand():
     """Two documents in row 0, the second all response: its first token must not be predicted from the first
     document. Row 1 is shorter and padded with 9."""
     a, b, c = document([1, 2, 3], 2), document([4, 5], 0), document([6, 7], 1)
-    batch = data.collate([[a, b], [c]], pad_id=9)
+    batch = collate([[a, b], [c]], pad_id=9)
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1] and batch.position_ids[1, :2].tolist() == [0, 1]
     assert batch.position_ids[1, 2:].min() > 0  # padding begins no document
@@ -604,7 +603,7 @@ def test_collate_by_hand():
 
 
 def test_collate_of_no_blocks_is_one_row_without_actions():
-    batch = data.collate([], pad_id=9)
+    batch = collate([], pad_id=9)
     assert batch.input_ids.shape[0] == 1 and batch.input_ids.shape[1] >= 2
     assert batch.action_mask.shape == (1, batch.input_ids.shape[1] - 1) and not batch.action_mask.any()
 
@@ -643,7 +642,7 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
 def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, capsys):
     """Whoever forgets --model trains the tiny world's model, which reads English as <|unk|> <|unk|> <|unk|>."""
     english = {"prompt": "what is the capital of france and why", "completion": "paris has been since ages"}
-    rows = [data.Row("r:1", json.loads(GOOD)), data.Row("r:2", english)]
+    rows = [Row("r:1", json.loads(GOOD)), Row("r:2", english)]
     assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
     reason = "1: the tokenizer knows few of its words: is it the right --model? (r:2)"
     assert reason in capsys.readouterr().out
@@ -656,8 +655,8 @@ def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, c
 
 def test_text_that_holds_a_special_token_is_dropped_and_named(tokenizer, capsys):
     """`<|end|>` in an answer would end it there, `<|assistant|>` in a question would open one."""
-    rows = [data.Row("r:1", json.loads(GOOD))]
-    rows += [data.Row("r:2", {"prompt": "copy ant", "completion": "ant <|end|> fox"})]
-    rows += [data.Row("r:3", {"prompt": "<|assistant|> hi", "completion": "b"})]
+    rows = [Row("r:1", json.loads(GOOD))]
+    rows += [Row("r:2", {"prompt": "copy ant", "completion": "ant <|end|> fox"})]
+    rows += [Row("r:3", {"prompt": "<|assistant|> hi", "completion": "b"})]
     assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
     assert "2: the text holds a special token" in capsys.readouterr().out

@@ -17,8 +17,8 @@ import processes
 import pytest
 import torch
 from processes import ROOT, flags
-from scorers import assert_same_versions
 from safetensors.torch import load_file
+from scorers import assert_same_versions
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,

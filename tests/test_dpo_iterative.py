@@ -40,9 +40,10 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpo_iterative as dpo
-from common import data, dist, metrics, models, pool, preferences, rollout, tiny
+from common import comparisons, data, dist, metrics, models, pool, scorers, tiny
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
 K, PROMPTS, ASKED, OFFLINE = 4, 12, 6, 24
@@ -244,7 +245,7 @@ def test_the_pairs_are_the_best_against_the_worst_response_of_each_prompt(whole)
 
 def test_pairs_of_a_run_are_read_by_the_scorers_and_by_offline_dpo(small, whole, tmp_path):
     path, rows = whole.folder / "pairs.jsonl", read_jsonl(whole.folder / "pairs.jsonl")
-    read = preferences.load(str(path), "train", TOKENIZER, 64)
+    read = comparisons.load(str(path), "train", TOKENIZER, 64)
     usable = [r for r in rows if r["rejected"]]  # a response without words is read by nobody
     assert [c.texts for c in read] == [[r["chosen"], r["rejected"]] for r in usable]
     assert [c.prompt for c in read] == [r["prompt"] for r in usable]
@@ -674,9 +675,9 @@ def test_soft_labels_begin_at_log_2_too(small, tmp_path):
 
 
 def test_offline_pairs_of_the_tiny_world_are_judged_on_its_own_held_out_ones(small, monkeypatch):
-    given = preferences.load(str(small.folder / "pairs.jsonl"), "train", TOKENIZER, 64)
+    given = comparisons.load(str(small.folder / "pairs.jsonl"), "train", TOKENIZER, 64)
     splits = {"train": given[:15], "test": given[15:]}
-    monkeypatch.setattr(preferences, "load", lambda spec, split, *_: splits[split])
+    monkeypatch.setattr(comparisons, "load", lambda spec, split, *_: splits[split])
     train, judged = dpo.offline_pairs(TOKENIZER, [], dpo.Args(offline_data="tiny", offline_pairs=7))
     texts = lambda some: [c.texts for c in some]
     assert len(train) == 7 and all(c.texts in texts(splits["train"]) for c in train)
@@ -702,7 +703,7 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
     pairs = str(small.folder / "pairs.jsonl")
     options = {"offline_data": pairs, "dataset": pairs, "prompts_per_iteration": 20, "iterations": 1}
     succeeds(run(small, tmp_path, **options, **SHORT))
-    judged = preferences.load(pairs, "train", TOKENIZER, 64)
+    judged = comparisons.load(pairs, "train", TOKENIZER, 64)
     judged = {c.prompt[-1]["content"] for c in data.hold_out(judged)[1]}
     assert judged and not judged & {question(r) for r in of_iteration(tmp_path, "pairs")}
 
@@ -814,7 +815,7 @@ def test_pairs_made_with_a_length_penalty_can_be_read_again(penalised):
     """Their chosen response may have the lower score of the oracle."""
     path = penalised / "with" / "pairs.jsonl"
     words = [r for r in read_jsonl(path) if r["rejected"]]
-    assert len(words) > 4 and len(preferences.load(str(path), "train", TOKENIZER, 64)) == len(words)
+    assert len(words) > 4 and len(comparisons.load(str(path), "train", TOKENIZER, 64)) == len(words)
 
 
 # -- resuming ----------------------------------------------------------------------------
@@ -1169,7 +1170,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
         .replace(inspect.getsource(dpo.check), "")
         .replace(inspect.getsource(dpo.Args), "")
     )
-    others = "".join(inspect.getsource(module) for module in (dist, pool, rollout, data, models))
+    others = "".join(inspect.getsource(module) for module in (dist, generate, pool, scorers, data, models))
     read = {*re.findall(r"\bargs\.(\w+)", mine + others), "resume", "overwrite"}  # common/run.py's two
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
     assert len(read) > 30

@@ -8,12 +8,13 @@ import weakref
 
 import pytest
 import torch
-from scorers import CPU, TOKENIZER, A, B, C, comparisons, prompt, row
+from scorers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
-from common import data, dist, losses, models, pool, preferences, tiny
+from common import comparisons, dist, losses, models, pool, tiny
+from common.batches import Comparison, Row
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError
 
 END, PAD = TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
 LOG2 = math.log(2)
@@ -84,7 +85,7 @@ def test_the_best_response_of_each_prompt_is_preferred_to_its_worst():
 
 
 def test_a_pair_holds_the_ids_as_they_were_sampled_and_the_scores():
-    category = prompt("rest dog eel")._replace(row=data.Row("prompts:3", {"category": 7}))
+    category = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": 7}))
     better = {**row(category, "ant cat", 1.5), "response_ids": [50, 51, END]}  # not the text's own encoding
     worse = row(category, "dog", -0.5, finished=False)
     (pair,), _ = dpo.best_against_worst([worse, better], [category], 1, make_args())
@@ -179,7 +180,7 @@ def ranking(*scores):
 
 
 def test_of_a_ranking_the_best_and_the_worst_become_a_pair(tmp_path):
-    (c,) = comparisons(tmp_path, [ranking(1, 4, -2, 3)])
+    (c,) = comparisons_of(tmp_path, [ranking(1, 4, -2, 3)])
     assert len(c.texts) == 4
     pair = dpo.two_of(c)
     assert (pair.texts, pair.grades, pair.ranks.tolist()) == (["bear", "cat"], [4, -2], [0, 1])
@@ -190,7 +191,7 @@ def test_of_a_ranking_the_best_and_the_worst_become_a_pair(tmp_path):
 
 
 def test_of_ties_in_a_ranking_one_stands_for_all(tmp_path):
-    (c,) = comparisons(tmp_path, [ranking(3, 1, 3, 1)])
+    (c,) = comparisons_of(tmp_path, [ranking(3, 1, 3, 1)])
     pair = dpo.two_of(c)
     assert pair.grades == [3, 1] and pair.texts[0] in ("ant", "cat") and pair.texts[1] in ("bear", "dog")
 
@@ -198,17 +199,17 @@ def test_of_ties_in_a_ranking_one_stands_for_all(tmp_path):
 def test_a_pair_stays_as_it_is_with_its_soft_label(tmp_path):
     rows = [{"prompt": f"copy {word}", "chosen": "ant", "rejected": "cat"} for word in ("owl", "pig", "dog")]
     rows[1]["preference"], rows[2]["preference"] = 0.2, 0.5
-    given = comparisons(tmp_path, [*rows, ranking(1, 2)])
+    given = comparisons_of(tmp_path, [*rows, ranking(1, 2)])
     assert len(given) == 4 and all(dpo.two_of(c) is c for c in given)
 
 
 def pair_of(prompt_ids, chosen, rejected, preference=None, reference=None, **about):
     ids = [torch.tensor(x, dtype=torch.int32) for x in (prompt_ids, chosen, rejected)]
-    about = {"source": "s", "row": data.Row("f:1", {}), "preference": preference, **about}
+    about = {"source": "s", "row": Row("f:1", {}), "preference": preference, **about}
     reference = None if reference is None else torch.tensor(reference)
     turns, ranks = [{"role": "user", "content": "copy ant"}], torch.tensor([0, 1])
     texts = [TOKENIZER.decode(x, skip_special_tokens=True) for x in (chosen, rejected)]
-    return preferences.Comparison(turns, texts, ids[0], ids[1:], ranks, ref_logprobs=reference, **about)
+    return Comparison(turns, texts, ids[0], ids[1:], ranks, ref_logprobs=reference, **about)
 
 
 def test_a_pairs_key_changes_with_every_token_and_with_nothing_else():
@@ -219,7 +220,7 @@ def test_a_pairs_key_changes_with_every_token_and_with_nothing_else():
     others += [([12], [3, 4], [5, 6]), ([1, 2], [34], [5, 6])]  # the same digits
     keys = {dpo.pair_key(pair), *(dpo.pair_key(pair_of(*ids)) for ids in others)}
     assert len(keys) == 1 + len(others)
-    same = pair_of([1, 2], [3, 4], [5, 6], 0.5, [-1.0, -2.0], source="other", row=data.Row("g:2", {"a": 1}))
+    same = pair_of([1, 2], [3, 4], [5, 6], 0.5, [-1.0, -2.0], source="other", row=Row("g:2", {"a": 1}))
     assert dpo.pair_key(same) == dpo.pair_key(pair)
     assert json.loads(json.dumps({dpo.pair_key(pair): 1})) == {dpo.pair_key(pair): 1}
 
@@ -579,14 +580,14 @@ def test_two_ranks_sum_to_the_figures_and_gradient_of_one(pairs, monkeypatch):
 # -- write_pairs -------------------------------------------------------------------------
 def test_pairs_that_were_written_are_read_again(tmp_path):
     args = make_args(output_dir=str(tmp_path))
-    tagged = prompt("rest dog eel")._replace(row=data.Row("prompts:3", {"category": "rest"}))
+    tagged = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": "rest"}))
     rows = [row(A, "ant", 2.0), row(A, "cat", 0.5), row(tagged, "eel", 1.0), row(tagged, "dog eel", 0.0)]
     made, _ = dpo.best_against_worst(rows, [A, tagged], 1, args)
     talk = [*A.turns, {"role": "assistant", "content": "ant"}, {"role": "user", "content": "again"}]
     soft = {"prompt": talk, "chosen": "ant", "rejected": "owl", "preference": 0.25}
-    given = [*made, *comparisons(tmp_path, [soft])]
+    given = [*made, *comparisons_of(tmp_path, [soft])]
     dpo.write_pairs(given, 1, args)
-    read = preferences.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, args.max_length)
+    read = comparisons.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, args.max_length)
     assert len(read) == len(given) == 3
     for got, want in zip(read, given):
         assert (got.prompt, got.texts, got.grades, got.category) == (
@@ -632,7 +633,7 @@ def test_whatever_is_trained_on_can_be_read_again(rows, options, tmp_path):
     made, _ = dpo.best_against_worst([*rows, *usual], [A, B], 1, args)
     assert len(made) == 2
     dpo.write_pairs(made, 1, args)
-    assert len(preferences.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, args.max_length)) == 2
+    assert len(comparisons.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, args.max_length)) == 2
 
 
 # -- figures -----------------------------------------------------------------------------

@@ -30,9 +30,10 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import evaluate, metrics, pairwise, pool, rollout, tiny
+from common import evaluate, generate, metrics, pairwise, pool, scorers, tiny
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, launch, parse
+from common.run import launch, parse
 
 GOLD, SAFETY = "common.tiny:gold_scorer", "common.tiny:safety_scorer"
 PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
@@ -59,7 +60,7 @@ def run(folder, policies, **options):
 
 def answer(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
-    return rollout.Response(ids, text, finished)
+    return generate.Response(ids, text, finished)
 
 
 def answers(*texts, prompts=(A, B, C)):
@@ -97,7 +98,7 @@ def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
 def counter_of(word):
     """A scorer that counts a word."""
     count = lambda prompts, texts, rows: [text.split().count(word) for text in texts]
-    return rollout.Scorer(word, word, function=count)
+    return scorers.Scorer(word, word, function=count)
 
 
 def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens():
@@ -136,7 +137,7 @@ def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_
         return out
 
     asked, oracle = [], SimpleNamespace(pairwise=True)
-    monkeypatch.setattr(rollout, "score", score)
+    monkeypatch.setattr(scorers, "score", score)
     pairs, args = {name: answers(name, name, name) for name in names}, args_of(tie_margin=0.1)
     scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, "ref", args, CPU)
     assert asked == [(oracle, 6, 64, CPU)] * 3
@@ -156,10 +157,10 @@ def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
     folder = smaller_model(tmp_path / "model")
     config = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
-    oracle = rollout.load_scorer(str(folder), TOKENIZER, CPU, pairwise=True)
+    oracle = scorers.load_scorer(str(folder), TOKENIZER, CPU, pairwise=True)
     assert oracle.pairwise
     pairs = {"ref": answers("ant", "cat", "eel eel"), "x": answers("fox", "cat", "eel")}
-    oracles = {name: rollout.for_tokens(oracle, TOKENIZER) for name in pairs}
+    oracles = {name: scorers.for_tokens(oracle, TOKENIZER) for name in pairs}
     scores, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=0.0), CPU)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
     odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8, CPU)
@@ -412,7 +413,11 @@ def test_figures_are_those_of_the_rows():
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
-    assert found["ref"]["score_elo"] == 1000 and found["ref"]["score_gain"] == 0 and found["ref"]["score_win_lc"] == 0.5
+    assert (
+        found["ref"]["score_elo"] == 1000
+        and found["ref"]["score_gain"] == 0
+        and found["ref"]["score_win_lc"] == 0.5
+    )
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
 
 
@@ -628,7 +633,7 @@ def test_policies_with_other_tokens_get_the_same_prompts_in_their_own(tmp_path):
     )
     assert all(len(b.ids) == len(a.ids) + 2 for a, b in zip(found["x"], found["wordy"]))
     part = read_prompts(path, tokenizers, eval_prompts=4)
-    assert keys(part["x"]) == keys(part["wordy"]) == keys(rollout.a_part(found["x"], 4))
+    assert keys(part["x"]) == keys(part["wordy"]) == keys(generate.a_part(found["x"], 4))
     # What one of them cannot read, for it is too long, nobody is asked
     longest = max(len(p.ids) for p in found["x"])
     fewer = read_prompts(path, tokenizers, max_length=longest + 1 + 6)

@@ -13,6 +13,7 @@ import torch
 from figures import assert_readable, legend_texts, tick_labels
 
 from common import metrics
+from common.batches import Comparison, Row, labelled_pairs
 
 LOG3 = math.log(3)  # sigmoid 3/4
 
@@ -64,13 +65,12 @@ def test_a_model_that_sees_two_responses_gives_differences_in_the_order_of_the_p
 def test_differences_count_the_pairs_that_labels_of_preferences_count():
     """pairs_of and preferences.labelled_pairs must walk the pairs in one order: pairwise differences depend
     on it."""
-    from common import data, preferences
 
     ranks = [1, 0, 2, 1]
     mine = [(a["score"], b["score"]) for _, _, a, b in metrics.pairs_of([row(0, 1, 2, 3, ranks=ranks)])]
     ids = torch.zeros(1, dtype=torch.int32)
-    c = preferences.Comparison([], [""] * 4, ids, [ids] * 4, torch.tensor(ranks), "", data.Row("", {}))
-    assert mine == preferences.labelled_pairs(c) == [(0, 2), (1, 0), (1, 2), (1, 3), (3, 2)]
+    c = Comparison([], [""] * 4, ids, [ids] * 4, torch.tensor(ranks), "", Row("", {}))
+    assert mine == labelled_pairs(c) == [(0, 2), (1, 0), (1, 2), (1, 3), (3, 2)]
 
 
 @pytest.mark.parametrize(

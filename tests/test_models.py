@@ -37,7 +37,8 @@ import ppo
 import rejection_sampling
 import reward
 from common import data, dist, models, tiny
-from common.run import InputError
+from common.batches import Document, Row, collate
+from common.errors import InputError
 
 V = 61  # vocabulary, a prime: no other dimension has it
 # initializer_range: so large that the distributions are far from uniform and a leak would be seen
@@ -189,13 +190,13 @@ def test_a_batch_without_actions_still_connects_every_parameter(model, rows):
 # -- packing -----------------------------------------------------------------------------------
 def document(seed, length):
     ids = torch.randint(3, V, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
-    return data.Document(ids, torch.arange(length) >= 2, [], data.Row("f:1", {}))
+    return Document(ids, torch.arange(length) >= 2, [], Row("f:1", {}))
 
 
 @torch.no_grad()
 def test_packed_documents_have_the_logprobs_they_have_alone(model):
     documents = [document(1, 9), document(2, 6), document(3, 11)]
-    batch = data.collate([documents, [document(4, 4)]], pad_id=0)
+    batch = collate([documents, [document(4, 4)]], pad_id=0)
     packed = models.token_logprobs(model, batch.input_ids, batch.action_mask, batch.position_ids)
     start = 0
     for d in documents:
@@ -211,7 +212,7 @@ def test_packed_documents_have_the_logprobs_they_have_alone(model):
 def test_what_the_first_document_says_changes_nothing_in_the_second(model):
     results = []
     for first in (document(1, 9), document(7, 9)):
-        batch = data.collate([[first, document(2, 12)]], pad_id=0)
+        batch = collate([[first, document(2, 12)]], pad_id=0)
         results.append(
             models.token_logprobs(model, batch.input_ids, batch.action_mask, batch.position_ids)[0]
         )

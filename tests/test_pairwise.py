@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import PreTrainedTokenizerFast
 
-from common import data, dist, losses, models, pairwise, preferences, tiny
-from common.run import InputError
+from common import comparisons, data, dist, losses, models, pairwise, tiny
+from common.batches import Row, labelled_pairs
+from common.errors import InputError
 
 PROMPT = [{"role": "user", "content": "copy ant"}]
 
@@ -30,11 +31,11 @@ def policy(tokenizer):
 
 
 def comparison(tokenizer, number=1, **row):
-    return preferences._comparison(data.Row(f"f:{number}", row), tokenizer, 64, 0.0)
+    return comparisons._comparison(Row(f"f:{number}", row), tokenizer, 64, 0.0)
 
 
 @pytest.fixture(scope="module")
-def comparisons(tokenizer):
+def labelled(tokenizer):
     words = tiny.ANIMALS
     pairs = [
         comparison(tokenizer, i, prompt=f"copy {a}", chosen=f"{a} {b}" if i % 2 else a, rejected=b)
@@ -96,11 +97,11 @@ def contents(batches, tokenizer):
     return sorted(found)
 
 
-def test_every_labelled_pair_is_there_once_with_the_letter_of_the_better_one(comparisons, tokenizer):
-    found = contents(pairwise.batches(comparisons, tokenizer, torch.Generator(), 8, "cpu"), tokenizer)
+def test_every_labelled_pair_is_there_once_with_the_letter_of_the_better_one(labelled, tokenizer):
+    found = contents(pairwise.batches(labelled, tokenizer, torch.Generator(), 8, "cpu"), tokenizer)
     expected = {}
-    for c in comparisons:
-        for i, j in preferences.labelled_pairs(c):
+    for c in labelled:
+        for i, j in labelled_pairs(c):
             for a, b, letter in ((i, j, "A"), (j, i, "B")):
                 document = pairwise.document(tokenizer, c.prompt, c.texts[a], c.texts[b])
                 words = tokenizer.convert_ids_to_tokens(document.ids.tolist()[:-1])
@@ -109,10 +110,10 @@ def test_every_labelled_pair_is_there_once_with_the_letter_of_the_better_one(com
     assert all(expected[text] == letter for text, letter in found)
 
 
-def test_order_is_drawn_at_random_from_the_generator(comparisons, tokenizer):
+def test_order_is_drawn_at_random_from_the_generator(labelled, tokenizer):
     def letters(seed):
         generator = torch.Generator().manual_seed(seed)
-        batches = pairwise.batches(comparisons * 20, tokenizer, generator, 64, "cpu")
+        batches = pairwise.batches(labelled * 20, tokenizer, generator, 64, "cpu")
         return [letter for _, letter in contents(batches, tokenizer)]
 
     first = letters(0)
@@ -122,15 +123,15 @@ def test_order_is_drawn_at_random_from_the_generator(comparisons, tokenizer):
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_loss_of_packed_documents_is_that_of_separate_ones(size, comparisons, tokenizer, policy):
+def test_loss_of_packed_documents_is_that_of_separate_ones(size, labelled, tokenizer, policy):
     n = 21
     total = 0.0
-    for batch in pairwise.batches(comparisons, tokenizer, torch.Generator().manual_seed(0), size, "cpu"):
+    for batch in pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu"):
         with torch.no_grad():
             logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
         assert batch.action_mask.sum() <= size
         total += losses.sft_loss(logprobs, batch.action_mask, n_tokens=n)[0].item()
-    packed = pairwise.batches(comparisons, tokenizer, torch.Generator().manual_seed(0), size, "cpu")
+    packed = pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu")
     expected = 0.0
     for text, letter in contents(packed, tokenizer):
         ids = torch.tensor([tokenizer.convert_tokens_to_ids(text.split())])
@@ -141,9 +142,9 @@ def test_loss_of_packed_documents_is_that_of_separate_ones(size, comparisons, to
 
 
 @pytest.mark.parametrize("world, size", [(2, 4), (4, 3), (3, 100)])
-def test_ranks_share_the_documents_in_equally_many_batches(world, size, comparisons, tokenizer, monkeypatch):
+def test_ranks_share_the_documents_in_equally_many_batches(world, size, labelled, tokenizer, monkeypatch):
     def batches():
-        return list(pairwise.batches(comparisons, tokenizer, torch.Generator().manual_seed(0), size, "cpu"))
+        return list(pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu"))
 
     whole, parts, counts = batches(), [], set()
     for rank in range(world):

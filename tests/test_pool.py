@@ -9,9 +9,9 @@ import pytest
 import torch
 from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import dist, metrics, pool, rollout
+from common import dist, metrics, pool, scorers
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError
 
 MANY = [prompt(f"copy {word}", i) for i, word in enumerate("ant bear cat dog eel fox goat".split())]
 
@@ -120,7 +120,7 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
 
     held = [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)]
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        pool.score(held, rollout.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
+        pool.score(held, scorers.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
     assert [(r["score"], r["scorer"]) for r in held] == [(None, None)] * 2
 
 

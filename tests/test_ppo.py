@@ -17,9 +17,11 @@ from scorers import CPU, TOKENIZER, assert_error, contents, read_json, succeeds,
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
-from common import data, dist, metrics, models, rollout, tiny
+from common import data, dist, generate, metrics, models, scorers, tiny
+from common.batches import Row, collate
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
 PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
@@ -31,12 +33,12 @@ def make_args(**options):
 
 def prompt(text, number=1, **columns):
     turns = [{"role": "user", "content": text}]
-    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", columns))
+    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", columns))
 
 
 def response(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [END] * finished
-    return rollout.Response(ids, text, finished)
+    return generate.Response(ids, text, finished)
 
 
 PAIRS = [  # prompts and responses of different lengths; the third one was cut
@@ -46,7 +48,7 @@ PAIRS = [  # prompts and responses of different lengths; the third one was cut
     (prompt("last ant bear cat dog"), response("dog dog")),
     (prompt("copy eel fox ant"), response("eel fox ant ant ant")),
 ]
-DOCUMENTS = [rollout.document(*pair) for pair in PAIRS]
+DOCUMENTS = [generate.document(*pair) for pair in PAIRS]
 LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
 
 
@@ -67,7 +69,7 @@ def scorer(n_outputs=1, seed=3):
 
 
 def of_function(function):
-    return rollout.Scorer("a function", "1", function=function)
+    return scorers.Scorer("a function", "1", function=function)
 
 
 def test_the_pairs_are_of_these_lengths():
@@ -196,8 +198,8 @@ def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
 # the reference of 0.2, -0.4, 0.6 and 1, 1 and scores of 10 and -1 the rewards are -0.1, 0.2, -0.3 + 10 and
 # -0.5, -0.5 - 1, and what is still to come 9.8, 9.9, 9.7 and -2, -1.5
 TWO = [
-    (PAIRS[0][0], rollout.Response([5, 6, END], "", True)),
-    (PAIRS[1][0], rollout.Response([5, 6], "", False)),
+    (PAIRS[0][0], generate.Response([5, 6, END], "", True)),
+    (PAIRS[1][0], generate.Response([5, 6], "", False)),
 ]
 OLD = tensors([-1.0, -2.0, -3.0], [-1.0, -1.0])
 REF = tensors([-1.2, -1.6, -3.6], [-2.0, -2.0])
@@ -252,14 +254,14 @@ def test_no_kl_is_counted_where_its_coefficient_is_0():
 @pytest.mark.parametrize("count, n", [(10, 3), (10, 4), (7, 7), (7, 6), (5, 1), (64, 48), (3, 9)])
 def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(count, n):
     prompts = list(range(count))
-    iterations = [rollout.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
+    iterations = [generate.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
     assert all(len(set(some)) == len(some) == min(n, count) for some in iterations)
     order = [x for some in iterations for x in some]
     passes = [order[i : i + count] for i in range(0, len(order) - count + 1, count)]
     assert passes and all(sorted(some) == prompts for some in passes)
     assert count < 10 or len({tuple(some) for some in passes}) == len(passes)  # each in an order of its own
-    assert iterations[4] == rollout.fresh_prompts(prompts, n, 5, 0)
-    assert count < 10 or iterations[:3] != [rollout.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
+    assert iterations[4] == generate.fresh_prompts(prompts, n, 5, 0)
+    assert count < 10 or iterations[:3] != [generate.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
@@ -286,7 +288,7 @@ def test_every_token_of_a_text_but_the_first_is_learnt_and_so_is_its_end(tmp_pat
     (document,) = texts_of(tmp_path, {"text": "the ant saw a bear ."})
     ids = TOKENIZER("the ant saw a bear .")["input_ids"] + [END]
     assert document.ids.tolist() == ids and len(ids) == 7
-    batch = data.collate([[document]], PAD)
+    batch = collate([[document]], PAD)
     assert batch.input_ids[0, 1:][batch.action_mask[0]].tolist() == ids[1:]
 
 
@@ -320,7 +322,7 @@ def test_scores_are_those_of_the_scorer_where_there_is_no_safety_scorer():
 
 def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
     """Safety scores 1, -1.74, -1.73, -5, 2: sigmoid(-1.74) < 0.15 < sigmoid(-1.73); the first is tagged."""
-    pairs = [(p._replace(row=data.Row("x:1", {"is_safety": i == 0})), r) for i, (p, r) in enumerate(PAIRS)]
+    pairs = [(p._replace(row=Row("x:1", {"is_safety": i == 0})), r) for i, (p, r) in enumerate(PAIRS)]
     logits = {r.text: x for (_, r), x in zip(pairs, [1.0, -1.74, -1.73, -5.0, 2.0])}
     helpful = of_function(lambda prompts, responses, rows: [10.0] * len(prompts))
     safety = of_function(lambda prompts, responses, rows: [logits[text] for text in responses])
@@ -332,16 +334,16 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
 
 def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
     model = scorer()
-    plain = rollout.Scorer("safety", "1", None, model, TOKENIZER)
-    raw = torch.tensor(rollout.score(plain, PAIRS, 8, CPU))
+    plain = scorers.Scorer("safety", "1", None, model, TOKENIZER)
+    raw = torch.tensor(scorers.score(plain, PAIRS, 8, CPU))
     helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
     scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
     torch.testing.assert_close(scores, raw)
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
     scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
     torch.testing.assert_close(scores, 2 * raw - 0.5)
-    assert rollout.safety_logits(plain, PAIRS, 8, CPU) == pytest.approx((2 * raw - 0.5).tolist())
-    assert rollout.safety_logits(helpful, PAIRS, 8, CPU) == [99.0] * len(PAIRS)
+    assert scorers.safety_logits(plain, PAIRS, 8, CPU) == pytest.approx((2 * raw - 0.5).tolist())
+    assert scorers.safety_logits(helpful, PAIRS, 8, CPU) == [99.0] * len(PAIRS)
 
 
 # -- the value model ---------------------------------------------------------------------
@@ -351,7 +353,7 @@ def of_models(folder, n_outputs):
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 1, "n_others": 0}
     dist.save_model(model, TOKENIZER, folder)
-    return model, rollout.load_scorer(str(folder), TOKENIZER, CPU)
+    return model, scorers.load_scorer(str(folder), TOKENIZER, CPU)
 
 
 def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
@@ -382,13 +384,13 @@ def test_the_value_of_a_function_begins_at_0_on_the_policys_body():
     value = ppo.load_value(of_function(len), TOKENIZER, [], make_args(), CPU)
     body = tiny.model(0).model.state_dict()
     assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
-    batch = data.collate([[d] for d in DOCUMENTS], PAD)
+    batch = collate([[d] for d in DOCUMENTS], PAD)
     values = models.values(value, batch.input_ids, batch.action_mask)
     assert values.shape == batch.action_mask.shape and not values.any() and values.requires_grad
 
 
 def test_the_value_of_a_scorer_with_other_tokens_begins_at_0_on_the_policys_body():
-    foreign = rollout.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
+    foreign = scorers.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
     value = ppo.load_value(foreign, TOKENIZER, [], make_args(), CPU)
     body = tiny.model(0).model.state_dict()
     assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
@@ -740,7 +742,10 @@ def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     ppo.main(
-        parse(ppo.RECIPES, ["tiny"] + flags(**options_of(small, tmp_path / "run", **all_options(small), offload=True)))
+        parse(
+            ppo.RECIPES,
+            ["tiny"] + flags(**options_of(small, tmp_path / "run", **all_options(small), offload=True)),
+        )
     )
     torch.set_num_threads(before)
     ours, theirs = weights(tmp_path / "run"), weights(undisturbed.folder)
@@ -806,7 +811,7 @@ def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
     assert len(rows) == 6
     for row in rows:
         p, r = prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])
-        d = rollout.document(p, r)
+        d = generate.document(p, r)
         n = [nll_of(model, [d], lambda x: x.sum()).item() for model in (ours, first)]
         assert row["kl"] == pytest.approx(n[1] - n[0], abs=1e-3)
 
@@ -1057,7 +1062,7 @@ def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(smal
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
     dist.save_model(model, TOKENIZER, tmp_path / "fitted")
     for spec in (str(tmp_path / "fitted"), GOLD):
-        rollout.load_safety_scorer(spec, TOKENIZER, CPU)
+        scorers.load_safety_scorer(spec, TOKENIZER, CPU)
     assert "P(safe)" not in capsys.readouterr().out
 
 
@@ -1129,7 +1134,10 @@ def test_a_minibatch_size_must_divide_the_rollout_and_one_that_does_is_named():
         (["--n-samples 0", "1 or more"], {"n_samples": 0}),
         (["--iterations 0", "1 or more"], {"iterations": 0}),
         # 4 steps an iteration: the third begins after 8
-        (["--value-warmup-steps 9", "--iterations 3 begins after 8"], {"value_warmup_steps": 9, "iterations": 3}),
+        (
+            ["--value-warmup-steps 9", "--iterations 3 begins after 8"],
+            {"value_warmup_steps": 9, "iterations": 3},
+        ),
     ],
 )
 def test_arguments_outside_their_limits_are_named(words, options):
@@ -1200,7 +1208,9 @@ def cut(small, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("iterations, last", [(2, 2), (9, 6)])
 def test_rollouts_of_which_nothing_ended_stop_a_run_after_five_in_a_row(cut, tmp_path, iterations, last):
-    words = f"iteration {last}: no response ended within 10 .*--max-new-tokens.* {min(5, last)} iteration.* row"
+    words = (
+        f"iteration {last}: no response ended within 10 .*--max-new-tokens.* {min(5, last)} iteration.* row"
+    )
     with pytest.raises(InputError, match=words):
         cut([1] if iterations > 5 else [], iterations=iterations)
     assert not (tmp_path / "model").exists()

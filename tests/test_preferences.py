@@ -7,8 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common import data, dist, losses, models, preferences, rollout, tiny
-from common.run import InputError
+from common import batches, comparisons, dist, evaluation, generate, losses, models, tiny
+from common.batches import Comparison, Row, collate_comparisons, labelled_pairs, my_comparison_batches
+from common.comparisons import _comparison, epoch_order, seq_logprobs
+from common.errors import InputError
 
 
 def user(text):
@@ -34,7 +36,7 @@ def load(tmp_path, tokenizer):
 
     def load(rows, max_length=64, **options):
         (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return preferences.load(str(tmp_path / "p.jsonl"), "train", tokenizer, max_length, **options)
+        return comparisons.load(str(tmp_path / "p.jsonl"), "train", tokenizer, max_length, **options)
 
     return load
 
@@ -145,7 +147,7 @@ def test_optional_columns_are_read(load):
 def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load):
     (c,) = load([pair(preference=preference)])
     assert (c.texts, c.ranks.tolist(), c.preference) == (["ant", "cat"], ranks, preference)
-    assert preferences.labelled_pairs(c) == pairs
+    assert labelled_pairs(c) == pairs
 
 
 # -- what is left out, and why ------------------------------------------------------------------
@@ -361,7 +363,7 @@ def test_a_ranking_loses_its_long_responses_alone(load):
     long = {"text": "pig " * 60, "score": 9}
     (c,) = load([{"prompt": "copy ant", "responses": [*SCORED[:2], long, SCORED[2]]}])
     assert c.texts == ["eel fox", "dog", "goat"] and c.ranks.tolist() == [1, 2, 3] and c.kept == (1, 0, 3)
-    assert preferences.column(c, "text") == c.texts
+    assert comparisons.column(c, "text") == c.texts
 
 
 def test_length_limit_counts_the_prompt_and_one_response(load):
@@ -387,9 +389,9 @@ def test_column_and_describe_of_pairs_and_rankings(load):
             {"prompt": "copy eel", "responses": ranking},
         ]
     )
-    assert preferences.column(a, "gold") == [3.0, -1.0] and preferences.column(b, "gold") == [1.5, 0.5]
-    assert preferences.column(a, "utility") is None and preferences.column(b, "is_safe") is None
-    assert preferences.describe(a) == {
+    assert comparisons.column(a, "gold") == [3.0, -1.0] and comparisons.column(b, "gold") == [1.5, 0.5]
+    assert comparisons.column(a, "utility") is None and comparisons.column(b, "is_safe") is None
+    assert comparisons.describe(a) == {
         "prompt": [user("copy ant")],
         "source": "p.jsonl",
         "category": "c",
@@ -398,7 +400,7 @@ def test_column_and_describe_of_pairs_and_rankings(load):
             {"text": "cat", "tokens": 2, "rank": 1, "gold": -1.0, "is_safe": False},
         ],
     }
-    assert [r["tokens"] for r in preferences.describe(b)["responses"]] == [3, 2]
+    assert [r["tokens"] for r in comparisons.describe(b)["responses"]] == [3, 2]
 
 
 def test_statistics_by_hand(load):
@@ -406,7 +408,7 @@ def test_statistics_by_hand(load):
     tokens), dog (2), goat (2): 3/2, 3/2, 2/2."""
     loaded = load([pair(rejected="cat cat cat"), {"prompt": "copy eel eel", "responses": SCORED}])
     other = [c._replace(source="a") for c in loaded[:1]]
-    table = preferences.statistics(loaded + other)
+    table = comparisons.statistics(loaded + other)
     assert [row["data"] for row in table] == ["a", "p.jsonl"]
     assert table[1] == {
         "data": "p.jsonl",
@@ -420,11 +422,9 @@ def test_statistics_by_hand(load):
 
 def labelled(categories):
     empty = torch.zeros(1, dtype=torch.int32)
-    row = data.Row("f:1", {})
+    row = Row("f:1", {})
     return [
-        preferences.Comparison(
-            [], ["", ""], empty, [empty, empty], torch.tensor([0, 1]), "f", row, category=c
-        )
+        Comparison([], ["", ""], empty, [empty, empty], torch.tensor([0, 1]), "f", row, category=c)
         for c in categories
     ]
 
@@ -433,7 +433,7 @@ def test_epoch_order_is_every_comparison_once_or_every_category_equally_often():
     comparisons = labelled(["a"] * 900 + ["b"] * 90 + [None] * 10)
 
     def order(balanced, seed=0):
-        return preferences.epoch_order(comparisons, torch.Generator().manual_seed(seed), balanced)
+        return epoch_order(comparisons, torch.Generator().manual_seed(seed), balanced)
 
     assert sorted(order(False)) == list(range(1000)) != order(False)
     assert order(False) == order(False) != order(False, seed=1)
@@ -535,11 +535,11 @@ def plain_outputs(scorer, comparisons):
 @pytest.mark.parametrize("name", BATCHES)
 @torch.no_grad()
 def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer, monkeypatch):
-    monkeypatch.setattr(preferences, "ROW", 1)  # rows as long as the longest tree
+    monkeypatch.setattr(batches, "ROW", 1)  # rows as long as the longest tree
     comparisons = BATCHES[name]
     expected = plain_outputs(scorer, comparisons)
-    shared = preferences.collate(comparisons, PAD)
-    separate = preferences.collate(comparisons, PAD, share_prompt=False)
+    shared = collate_comparisons(comparisons, PAD)
+    separate = collate_comparisons(comparisons, PAD, share_prompt=False)
     assert shared.sizes == separate.sizes == [len(c.response_ids) + len(c.samples) for c in comparisons]
     torch.testing.assert_close(outputs(scorer, shared), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(outputs(scorer, separate), expected, rtol=0, atol=1e-5)
@@ -555,14 +555,13 @@ def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer, 
 @pytest.mark.parametrize("share_prompt", [True, False])
 @torch.no_grad()
 def test_expected_rewards_are_read_at_each_prompts_last_token(share_prompt, scorer):
-    for comparisons in BATCHES.values():
-        batch = preferences.collate(comparisons, PAD, share_prompt)
+    for some in BATCHES.values():
+        batch = collate_comparisons(some, PAD, share_prompt)
         got = scorer.head_outputs(
             batch.input_ids, batch.prompt_ends, batch.position_ids, batch.attention_mask
         )
         alone = [
-            scorer.base_model(input_ids=c.prompt_ids.long()[None]).last_hidden_state[0, -1]
-            for c in comparisons
+            scorer.base_model(input_ids=c.prompt_ids.long()[None]).last_hidden_state[0, -1] for c in some
         ]
         torch.testing.assert_close(got, torch.stack(alone) @ scorer.score.weight.T, rtol=0, atol=1e-5)
 
@@ -571,7 +570,7 @@ def test_expected_rewards_are_read_at_each_prompts_last_token(share_prompt, scor
 @pytest.mark.parametrize("name", BATCHES)
 def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_prompt):
     comparisons = BATCHES[name]
-    batch = preferences.collate(comparisons, PAD, share_prompt)
+    batch = collate_comparisons(comparisons, PAD, share_prompt)
     ids = all_ids(comparisons)
     assert batch.response_ends.shape == (2, len(ids)) and batch.prompt_ends.shape == (2, len(comparisons))
     for (row, column), (prompt, response) in zip(batch.response_ends.T.tolist(), ids):
@@ -592,9 +591,9 @@ def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_pr
 def test_mask_of_a_tree_by_hand(monkeypatch):
     """A prompt of 2, responses of 1 and 2 tokens in a row as long as the other comparison's: columns x x y z
     z and three of padding, which see themselves alone."""
-    monkeypatch.setattr(preferences, "ROW", 1)
+    monkeypatch.setattr(batches, "ROW", 1)
     wide = comparison(1, 4, 2, 2)
-    batch = preferences.collate([comparison(2, 2, 1, 2), wide], PAD)
+    batch = collate_comparisons([comparison(2, 2, 1, 2), wide], PAD)
     assert batch.attention_mask.shape == (2, 1, 8, 8)
     small = [row for row, _ in batch.prompt_ends.T.tolist()][0]
     expected = """1.......
@@ -612,12 +611,12 @@ def test_mask_of_a_tree_by_hand(monkeypatch):
 @torch.no_grad()
 def test_a_response_changes_no_score_but_its_own(scorer):
     comparisons = BATCHES["several trees a row"]
-    before = outputs(scorer, preferences.collate(comparisons, PAD))
+    before = outputs(scorer, collate_comparisons(comparisons, PAD))
     changed = list(comparisons)
     ids = [x.clone() for x in changed[1].response_ids]
     ids[0][0] = (ids[0][0] - 3 + 7) % (V - 3) + 3
     changed[1] = changed[1]._replace(response_ids=ids)
-    difference = (outputs(scorer, preferences.collate(changed, PAD)) - before).abs().amax(1)
+    difference = (outputs(scorer, collate_comparisons(changed, PAD)) - before).abs().amax(1)
     assert difference[3] > 1e-2  # the first response of the second comparison, after three of the first
     difference[3] = 0
     assert difference.max() < 1e-6
@@ -626,11 +625,11 @@ def test_a_response_changes_no_score_but_its_own(scorer):
 @pytest.mark.parametrize("share_prompt", [True, False])
 @torch.no_grad()
 def test_padding_changes_nothing(share_prompt, scorer, monkeypatch):
-    monkeypatch.setattr(preferences, "ROW", 1)
+    monkeypatch.setattr(batches, "ROW", 1)
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
     results = []
     for pad in (PAD, END, V - 1):  # END: padding may be the end token
-        batch = preferences.collate(comparisons, pad, share_prompt)
+        batch = collate_comparisons(comparisons, pad, share_prompt)
         assert (batch.input_ids == pad).any()
         results.append(outputs(scorer, batch))
     for result in results[1:]:
@@ -639,7 +638,7 @@ def test_padding_changes_nothing(share_prompt, scorer, monkeypatch):
 
 @pytest.mark.parametrize("share_prompt", [True, False])
 def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, scorer):
-    batch = preferences.collate([], PAD, share_prompt)
+    batch = collate_comparisons([], PAD, share_prompt)
     assert batch.sizes == [] and batch.comparisons == [] and batch.input_ids.tolist() == [[PAD, PAD]]
     assert batch.response_ends.shape == batch.prompt_ends.shape == (2, 0)
     scorer.zero_grad()
@@ -655,7 +654,7 @@ def test_gradients_of_shared_and_separate_rows_are_equal(scorer):
     grads = []
     for share in (True, False):
         scorer.zero_grad()
-        got = outputs(scorer, preferences.collate(comparisons, PAD, share))[:, 0]
+        got = outputs(scorer, collate_comparisons(comparisons, PAD, share))[:, 0]
         (got * torch.linspace(-1, 2, len(got))).sum().backward()
         grads.append([p.grad.clone() for p in scorer.parameters()])
     for a, b in zip(*grads):
@@ -674,7 +673,7 @@ def test_batches_of_all_ranks_are_a_partition_of_equal_number(n, world, size, mo
     seen, counts = [], set()
     for rank in range(world):
         as_rank(monkeypatch, rank, world)
-        mine = list(preferences.batches(comparisons, PAD, size, True, "cpu"))
+        mine = list(my_comparison_batches(comparisons, PAD, size, True, "cpu"))
         counts.add(len(mine))
         assert all(len(batch.comparisons) <= size for batch in mine)
         lengths = [c.n_tokens for batch in mine for c in batch.comparisons]
@@ -707,7 +706,7 @@ def plain_logprobs(policy, comparisons):
 @pytest.mark.parametrize("size", [1, 3, 50])
 def test_seq_logprobs_are_the_sums_of_plain_log_softmax(size, policy):
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
-    got = preferences.seq_logprobs(policy, comparisons, PAD, size, "cpu")
+    got = seq_logprobs(policy, comparisons, PAD, size, "cpu")
     expected = plain_logprobs(policy, comparisons)
     assert [len(x) for x in got] == [2, 3, 2]
     for a, b in zip(got, expected):
@@ -718,7 +717,7 @@ def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
     """What each of two ranks sends is collected by running them one after the other; one has 4 documents, the
     other 3, but with 2 documents in a batch both make 2 forwards."""
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
-    alone = preferences.seq_logprobs(policy, comparisons, PAD, 2, "cpu")
+    alone = seq_logprobs(policy, comparisons, PAD, 2, "cpu")
     sent, calls = [], collections.Counter()
     plain = policy.token_logprobs
     for rank in (0, 1):
@@ -727,7 +726,7 @@ def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
         # Before rank 1 has run its numbers are missing: zeros stand for them
         rest = [(i, 0.0) for i in range(7)] if rank == 0 else []
         monkeypatch.setattr(dist, "gather", lambda values: sent.extend(values) or rest or list(sent))
-        joined = preferences.seq_logprobs(policy, comparisons, PAD, 2, "cpu")
+        joined = seq_logprobs(policy, comparisons, PAD, 2, "cpu")
     assert calls == {0: 2, 1: 2} and sorted(i for i, _ in sent) == list(range(7))
     assert [i for i, _ in sent] != list(range(7))  # sent in another order
     for a, b in zip(joined, alone, strict=True):
@@ -739,13 +738,13 @@ def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
 @pytest.mark.parametrize("name", [name for name in BATCHES if "samples" not in name])
 @torch.no_grad()
 def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt, policy, monkeypatch):
-    monkeypatch.setattr(preferences, "ROW", 1)  # rows as long as the longest tree
+    monkeypatch.setattr(batches, "ROW", 1)  # rows as long as the longest tree
     comparisons = BATCHES[name]
-    batch = preferences.collate(comparisons, PAD, share_prompt)
-    got = preferences.response_logprobs(policy, batch)
+    batch = collate_comparisons(comparisons, PAD, share_prompt)
+    got = models.response_logprobs(policy, batch)
     expected = plain_logprobs(policy, comparisons)
     assert got.tolist() == pytest.approx(sum(expected, []), abs=1e-4)
-    found = torch.cat(preferences.seq_logprobs(policy, comparisons, PAD, 3, "cpu"))
+    found = torch.cat(seq_logprobs(policy, comparisons, PAD, 3, "cpu"))
     torch.testing.assert_close(got, found, rtol=0, atol=1e-4)
     if name == "several trees a row" and share_prompt:
         assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
@@ -755,7 +754,7 @@ def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt,
 @torch.no_grad()
 def test_response_logprobs_count_samples_after_the_labelled_responses(share_prompt, policy):
     comparisons = BATCHES["samples"]
-    got = preferences.response_logprobs(policy, preferences.collate(comparisons, PAD, share_prompt))
+    got = models.response_logprobs(policy, collate_comparisons(comparisons, PAD, share_prompt))
     whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
     expected = sum(plain_logprobs(policy, whole), [])
     assert len(expected) == 9 and got.tolist() == pytest.approx(expected, abs=1e-4)
@@ -765,7 +764,7 @@ def test_response_logprobs_count_samples_after_the_labelled_responses(share_prom
 @torch.no_grad()
 def test_the_end_token_and_the_first_token_count_in_response_logprobs(share_prompt, policy):
     c = comparison(1, 5, 4, 7)
-    got = preferences.response_logprobs(policy, preferences.collate([c], PAD, share_prompt)).tolist()
+    got = models.response_logprobs(policy, collate_comparisons([c], PAD, share_prompt)).tolist()
     for k, ids in enumerate(c.response_ids):
         assert ids[-1] == END
         row = torch.cat([c.prompt_ids, ids]).long()
@@ -780,7 +779,7 @@ def test_the_end_token_and_the_first_token_count_in_response_logprobs(share_prom
 def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_the_row(policy):
     """The token before the second and third response is the end of another response."""
     c = comparison(1, 5, 4, 7, 3)
-    batch, seen = preferences.collate([c], PAD), []
+    batch, seen = collate_comparisons([c], PAD), []
     expected = plain_logprobs(policy, [c])[0]
 
     class Shifted:
@@ -789,7 +788,7 @@ def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_
             where[1, 4], where[1, 11] = 8, 15
             return policy.logprobs_at(input_ids, where, targets, *more)
 
-    wrong = preferences.response_logprobs(Shifted(), batch).tolist()
+    wrong = models.response_logprobs(Shifted(), batch).tolist()
     columns = [4, 5, 6, 7, 4, *range(9, 15), 4, 16, 17]
     assert [x.tolist() for x in seen] == [[[0] * 14, columns]]
     assert wrong[0] == pytest.approx(expected[0], abs=1e-4)
@@ -797,13 +796,13 @@ def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_
 
 
 def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, monkeypatch):
-    monkeypatch.setattr(preferences, "ROW", 1)
+    monkeypatch.setattr(batches, "ROW", 1)
     comparisons, grads = [comparison(3, 9, 8, 10), comparison(4, 3, 2, 4), comparison(5, 2, 1, 3)], []
     weight = torch.linspace(-1, 2, 6)
     for share in (True, False):
         policy.zero_grad()
-        batch = preferences.collate(comparisons, PAD, share)
-        (preferences.response_logprobs(policy, batch) * weight).sum().backward()
+        batch = collate_comparisons(comparisons, PAD, share)
+        (models.response_logprobs(policy, batch) * weight).sum().backward()
         grads.append([p.grad.clone() for p in policy.parameters()])
     policy.zero_grad()
     for (prompt, response), w in zip(all_ids(comparisons), weight):
@@ -821,7 +820,7 @@ def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, m
 @pytest.mark.parametrize("share_prompt", [True, False])
 def test_response_logprobs_of_an_empty_batch_connect_every_weight(share_prompt, policy):
     policy.zero_grad()
-    got = preferences.response_logprobs(policy, preferences.collate([], PAD, share_prompt))
+    got = models.response_logprobs(policy, collate_comparisons([], PAD, share_prompt))
     assert got.shape == (0,)
     got.sum().backward()
     for name, parameter in policy.named_parameters():
@@ -832,22 +831,22 @@ def test_response_logprobs_of_an_empty_batch_connect_every_weight(share_prompt, 
 @pytest.mark.parametrize("pad", [PAD, END, V - 1])
 @torch.no_grad()
 def test_padding_changes_no_response_logprob(pad, policy, monkeypatch):
-    monkeypatch.setattr(preferences, "ROW", 1)
+    monkeypatch.setattr(batches, "ROW", 1)
     comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
     for share in (True, False):
-        batch = preferences.collate(comparisons, pad, share)
+        batch = collate_comparisons(comparisons, pad, share)
         assert len(batch.input_ids) > 1 and (batch.input_ids == pad).any()
-        got = preferences.response_logprobs(policy, batch).tolist()
+        got = models.response_logprobs(policy, batch).tolist()
         assert got == pytest.approx(sum(plain_logprobs(policy, comparisons), []), abs=1e-4)
 
 
 # -- small helpers ------------------------------------------------------------------------------
 def test_one_of_each_prompt_and_fingerprint():
     a, b, c = (comparison(1, 3, 2, 2)._replace(prompt=[user(x)]) for x in ("x", "y", " x"))
-    assert [x.prompt[0]["content"].strip() for x in preferences.one_of_each_prompt([a, b, c])] == ["x", "y"]
+    assert [x.prompt[0]["content"].strip() for x in comparisons.one_of_each_prompt([a, b, c])] == ["x", "y"]
     other = comparison(2, 3, 2, 2)
-    numbers = {preferences.fingerprint(x) for x in ([a], [other], [a, other], [other, a], [])}
-    assert len(numbers) == 5 and preferences.fingerprint([a]) == preferences.fingerprint([b])
+    numbers = {comparisons.fingerprint(x) for x in ([a], [other], [a, other], [other, a], [])}
+    assert len(numbers) == 5 and comparisons.fingerprint([a]) == comparisons.fingerprint([b])
 
 
 def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
@@ -860,18 +859,18 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
         ]
     )
     assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
-    row = data.Row("f:1", {})
-    assert a.key == rollout.Prompt([], [user("copy ant")], row).key  # one key for both
-    assert d.key == rollout.Prompt([], TALK, row).key
+    row = Row("f:1", {})
+    assert a.key == generate.Prompt([], [user("copy ant")], row).key  # one key for both
+    assert d.key == generate.Prompt([], TALK, row).key
     assert a.ref_logprobs is None
-    before = preferences.fingerprint([a])
-    assert preferences.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before
+    before = comparisons.fingerprint([a])
+    assert comparisons.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before
 
 
 @torch.no_grad()
 def test_with_samples_only_scores_the_samples(scorer):
-    c = preferences.with_samples_only(comparison(1, 5, 4, 7), [[7, 8, 9], [10]])
-    batch = preferences.collate([c], PAD)
+    c = comparisons.with_samples_only(comparison(1, 5, 4, 7), [[7, 8, 9], [10]])
+    batch = collate_comparisons([c], PAD)
     assert batch.sizes == [2] and c.n_tokens == 5 + 3 + 1
     torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)
 
@@ -883,28 +882,28 @@ def test_a_pair_in_words_that_the_tokenizer_does_not_know_is_refused(tokenizer):
         "rejected": "rome",
     }
     with pytest.raises(ValueError, match="knows few of its words: is it the right --model"):
-        preferences._comparison(data.Row("f:1", strange), tokenizer, 64, 0.0)
+        comparisons._comparison(Row("f:1", strange), tokenizer, 64, 0.0)
 
 
 def test_policy_samples_end_in_the_templates_end_token(tokenizer, monkeypatch):
-    ended = [rollout.Response([20, 3], "", True), rollout.Response([20, 21], "", False)]
-    monkeypatch.setattr(rollout, "rollout", lambda *_, **__: [ended])
-    some = [preferences._comparison(data.Row("f:1", pair()), tokenizer, 64, 0.0)]
-    (((ids,),)) = preferences.policy_samples(models.load_policy("tiny", tokenizer), some, tokenizer, 2, 9, 1)
+    ended = [generate.Response([20, 3], "", True), generate.Response([20, 21], "", False)]
+    monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [ended])
+    some = [comparisons._comparison(Row("f:1", pair()), tokenizer, 64, 0.0)]
+    (((ids,),)) = evaluation.policy_samples(models.load_policy("tiny", tokenizer), some, tokenizer, 2, 9, 1)
     assert ids.tolist() == [20, tokenizer.eos_token_id]
 
 
 def test_policy_samples_gives_the_responses_that_ended(tokenizer, capsys):
     policy = models.load_policy("tiny", tokenizer)
-    rows = [data.Row("f:1", pair()), data.Row("f:2", GOOD)]
-    comparisons = [preferences._comparison(row, tokenizer, 64, 0.0) for row in rows]
-    found = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
+    rows = [Row("f:1", pair()), Row("f:2", GOOD)]
+    comparisons = [_comparison(row, tokenizer, 64, 0.0) for row in rows]
+    found = evaluation.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
     n = sum(map(len, found))
     assert 0 < n < 16 and f"{n} of 16 samples ended within 60 tokens" in capsys.readouterr().out
     for ids in [ids for x in found for ids in x]:
         assert ids.dtype == torch.int32 and 1 <= len(ids) <= 60
         assert ids.tolist().index(tokenizer.eos_token_id) == len(ids) - 1
-    again = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
-    other = preferences.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=2)
+    again = evaluation.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=1)
+    other = evaluation.policy_samples(policy, comparisons, tokenizer, 8, 60, seed=2)
     same = [[x.tolist() for x in some] for some in (found[0] + found[1], again[0] + again[1])]
     assert same[0] == same[1] != [x.tolist() for x in other[0] + other[1]]

@@ -8,9 +8,10 @@ from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
 
-from common import data, dist, models, rehearsal, rollout, tiny
+from common import data, dist, generate, models, rehearsal, scorers, tiny
+from common.batches import Row, collate, prompt_key
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError
 
 GOLD = "common.tiny:gold_scorer"
 
@@ -64,7 +65,7 @@ def test_more_clusters_than_prompts_are_refused():
 # -- embed -------------------------------------------------------------------------------
 def prompt(text, number=1):
     turns = [{"role": "user", "content": text}]
-    return rollout.Prompt(data.prompt_ids(TOKENIZER, turns), turns, data.Row(f"prompts:{number}", {}))
+    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 TEXTS = [
@@ -112,9 +113,9 @@ def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
 # -- rows --------------------------------------------------------------------------------
 def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
-    monkeypatch.setattr(rollout, "rollout", lambda *_, **__: [[response] for response in responses])
+    monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [[response] for response in responses])
     model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
-    judge = rollout.Scorer(
+    judge = scorers.Scorer(
         "length", "1", function=lambda prompts, texts, rows: [len(t.split()) for t in texts]
     )
     asked = [prompt(text, i) for i, text in enumerate(TEXTS)]
@@ -125,7 +126,7 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
 
 def answer(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return rollout.Response(ids + [TOKENIZER.eos_token_id] * finished, text, finished)
+    return generate.Response(ids + [TOKENIZER.eos_token_id] * finished, text, finished)
 
 
 def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(monkeypatch):
@@ -176,14 +177,14 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
     documents = data.sft_documents(
-        [data.Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])],
+        [Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])],
         TOKENIZER,
         64,
         "sft",
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for i in range(15):  # a little supervised training
-        batch = data.collate([[d] for d in documents[16 * i : 16 * i + 16]], TOKENIZER.pad_token_id)
+        batch = collate([[d] for d in documents[16 * i : 16 * i + 16]], TOKENIZER.pad_token_id)
         loss = -model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids).sum() / 80
         loss.backward()
         optimizer.step()
@@ -262,7 +263,7 @@ def test_ppo_makes_the_same_rows_from_its_first_policy(files, written, tmp_path)
 def test_the_held_out_prompts_are_not_rehearsed(files, written):
     held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
     documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
-    keys = {data.prompt_key(d.messages) for d in documents}
+    keys = {prompt_key(d.messages) for d in documents}
     assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}
 
 

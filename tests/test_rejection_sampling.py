@@ -26,8 +26,8 @@ from scorers import (
     contents,
     in_bfloat16,
     make_scorer,
-    prompt,
     named,
+    prompt,
     question,
     read_json,
     row,
@@ -46,9 +46,11 @@ from transformers import (
 )
 
 import rejection_sampling as rs
-from common import data, metrics, models, pool, rollout, tiny
+from common import data, generate, metrics, models, pool, tiny
+from common.batches import collate, make_blocks
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
 K, PROMPTS, ASKED, SWEPT = 4, 12, 6, 3
@@ -143,7 +145,7 @@ def keys(prompts):
 
 def rounds(n, count, **options):
     return [
-        keys(rollout.fresh_prompts(MANY, n or len(MANY), i, options.get("seed", 0)))
+        keys(generate.fresh_prompts(MANY, n or len(MANY), i, options.get("seed", 0)))
         for i in range(1, count + 1)
     ]
 
@@ -203,7 +205,7 @@ def test_a_document_is_the_prompt_and_the_ids_that_were_sampled_end_token_includ
     assert document.ids.tolist() == [*A.ids, 50, 51, END] and document.ids.dtype == torch.int32
     assert document.response_mask.tolist() == [False] * len(A.ids) + [True] * 3
     assert document.messages == [*A.turns, {"role": "assistant", "content": "ant cat"}]
-    batch = data.collate([[document, document]], TOKENIZER.pad_token_id)
+    batch = collate([[document, document]], TOKENIZER.pad_token_id)
     assert batch.input_ids[0, 1:][batch.action_mask[0]].tolist() == [50, 51, END] * 2
 
 
@@ -241,7 +243,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
     rows = [row(p, " ".join(tiny.ANIMALS[: 1 + i % 6])) for i, p in enumerate(MANY)]
     documents = rs.make_documents(rows, MANY, TOKENIZER, args)
     blocks, model = (
-        data.make_blocks(documents, args.max_length, args.packing),
+        make_blocks(documents, args.max_length, args.packing),
         pool.load("tiny", TOKENIZER, args, CPU),
     )
     assert [len(blocks) == 10, len(blocks) < 6] == [not packing, packing]
@@ -497,9 +499,9 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
     def answers(model, tokenizer, prompts, n, max_new_tokens, temperature, *_):
-        return [[rollout.Response([END], *some) for some in said[temperature][:n]] for _ in prompts]
+        return [[generate.Response([END], *some) for some in said[temperature][:n]] for _ in prompts]
 
-    monkeypatch.setattr(rollout, "rollout", answers)
+    monkeypatch.setattr(generate, "sample_responses", answers)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
     model = pool.load("tiny", TOKENIZER, args, CPU)
     found = rs.study(model, TOKENIZER, [A, B, C], scorer_that_notes([]), 0, args, CPU)
@@ -673,13 +675,13 @@ def test_for_a_student_the_policys_own_temperature_is_used(small, tmp_path, monk
 
 
 def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkeypatch):
-    seeds, plain = [], rollout.rollout
+    seeds, plain = [], generate.sample_responses
 
     def noted(model, tokenizer, prompts, n, max_new_tokens, temperature, seed, *more):
         seeds.append(seed)
         return plain(model, tokenizer, prompts, n, max_new_tokens, temperature, seed, *more)
 
-    monkeypatch.setattr(rollout, "rollout", noted)
+    monkeypatch.setattr(generate, "sample_responses", noted)
     captured(small, tmp_path / "run", monkeypatch)
     assert len(seeds) == 3 * (1 + 2) + 2 * 3 == len(set(seeds))  # of each version three rounds; three chunks
     captured(small, tmp_path / "again", monkeypatch, seed=1)

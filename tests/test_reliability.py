@@ -22,12 +22,12 @@ import pytest
 import torch
 from processes import SCRIPTS, flags
 from safetensors.torch import load_file
-from transformers import MistralConfig, MistralForCausalLM
 from scorers import assert_error, read_json, smaller_model, succeeds, write_rows
+from transformers import MistralConfig, MistralForCausalLM
 
 from common import tiny
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError
 
 TRAINED = {"max_steps": 6, "save_every": 2, "max_length": 64, "batch_size": 4, "micro_batch_size": 2}
 TRAINED |= {"max_new_tokens": 6}

@@ -20,7 +20,7 @@ from scorers import (
     assert_same_result,
     assert_whole_run,
     column,
-    comparisons,
+    comparisons_of,
     contents,
     ids,
     make_small,
@@ -34,9 +34,10 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import reward
-from common import dist, metrics, models, preferences, tiny
+from common import comparisons, dist, metrics, models, tiny
+from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import InputError, parse
+from common.run import parse
 
 ROWS = tiny.rows("preferences", "train")
 
@@ -104,7 +105,7 @@ def test_the_length_baseline_prefers_the_longer_response(default):
 
 def test_the_log_probability_baseline_is_that_of_the_sft_model(default):
     model, right = AutoModelForCausalLM.from_pretrained(default.cwd / "runs" / "sft" / "model"), []
-    held_out = preferences.load(
+    held_out = comparisons.load(
         str(parse(reward.RECIPES, ["tiny", *default.command]).eval_dataset), "test", TOKENIZER, 64
     )
     for c in held_out:
@@ -264,17 +265,20 @@ GAPS = {"large by scores": 4.5, "rankings and margin": 6.0}
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_gradient_are_those_of_the_formula_on_rows_of_their_own(tmp_path, name):
     rows, margin, m = VARIANTS[name]
-    some = comparisons(tmp_path, rows)
+    some = comparisons_of(tmp_path, rows)
     assert len(some) == len(rows)
     assert_same_step(one_step(some, GAPS.get(name, 1.0), margin=margin), reference(some, m))
 
 
 def test_a_wrong_margin_or_label_would_change_the_loss(tmp_path):
     """The test above can fail."""
-    some = comparisons(tmp_path, ROWS[:9])
+    some = comparisons_of(tmp_path, ROWS[:9])
     loss = one_step(some)[0]
     assert abs(one_step(some, margin="small")[0] - loss) > 0.05
-    assert abs(one_step(comparisons(tmp_path, SOFT))[0] - one_step(comparisons(tmp_path, ROWS[:7]))[0]) > 1e-3
+    assert (
+        abs(one_step(comparisons_of(tmp_path, SOFT))[0] - one_step(comparisons_of(tmp_path, ROWS[:7]))[0])
+        > 1e-3
+    )
     worse = [
         c._replace(response_ids=[ids[:-1] for ids in c.response_ids]) for c in some
     ]  # without end tokens
@@ -286,13 +290,13 @@ def test_a_wrong_margin_or_label_would_change_the_loss(tmp_path):
     "options", [{"micro_batch_size": 1}, {"micro_batch_size": 64}, {"share_prompt": False}]
 )
 def test_micro_batches_and_shared_prompts_change_neither_loss_nor_gradient(tmp_path, name, options):
-    some = comparisons(tmp_path, VARIANTS[name][0])
+    some = comparisons_of(tmp_path, VARIANTS[name][0])
     assert_same_step(one_step(some, **options), one_step(some))
 
 
 @pytest.mark.parametrize("kind", ["bradley_terry", "pairwise"])
 def test_training_on_a_small_set_lowers_its_loss(tmp_path, kind):
-    some = comparisons(tmp_path, ROWS[:16], max_length=96)
+    some = comparisons_of(tmp_path, ROWS[:16], max_length=96)
     model = scorer() if kind == "bradley_terry" else models.load_policy("tiny", TOKENIZER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     options = {"kind": kind, "max_grad_norm": 1.0, "micro_batch_size": 16, "model": model}
@@ -303,7 +307,7 @@ def test_training_on_a_small_set_lowers_its_loss(tmp_path, kind):
 
 def test_the_pairwise_loss_is_that_of_the_letter_that_names_the_better_response(tmp_path):
     some, model, seen = (
-        comparisons(tmp_path, ROWS[:7]),
+        comparisons_of(tmp_path, ROWS[:7]),
         AutoModelForCausalLM.from_config(tiny.model().config),
         [],
     )
@@ -617,7 +621,7 @@ def test_a_loss_that_is_not_a_number_changes_no_weight(tmp_path, monkeypatch):
 
     monkeypatch.setattr(reward.losses, "bradley_terry_loss", poisoned)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    loss, *_ = one_step(comparisons(tmp_path, ROWS[:4]), optimizer=optimizer, model=model)
+    loss, *_ = one_step(comparisons_of(tmp_path, ROWS[:4]), optimizer=optimizer, model=model)
     assert math.isnan(loss) and all(torch.equal(start[name], w) for name, w in model.state_dict().items())
 
 

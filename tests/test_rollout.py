@@ -17,8 +17,9 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from common import data, dist, models, pairwise, rollout, tiny
-from common.run import InputError
+from common import data, dist, evaluation, generate, models, pairwise, scorers, tiny
+from common.batches import Row
+from common.errors import InputError
 from common.sampler import Rollout
 
 EOS = TOKENIZER.eos_token_id
@@ -37,7 +38,7 @@ def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
     def sample(model, prompts, slots, **options):
         raise InputError(f"{slots} slots")
 
-    monkeypatch.setattr(rollout, "sample", sample)
+    monkeypatch.setattr(scorers, "sample", sample)
     module, folder = importlib.import_module(name), tmp_path / "run"
     options = {"model": "tiny", "scorer": "common.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
     options |= {"output_dir": str(folder), "output": str(folder), "dataset": "tiny:commands=copy", "slots": 3}
@@ -49,7 +50,7 @@ def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
 @pytest.fixture
 def load(tmp_path):
     """load(rows, max_tokens) -> prompts, from a file p.jsonl that holds the rows."""
-    return lambda rows, max_tokens=64: rollout.load_prompts(
+    return lambda rows, max_tokens=64: generate.load_prompts(
         str(write_rows(tmp_path / "p.jsonl", rows)), "train", TOKENIZER, max_tokens
     )
 
@@ -170,7 +171,7 @@ def test_category_is_text_or_none(load):
 
 
 def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
-    train, test = (rollout.load_prompts("tiny", split, TOKENIZER, 64) for split in ("train", "test"))
+    train, test = (generate.load_prompts("tiny", split, TOKENIZER, 64) for split in ("train", "test"))
     assert (len(train), len(test)) == (6000, 1000)
     assert not {p.key for p in train} & {p.key for p in test}
     assert {p.category for p in train} == set(tiny.COMMANDS)
@@ -191,7 +192,7 @@ def prompts(load):
 
 
 def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(policy, prompts):
-    found = rollout.rollout(policy, TOKENIZER, prompts, 8, 24)
+    found = generate.sample_responses(policy, TOKENIZER, prompts, 8, 24)
     assert [len(responses) for responses in found] == [8, 8, 8]
     everything = [r for responses in found for r in responses]
     assert {r.finished for r in everything} == {True, False}
@@ -206,7 +207,7 @@ def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(polic
 
 def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
     """At a temperature near 0: those of plain greedy forwards."""
-    found = rollout.rollout(policy, TOKENIZER, prompts, 2, 6, temperature=1e-6)
+    found = generate.sample_responses(policy, TOKENIZER, prompts, 2, 6, temperature=1e-6)
     for ids, responses in zip(prompts, found):
         with torch.no_grad():
             row = list(ids)
@@ -219,7 +220,9 @@ def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
 
 
 def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
-    one, again, other = (rollout.rollout(policy, TOKENIZER, prompts, 4, 12, seed=s) for s in (3, 3, 4))
+    one, again, other = (
+        generate.sample_responses(policy, TOKENIZER, prompts, 4, 12, seed=s) for s in (3, 3, 4)
+    )
     assert one == again and one != other
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
 
@@ -231,10 +234,12 @@ def prefilled(model, prompts, n, slots):
     def look(module, args, kwargs):
         rows.extend([1] * len(kwargs["input_ids"]) if kwargs["input_ids"].shape[1] > 1 else [])
 
-    rollout.rollout(model, TOKENIZER, prompts[:1], 1, 1)  # the sampler tries a new model on rows of its own
+    generate.sample_responses(
+        model, TOKENIZER, prompts[:1], 1, 1
+    )  # the sampler tries a new model on rows of its own
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        rollout.rollout(model, TOKENIZER, prompts, n, 6, slots=slots)
+        generate.sample_responses(model, TOKENIZER, prompts, n, 6, slots=slots)
     finally:
         handle.remove()
     return len(rows)
@@ -249,12 +254,12 @@ def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
 
 
 def test_no_prompts_no_responses(policy):
-    assert rollout.rollout(policy, TOKENIZER, [], 8, 4) == []
+    assert generate.sample_responses(policy, TOKENIZER, [], 8, 4) == []
 
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
-        rollout.rollout(policy, TOKENIZER, prompts, 1, 124)
+        generate.sample_responses(policy, TOKENIZER, prompts, 1, 124)
 
 
 # -- scores of models ----------------------------------------------------------------------------
@@ -274,11 +279,11 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def reward_model(folders):
-    return rollout.load_scorer(folders[1], TOKENIZER, CPU)
+    return scorers.load_scorer(folders[1], TOKENIZER, CPU)
 
 
 def response(text, finished=True):
-    return rollout.Response(TOKENIZER(text)["input_ids"] + [EOS] * finished, text, finished)
+    return generate.Response(TOKENIZER(text)["input_ids"] + [EOS] * finished, text, finished)
 
 
 @pytest.fixture
@@ -300,8 +305,8 @@ def expected(folder, n_outputs, prompt, text):
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_scores_are_those_of_plain_transformers_whatever_the_batch(n_outputs, batch_size, folders, pairs):
-    scorer = rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU)
-    got = rollout.score(scorer, pairs, batch_size, CPU)
+    scorer = scorers.load_scorer(folders[n_outputs], TOKENIZER, CPU)
+    got = scorers.score(scorer, pairs, batch_size, CPU)
     want = [expected(folders[n_outputs], n_outputs, prompt, r.text) for prompt, r in pairs]
     assert got == pytest.approx(want, abs=1e-5)
     assert min(abs(a - b) for i, a in enumerate(want) for b in want[:i]) > 1e-3  # no other order would do
@@ -312,7 +317,7 @@ def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a
 ):
     prompt = pairs[0][0]
     both = [(prompt, response("ant cat", finished)) for finished in (True, False)]
-    ended, cut = rollout.score(reward_model, both, 8, CPU)
+    ended, cut = scorers.score(reward_model, both, 8, CPU)
     assert [ended, cut] == pytest.approx([expected(folders[1], 1, prompt, "ant cat")] * 2, abs=1e-5)
 
     def alone(ids):  # by plain transformers, of any ids
@@ -321,17 +326,17 @@ def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a
     ids = TOKENIZER("ant cat")["input_ids"]
     assert ended == pytest.approx(alone([*ids, EOS]), abs=1e-5)
     assert min(abs(ended - alone(wrong)) for wrong in (ids, [*ids, EOS, EOS])) > 1e-3
-    empty = rollout.score(reward_model, [(prompt, rollout.Response([], "", False))], 8, CPU)
+    empty = scorers.score(reward_model, [(prompt, generate.Response([], "", False))], 8, CPU)
     assert empty == pytest.approx([alone([EOS])], abs=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_padding_token_that_is_in_the_text_changes_no_score(batch_size, folders, reward_model, pairs):
-    want = rollout.score(reward_model, pairs, batch_size, CPU)
+    want = scorers.score(reward_model, pairs, batch_size, CPU)
     words = TOKENIZER.convert_tokens_to_ids(["ant", "<|assistant|>", "<|end|>"])
     for pad in words:
         reward_model.model.config.pad_token_id = pad
-        assert rollout.score(reward_model, pairs, batch_size, CPU) == pytest.approx(want, abs=1e-5)
+        assert scorers.score(reward_model, pairs, batch_size, CPU) == pytest.approx(want, abs=1e-5)
     plain, (prompt, r) = AutoModelForSequenceClassification.from_pretrained(folders[1]), pairs[0]
     plain.config.pad_token_id = EOS  # transformers then reads the token before the end token
     assert abs(plain(input_ids=torch.tensor([prompt.ids + r.ids])).logits.item() - want[0]) > 1e-3
@@ -342,8 +347,8 @@ def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, p
     pad, prompt = TOKENIZER.pad_token_id, pairs[0][0]
     ant = TOKENIZER.convert_tokens_to_ids("ant")
     sampled = [[ant, pad, ant, EOS], [ant, ant, pad], [pad], [ant, ant, EOS]]
-    more = [(prompt, rollout.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
-    got = rollout.score(reward_model, [*pairs, *more], 64, CPU)[len(pairs) :]
+    more = [(prompt, generate.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
+    got = scorers.score(reward_model, [*pairs, *more], 64, CPU)[len(pairs) :]
     with torch.no_grad():
         for ids, score in zip(sampled, got):
             ids = prompt.ids + (ids if ids[-1] == EOS else [*ids, EOS])
@@ -357,29 +362,29 @@ def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(rew
     room = 128 - len(prompt.ids) - 1
     answer = lambda n, **options: response(" ".join(["ant"] * n), **options)
     fits, full, long = (answer(n, finished=False) for n in (room, room + 1, room + 2))
-    scores = [rollout.score(reward_model, [(prompt, x)], 1, CPU) for x in (fits, full, answer(room))]
+    scores = [scorers.score(reward_model, [(prompt, x)], 1, CPU) for x in (fits, full, answer(room))]
     assert scores[0] == scores[1] == scores[2]  # the end token takes the place of the last one
     with pytest.raises(InputError, match="p.jsonl:1: prompt and response have 130 tokens.*has 128 positions"):
-        rollout.score(reward_model, [(prompt, long)], 1, CPU)
+        scorers.score(reward_model, [(prompt, long)], 1, CPU)
 
 
 def test_a_score_that_is_not_finite_names_the_response(reward_model, pairs):
     reward_model.model.score.weight.data.fill_(float("nan"))
     with pytest.raises(InputError, match="gives nan for 'ant cat', to 'copy ant cat'"):
-        rollout.score(reward_model, pairs, 2, CPU)
+        scorers.score(reward_model, pairs, 2, CPU)
 
 
 def test_no_pairs_no_scores(reward_model):
-    assert rollout.score(reward_model, [], 8, CPU) == []
+    assert scorers.score(reward_model, [], 8, CPU) == []
 
 
 def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, pairs):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("{}")
     os.symlink(folders[1], tmp_path / "run" / "model")
-    of_run = rollout.load_scorer(str(tmp_path / "run"), TOKENIZER, CPU)
-    want = rollout.score(reward_model, pairs, 8, CPU)
-    assert rollout.score(of_run, pairs, 8, CPU) == want
+    of_run = scorers.load_scorer(str(tmp_path / "run"), TOKENIZER, CPU)
+    want = scorers.score(reward_model, pairs, 8, CPU)
+    assert scorers.score(of_run, pairs, 8, CPU) == want
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
@@ -389,21 +394,21 @@ def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path, poli
         with pytest.raises(
             InputError, match=r"is a .*wanted a run of reward.py or advantage_model.py"
         ) as error:
-            rollout.load_scorer(name, TOKENIZER, CPU)
+            scorers.load_scorer(name, TOKENIZER, CPU)
         assert str(error.value).startswith(name)
 
 
 def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
     name = save(tmp_path / "three", 3)
     with pytest.raises(InputError, match="is a classifier of"):
-        rollout.load_scorer(name, TOKENIZER, CPU)
+        scorers.load_scorer(name, TOKENIZER, CPU)
 
 
 def test_the_version_changes_with_the_models_files(tmp_path):
     name = save(tmp_path / "rm", 1)
-    versions = [rollout.load_scorer(name, TOKENIZER, CPU).version for _ in range(2)]
+    versions = [scorers.load_scorer(name, TOKENIZER, CPU).version for _ in range(2)]
     save(tmp_path / "rm", 1, seed=1)  # another head, files of the same sizes
-    versions.append(rollout.load_scorer(name, TOKENIZER, CPU).version)
+    versions.append(scorers.load_scorer(name, TOKENIZER, CPU).version)
     assert versions[0] == versions[1] != versions[2]
     assert all(version.startswith(f"{name}@") for version in versions)
 
@@ -430,8 +435,8 @@ def classifier(request, tmp_path):
     for question, answer in (("a b", "ba"), ("c", "cc abba")):
         ids = data.prompt_ids(tokenizer, [user(question)])
         said, end = tokenizer(answer)["input_ids"], tokenizer.eos_token_id
-        prompt = rollout.Prompt(ids, [user(question)], data.Row("f:1", {}))
-        ways = rollout.Response([*said, end], answer, True), rollout.Response(said, answer, False)
+        prompt = generate.Prompt(ids, [user(question)], Row("f:1", {}))
+        ways = generate.Response([*said, end], answer, True), generate.Response(said, answer, False)
         pairs += [(prompt, response) for response in ways]
     return str(tmp_path / "rm"), tokenizer, pairs
 
@@ -444,9 +449,9 @@ def read_by_transformers(name, pairs):
 @pytest.mark.parametrize("same_tokens", [True, False])
 def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same_tokens, classifier):
     name, tokenizer, pairs = classifier
-    scorer = rollout.load_scorer(name, tokenizer, CPU)
+    scorer = scorers.load_scorer(name, tokenizer, CPU)
     assert scorer.same_tokens
-    got = rollout.score(scorer._replace(same_tokens=same_tokens), pairs, 3, CPU)
+    got = scorers.score(scorer._replace(same_tokens=same_tokens), pairs, 3, CPU)
     assert got == pytest.approx(read_by_transformers(name, pairs), abs=1e-5)
 
 
@@ -461,9 +466,9 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
     models.read_at_end_token(model, own)
     dist.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
     trained = str(tmp_path / "trained")
-    scorer = rollout.load_scorer(trained, tokenizer, CPU)
+    scorer = scorers.load_scorer(trained, tokenizer, CPU)
     assert scorer.same_tokens and scorer.tokenizer.chat_template == template
-    assert rollout.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
+    assert scorers.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
     if template != NO_END:  # where the template writes no end token, one is appended
         assert read_by_transformers(trained, pairs) == pytest.approx(want, abs=1e-5)
     options = {"tokenize": False, "add_generation_prompt": True}  # as for e(x) of an advantage model
@@ -475,10 +480,10 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
 
 def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier):
     name, tokenizer, ((prompt, r), *_) = classifier
-    scorer = rollout.load_scorer(name, tokenizer, CPU)
+    scorer = scorers.load_scorer(name, tokenizer, CPU)
     scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
     end = models.end_of_scored(scorer.model, tokenizer)
-    ids, said = rollout._encode(scorer, prompt, r, end)
+    ids, said = scorers._encode(scorer, prompt, r, end)
     assert len(ids) + len(said) <= len(prompt.ids) + len(r.ids) and said[len(said) - len(end) :] == end
 
 
@@ -494,22 +499,22 @@ def other(tmp_path, monkeypatch):
 
 def test_a_scorer_with_other_tokens_scores_the_text(other, pairs, capsys):
     name, tokenizer = other
-    scorer = rollout.load_scorer(name, TOKENIZER, CPU)
+    scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     assert not scorer.same_tokens
     want = [expected(name, 1, prompt, r.text) for prompt, r in pairs]
-    assert rollout.score(scorer, pairs, 2, CPU) == pytest.approx(want, abs=1e-5)
-    wrong = rollout.score(scorer._replace(same_tokens=True), pairs, 2, CPU)  # the policy's ids as they are
+    assert scorers.score(scorer, pairs, 2, CPU) == pytest.approx(want, abs=1e-5)
+    wrong = scorers.score(scorer._replace(same_tokens=True), pairs, 2, CPU)  # the policy's ids as they are
     assert min(abs(a - b) for a, b in zip(want, wrong)) > 1e-3
 
 
 def test_its_encoding_by_hand(other, pairs):
     name, tokenizer = other
-    scorer, (prompt, r) = rollout.load_scorer(name, TOKENIZER, CPU), pairs[0]
+    scorer, (prompt, r) = scorers.load_scorer(name, TOKENIZER, CPU), pairs[0]
     words = "<|bos|> <|user|> copy ant cat <|end|> <|assistant|> ant cat <|end|>".split()
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
     plain = AutoModelForSequenceClassification.from_pretrained(name)
     for given in (r, response(r.text, finished=False)):  # cut or not, with one end token
-        got = rollout.score(scorer, [(prompt, given)], 2, CPU)
+        got = scorers.score(scorer, [(prompt, given)], 2, CPU)
         assert got == pytest.approx([plain(input_ids=ids).logits.item()], abs=1e-5)
 
 
@@ -517,10 +522,10 @@ def test_special_tokens_of_the_scorer_in_the_text_are_left_out(tmp_path, load):
     """The policy knows no <|x|>, so it may well say it, or be asked about it."""
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|x|>"]})
-    scorer = rollout.load_scorer(save(tmp_path / "x", 1, tokenizer), TOKENIZER, CPU)
+    scorer = scorers.load_scorer(save(tmp_path / "x", 1, tokenizer), TOKENIZER, CPU)
     asked, plain = load([{"prompt": "copy ant <|x|> cat"}, {"prompt": "copy ant cat"}])
     pairs = [(asked, response("ant <|x|> cat")), (plain, response("ant cat"))]
-    got = rollout.score(scorer, pairs, 1, CPU)
+    got = scorers.score(scorer, pairs, 1, CPU)
     assert not scorer.same_tokens and got[0] == got[1]
 
 
@@ -528,10 +533,10 @@ def test_a_prompt_that_the_scorers_template_refuses_is_an_input_error_that_says_
     tokenizer = tiny.tokenizer()
     refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     tokenizer.chat_template = refuse + tokenizer.chat_template
-    scorer = rollout.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
+    scorer = scorers.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
     (prompt,) = load([{"messages": [SYSTEM, user("cat")]}])
     with pytest.raises(InputError, match="p.jsonl:1.*no system"):
-        rollout.score(scorer, [(prompt, response("cat"))], 1, CPU)
+        scorers.score(scorer, [(prompt, response("cat"))], 1, CPU)
 
 
 def test_for_tokens_compares_vocabulary_template_and_end_token(reward_model):
@@ -540,8 +545,8 @@ def test_for_tokens_compares_vocabulary_template_and_end_token(reward_model):
     end.eos_token = "<|bos|>"
     words.add_tokens(["zebra"])
     for tokenizer, same in ((tiny.tokenizer(), True), (template, False), (end, False), (words, False)):
-        assert rollout.for_tokens(reward_model, tokenizer).same_tokens is same
-    assert rollout.for_tokens(rollout.for_tokens(reward_model, words), TOKENIZER).same_tokens
+        assert scorers.for_tokens(reward_model, tokenizer).same_tokens is same
+    assert scorers.for_tokens(scorers.for_tokens(reward_model, words), TOKENIZER).same_tokens
 
 
 # -- functions -----------------------------------------------------------------------------------
@@ -557,7 +562,7 @@ def write(tmp_path, monkeypatch):
         sys.path[:] = [path for path in sys.path if not path.startswith(str(tmp_path))]
         importlib.invalidate_caches()
         monkeypatch.chdir(tmp_path / folder)
-        return rollout.load_scorer("my_scores:f", TOKENIZER, CPU)
+        return scorers.load_scorer("my_scores:f", TOKENIZER, CPU)
 
     yield write
     sys.modules.pop("my_scores", None)
@@ -565,9 +570,9 @@ def write(tmp_path, monkeypatch):
 
 def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs):
     with pytest.raises(InputError, match="my_scores"):
-        rollout.load_scorer("my_scores:f", TOKENIZER, CPU)  # elsewhere there is none
+        scorers.load_scorer("my_scores:f", TOKENIZER, CPU)  # elsewhere there is none
     scorer = write("calls.append((prompts, responses, rows)); return range(len(rows))\n\ncalls = []")
-    assert rollout.score(scorer, pairs, 2, CPU) == [0, 1, 0, 1, 0]
+    assert scorers.score(scorer, pairs, 2, CPU) == [0, 1, 0, 1, 0]
     calls = sys.modules["my_scores"].calls
     assert [len(call[0]) for call in calls] == [2, 2, 1]
     asked, said, rows = (sum(part, []) for part in zip(*calls))
@@ -578,11 +583,11 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
 
 
 def test_the_tiny_worlds_true_reward_is_a_function(pairs):
-    scorer = rollout.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU)
+    scorer = scorers.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU)
     asked = [pair for pair in pairs if len(pair[0].turns) == 1]
     # copy ant cat: 2 right words, or 1 wrong one; first owl ...: 1 right word
-    assert rollout.score(scorer, asked, 8, CPU) == [2.0, -0.3, 1.0]
-    assert rollout.for_tokens(scorer, None) is scorer
+    assert scorers.score(scorer, asked, 8, CPU) == [2.0, -0.3, 1.0]
+    assert scorers.for_tokens(scorer, None) is scorer
 
 
 @pytest.mark.parametrize(
@@ -598,13 +603,13 @@ def test_the_tiny_worlds_true_reward_is_a_function(pairs):
 )
 def test_what_a_function_gives_is_checked(code, says, write, pairs):
     with pytest.raises(InputError, match=says):
-        rollout.score(write(code), pairs, 2, CPU)
+        scorers.score(write(code), pairs, 2, CPU)
 
 
 def test_a_function_that_raises_is_named_with_the_exception_and_exactly_the_row(write, pairs):
     scorer = write("return [1 / ('so' not in r) for r in responses]")
     with pytest.raises(InputError) as error:
-        rollout.score(scorer, [pairs[3], pairs[0], pairs[4], pairs[1]], 4, CPU)  # the third of four
+        scorers.score(scorer, [pairs[3], pairs[0], pairs[4], pairs[1]], 4, CPU)  # the third of four
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     says = str(error.value)
     assert all(x in says for x in ("my_scores:f", "ZeroDivisionError: ", "'pig so'", "'cat'", "(p.jsonl:2)"))
@@ -613,9 +618,9 @@ def test_a_function_that_raises_is_named_with_the_exception_and_exactly_the_row(
 
 def test_a_function_that_raises_for_several_rows_at_once_names_the_first_of_them(write, pairs):
     scorer = write("assert len(rows) == 1, 'one at a time'; return [0.0]")
-    assert rollout.score(scorer, pairs, 1, CPU) == [0.0] * 5
+    assert scorers.score(scorer, pairs, 1, CPU) == [0.0] * 5
     with pytest.raises(InputError, match=r"AssertionError: one at a time; at .*'ant cat' \(p.jsonl:1\)"):
-        rollout.score(scorer, pairs, 5, CPU)
+        scorers.score(scorer, pairs, 5, CPU)
 
 
 @pytest.mark.parametrize(
@@ -624,13 +629,13 @@ def test_a_function_that_raises_for_several_rows_at_once_names_the_first_of_them
 def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(InputError, match=f"--scorer {spec}: .*no.*; wanted module:function"):
-        rollout.load_scorer(spec, TOKENIZER, CPU)
+        scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
 def test_a_name_that_is_no_function_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(InputError, match="wanted module:function"):
-        rollout.load_scorer("common.tiny:RIGHT", TOKENIZER, CPU)
+        scorers.load_scorer("common.tiny:RIGHT", TOKENIZER, CPU)
 
 
 def test_the_version_changes_with_the_functions_source(write):
@@ -659,7 +664,7 @@ def games(monkeypatch):
     return asked
 
 
-ORACLE = rollout.Scorer("oracle", "oracle@1", model="a model", tokenizer=TOKENIZER, pairwise=True)
+ORACLE = scorers.Scorer("oracle", "oracle@1", model="a model", tokenizer=TOKENIZER, pairwise=True)
 
 
 def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(games, load):
@@ -667,7 +672,7 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(g
     only response has nothing to beat: 1/2."""
     a, b, c = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}, {"prompt": "rest dog eel"}])
     texts = [(a, "ant"), (b, "bear"), (a, "cat"), (c, "goat"), (b, "eel"), (a, "dog")]
-    got = rollout.score(ORACLE, [(prompt, response(text)) for prompt, text in texts], 3, CPU)
+    got = scorers.score(ORACLE, [(prompt, response(text)) for prompt, text in texts], 3, CPU)
     assert got == pytest.approx([0.5, 0.25, 0.575, 0.5, 0.75, 0.425])
     ((model, tokenizer, asked, batch_size, device),) = games  # in one call
     assert (model, tokenizer, batch_size, device) == ("a model", TOKENIZER, 3, CPU)
@@ -679,9 +684,9 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(g
 def test_mean_probabilities_of_a_prompts_responses_have_the_mean_one_half(games, load):
     prompts = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     pairs = [(prompts[0], response(text)) for text in ("dog", "ant", "cat")]
-    assert sum(rollout.score(ORACLE, pairs, 8, CPU)) == pytest.approx(3 / 2)
-    assert rollout.score(ORACLE, pairs[:1], 8, CPU) == [0.5]
-    assert rollout.score(ORACLE, [], 8, CPU) == []
+    assert sum(scorers.score(ORACLE, pairs, 8, CPU)) == pytest.approx(3 / 2)
+    assert scorers.score(ORACLE, pairs[:1], 8, CPU) == [0.5]
+    assert scorers.score(ORACLE, [], 8, CPU) == []
 
 
 def test_special_tokens_in_a_text_are_left_out_for_the_oracle(monkeypatch, load):
@@ -691,7 +696,7 @@ def test_special_tokens_in_a_text_are_left_out_for_the_oracle(monkeypatch, load)
     )
     (prompt,) = load([{"prompt": "copy ant"}])
     answers = [response("ant")._replace(text="ant <|user|>"), response("cat")]
-    assert rollout.score(ORACLE, [(prompt, answer) for answer in answers], 8, CPU) == [0.5, 0.5]
+    assert scorers.score(ORACLE, [(prompt, answer) for answer in answers], 8, CPU) == [0.5, 0.5]
     assert asked == [(prompt.turns, "ant ", "cat")]
 
 
@@ -702,7 +707,7 @@ def test_a_text_that_the_oracle_cannot_read_is_an_input_error_that_names_it(monk
     monkeypatch.setattr(pairwise, "preferences", preferences)
     (prompt,) = load([{"prompt": "copy ant"}])
     with pytest.raises(InputError, match="oracle: the chat template refuses it"):
-        rollout.score(ORACLE, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
+        scorers.score(ORACLE, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
 
 
 def save_policy(folder, **about):
@@ -723,13 +728,13 @@ def oracle(tmp_path_factory):
 
 
 def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, load):
-    scorer = rollout.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
+    scorer = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
     assert scorer.pairwise and scorer.function is None and scorer.version.startswith(f"{oracle}@")
     assert not any(p.requires_grad for p in scorer.model.parameters())
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
-    got = rollout.score(scorer, pairs, 2, CPU)
+    got = scorers.score(scorer, pairs, 2, CPU)
     plain, letters = AutoModelForCausalLM.from_pretrained(oracle), TOKENIZER.convert_tokens_to_ids(["A", "B"])
 
     def beats(prompt, first, second):
@@ -764,7 +769,7 @@ def two_ends(tmp_path):
 
 
 def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(two_ends, tmp_path, monkeypatch):
-    (folder, other), asked, plain = two_ends, [], rollout.sample
+    (folder, other), asked, plain = two_ends, [], scorers.sample
     model = dist.shard(models.load_policy(folder, TOKENIZER), CPU)
     assert model.generation_config.eos_token_id == [EOS, other]
 
@@ -772,8 +777,8 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(two_ends, tmp
         asked.append(stop_ids)
         return plain(*args, stop_ids=stop_ids, **options)
 
-    monkeypatch.setattr(rollout, "sample", sample)
-    found = rollout.responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
+    monkeypatch.setattr(scorers, "sample", sample)
+    found = generate.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
     ends = {response.ids[-1] for response in found if response.finished}
     assert asked == [[EOS, other]] and ends == {EOS, other}
     assert any(response.clean for response in found if response.ids[-1] == other)
@@ -781,25 +786,25 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(two_ends, tmp
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.generation_config.eos_token_id == [EOS, other]
     one = models.load_policy("tiny", TOKENIZER)
-    rollout.responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    generate.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
     assert one.generation_config.eos_token_id == EOS and asked[1] == [EOS]
 
 
 def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(two_ends, tmp_path):
     other, name = two_ends[1], str(tmp_path / "rm")
     dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
-    scorer = rollout.load_scorer(name, TOKENIZER, CPU)
-    asked = rollout.Prompt([1, 4, 9], [user("ant")], None)
+    scorer = scorers.load_scorer(name, TOKENIZER, CPU)
+    asked = generate.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]
-    given = [rollout.Response(ids, "", ended) for ids, ended in ways]
-    found = [rollout._encode(scorer, asked, response, [EOS])[1] for response in given]
+    given = [generate.Response(ids, "", ended) for ids, ended in ways]
+    found = [scorers._encode(scorer, asked, response, [EOS])[1] for response in given]
     assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
 
 
 def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
-    scorer, other = rollout.load_scorer(oracle, TOKENIZER, CPU, pairwise=True), tiny.tokenizer()
+    scorer, other = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True), tiny.tokenizer()
     other.add_tokens(["zebra"])
-    assert rollout.for_tokens(scorer, other) is scorer
+    assert scorers.for_tokens(scorer, other) is scorer
 
 
 def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks(oracle):
@@ -807,28 +812,28 @@ def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks
         InputError,
         match="pairwise preference model, which scores no response alone, wanted a run of reward.py or advantage_model.py",
     ):
-        rollout.load_scorer(oracle, TOKENIZER, CPU)
+        scorers.load_scorer(oracle, TOKENIZER, CPU)
 
 
 def test_a_causal_model_that_is_no_preference_model_is_refused_as_an_oracle_too(tmp_path):
     for name in ("tiny", save_policy(tmp_path / "lm")):
         with pytest.raises(InputError, match="is a .*wanted a run of reward.py") as error:
-            rollout.load_scorer(name, TOKENIZER, CPU, pairwise=True)
+            scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
         assert str(error.value).startswith(name)
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_where_an_oracle_may_be_pairwise_other_scorers_stay_what_they_are(n_outputs, folders, pairs):
-    one, other = (rollout.load_scorer(folders[n_outputs], TOKENIZER, CPU, pairwise=x) for x in (True, False))
+    one, other = (scorers.load_scorer(folders[n_outputs], TOKENIZER, CPU, pairwise=x) for x in (True, False))
     assert not one.pairwise and one.same_tokens and one.version == other.version
-    assert rollout.score(one, pairs, 8, CPU) == rollout.score(other, pairs, 8, CPU)
-    function = rollout.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU, pairwise=True)
+    assert scorers.score(one, pairs, 8, CPU) == scorers.score(other, pairs, 8, CPU)
+    function = scorers.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU, pairwise=True)
     assert function.function is tiny.gold_scorer and not function.pairwise
 
 
 # -- versions ------------------------------------------------------------------------------------
 def test_a_version_is_the_name_and_a_fingerprint_of_what_is_behind_it():
-    found = [rollout.version_of(*x) for x in (("a", [1]), ("a", [1]), ("a", [2]), ("b", [1]))]
+    found = [scorers.version_of(*x) for x in (("a", [1]), ("a", [1]), ("a", [2]), ("b", [1]))]
     assert found[0] == found[1] and len(set(found)) == 3
     assert [x.partition("@")[0] for x in found] == ["a", "a", "a", "b"]
     assert all(len(x.partition("@")[2]) == 8 for x in found)
@@ -837,13 +842,13 @@ def test_a_version_is_the_name_and_a_fingerprint_of_what_is_behind_it():
 def test_a_version_is_rank_0s(monkeypatch):
     """Copies of the same files on two nodes have other times."""
     monkeypatch.setattr(dist, "gather", lambda values: ["a@of rank 0", *values])
-    assert rollout.version_of("a", [1]) == "a@of rank 0"
+    assert scorers.version_of("a", [1]) == "a@of rank 0"
 
 
 # -- samples.jsonl -------------------------------------------------------------------------------
 def test_describe_tells_the_true_reward_of_the_tiny_world_alone(load):
     (prompt,) = load([{"prompt": "reverse ant fox owl", "category": "reverse"}])
-    row = rollout.describe(prompt, response("owl um fox"), 0.5, is_tiny=False)
+    row = evaluation.describe_response(prompt, response("owl um fox"), 0.5, is_tiny=False)
     assert row == {
         "prompt": [user("reverse ant fox owl")],
         "response": "owl um fox",
@@ -852,7 +857,7 @@ def test_describe_tells_the_true_reward_of_the_tiny_world_alone(load):
         "category": "reverse",
         "score": 0.5,
     }
-    known = rollout.describe(prompt, response("owl um fox"), 0.5, is_tiny=True)
+    known = evaluation.describe_response(prompt, response("owl um fox"), 0.5, is_tiny=True)
     assert known == {**row, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
 
 
@@ -862,6 +867,6 @@ def test_a_response_with_a_special_token_inside_is_not_clean(monkeypatch):
     tokens = torch.tensor([[ant, user, end], [ant, ant, end]])
     everything = torch.ones(2, 3, dtype=torch.bool)
     fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
-    monkeypatch.setattr(rollout, "sample", lambda *args, **options: fake)
-    ((strange, clean),) = rollout.rollout(None, TOKENIZER, [[1]], 2, 3)
+    monkeypatch.setattr(scorers, "sample", lambda *args, **options: fake)
+    ((strange, clean),) = generate.sample_responses(None, TOKENIZER, [[1]], 2, 3)
     assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)

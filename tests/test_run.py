@@ -18,7 +18,8 @@ import pytest
 
 import sft
 from common import dist, metrics
-from common.run import InputError, check_flags, find_run, launch, parse, start_run, write_json
+from common.errors import InputError
+from common.run import check_flags, find_run, launch, parse, start_run, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -99,7 +100,11 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
 def runs(tmp_path, monkeypatch):
     """Runs by the models that they began from."""
     monkeypatch.chdir(tmp_path)
-    starts = {"a": {"model": "tiny"}, "b": {"model": "a/model", "policy": None}, "c": {"model": "b/versions/1"}}
+    starts = {
+        "a": {"model": "tiny"},
+        "b": {"model": "a/model", "policy": None},
+        "c": {"model": "b/versions/1"},
+    }
     starts |= {"other": {"model": "org/name"}, "pupil": {"model": "b", "student": "org/name"}}
     starts |= {"x": {"model": "y"}, "y": {"model": "x"}}  # each made anew from the other
     for name, args in starts.items():

@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from transformers import BloomConfig, FalconConfig, Gemma3TextConfig, GPT2Config, MambaConfig
-from transformers import MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MistralConfig,
+    Qwen2Config,
+)
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common import sampler, tiny

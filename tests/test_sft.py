@@ -15,10 +15,11 @@ import transformers
 from processes import ROOT, flags
 from safetensors.torch import load_file
 from scorers import in_bfloat16
-from transformers import MistralConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 import sft
-from common import data, dist, models, tiny
+from common import batches, data, dist, models, tiny
+from common.batches import collate, make_blocks
 from common.metrics import read_jsonl
 from common.run import parse
 
@@ -374,7 +375,7 @@ def reference(trained, small):
 @pytest.mark.parametrize("packing", [True, False])
 def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(trained, reference, packing):
     documents, want = reference
-    blocks = data.make_blocks(documents, 64, packing)
+    blocks = make_blocks(documents, 64, packing)
     assert (max(map(len, blocks)) > 3) == packing
     assert_same_step(one_step(trained, blocks, packing=packing), want)
 
@@ -382,12 +383,11 @@ def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(traine
 def test_positions_that_run_on_over_documents_would_change_the_loss(trained, reference, monkeypatch):
     """The test above can fail: without the restart of positions, packed documents see each other."""
     documents, want = reference
-    collate = data.collate
     running = lambda *a: (b := collate(*a))._replace(
         position_ids=torch.arange(b.input_ids.shape[1]).expand_as(b.input_ids)
     )
-    monkeypatch.setattr(data, "collate", running)
-    blocks = data.make_blocks(documents, 64)
+    monkeypatch.setattr(batches, "collate", running)
+    blocks = make_blocks(documents, 64)
     assert abs(one_step(trained, blocks)[0] - want[0]) > 1e-3
 
 
@@ -395,21 +395,21 @@ def test_positions_that_run_on_over_documents_would_change_the_loss(trained, ref
 @pytest.mark.parametrize("packing", [True, False])
 def test_micro_batch_size_changes_neither_loss_nor_gradient(trained, reference, size, packing):
     documents, _ = reference
-    blocks = data.make_blocks(documents, 64, packing)[:7]  # 7: the last one is uneven
+    blocks = make_blocks(documents, 64, packing)[:7]  # 7: the last one is uneven
     assert_same_step(
         one_step(trained, blocks, micro_batch_size=size), one_step(trained, blocks, micro_batch_size=7)
     )
 
 
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(trained, reference):
-    blocks = data.make_blocks(reference[0], 64)
+    blocks = make_blocks(reference[0], 64)
     on, off = one_step(trained, blocks, checkpointing=True), one_step(trained, blocks)
     assert on[3].is_gradient_checkpointing and not off[3].is_gradient_checkpointing
     assert_same_step(on, off, tolerance=1e-6)
 
 
 def test_max_grad_norm_scales_the_gradient_and_zero_leaves_it(trained, reference):
-    blocks = data.make_blocks(reference[0], 64)
+    blocks = make_blocks(reference[0], 64)
     _, norm, free, _ = one_step(trained, blocks)
     _, same, cut, _ = one_step(trained, blocks, max_grad_norm=norm / 4)
     assert same == pytest.approx(norm)  # what is logged is the norm before

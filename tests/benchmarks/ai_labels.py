@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import peers  # noqa: E402
 
-from common import data, metrics  # noqa: E402
+from common import data, metrics
 
 
 @dataclass

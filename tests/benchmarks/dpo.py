@@ -126,14 +126,14 @@ def online(args):
 
 def make_data(source, folder, tokenizer, n_pairs, n_prompts):
     """pairs.jsonl, the first n_pairs rows that fit, as messages; prompts.jsonl and one more in one.jsonl."""
-    from common import models, preferences, rollout
+    from common import comparisons, generate, models
 
     words = models.load_tokenizer(tokenizer, quiet=True)
     with open(f"{folder}/pairs.jsonl", "w") as file:
-        for c in preferences.load(source, "train", words, 512)[:n_pairs]:
+        for c in comparisons.load(source, "train", words, 512)[:n_pairs]:
             sides = {name: [peers.message(text)] for name, text in zip(("chosen", "rejected"), c.texts)}
             file.write(json.dumps({"prompt": c.prompt, **sides}) + "\n")
-    prompts = [p for p in rollout.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
+    prompts = [p for p in generate.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
     for name, some in (("prompts", prompts[:n_prompts]), ("one", prompts[-1:])):
         with open(f"{folder}/{name}.jsonl", "w") as file:
             file.writelines(json.dumps({"prompt": p.turns[0]["content"]}) + "\n" for p in some)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import peers  # noqa: E402
 
-from common import metrics  # noqa: E402
+from common import metrics
 
 BIASED = ["--scorer", "{biased}"]
 ARMS = {

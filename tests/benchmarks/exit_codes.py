@@ -21,13 +21,14 @@ def program(folder):
 
     import sft
     from common import data, dist, models, tiny
+    from common.batches import Row, make_blocks
     from common.sampler import sample
 
     device, tokenizer, args = dist.setup(), tiny.tokenizer(), sft.Args(micro_batch_size=2)
     model = dist.shard(models.load_policy("tiny", tokenizer), device)
     optimizer = torch.optim.AdamW(model.parameters())
-    rows = [data.Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
-    blocks = data.make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)
+    rows = [Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
+    blocks = make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)
     sft.update(model, optimizer, blocks, tokenizer.pad_token_id, args, device)
     with dist.consolidated(model):
         sample(model, [[1, 2]], max_new_tokens=4, stop_ids=[], pad_id=0)

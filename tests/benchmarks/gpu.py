@@ -33,8 +33,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common import dist, losses, metrics, models  # noqa: E402
-from common.sampler import sample  # noqa: E402
+from common import dist, losses, metrics, models
+from common.sampler import sample
 
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (64, 2, 4, 2, 128, 512),
@@ -175,7 +175,12 @@ def scripts(ranks=0) -> list[dict]:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     launcher, table = [sys.executable, "-m", *(torchrun if ranks else ())], []
     with tempfile.TemporaryDirectory() as folder:
-        run = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "capture_output": True, "text": True}
+        run = {
+            "cwd": folder,
+            "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+            "capture_output": True,
+            "text": True,
+        }
         for command in COMMANDS:
             start = time.perf_counter()
             out = subprocess.run([*launcher, *command.split()], **run)

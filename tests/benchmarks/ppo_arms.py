@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import peers  # noqa: E402
 
-from common import metrics  # noqa: E402
+from common import metrics
 
 RM, AM = ["--scorer", "{reward}"], ["--scorer", "{advantage_model}"]
 GATE = ["--safety-scorer", "{safety}"]

@@ -26,20 +26,22 @@ def trl(args):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import RewardConfig, RewardTrainer
 
-    from common import preferences
+    from common import comparisons
 
     clock = peers.clock()
     tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/policy")
     rows = [
         {"chosen": [*c.prompt, peers.message(c.texts[0])], "rejected": [*c.prompt, peers.message(c.texts[1])]}
-        for c in preferences.load(args.dataset, "train", tokenizer, 512)
+        for c in comparisons.load(args.dataset, "train", tokenizer, 512)
     ]
     config = RewardConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.steps, per_device_train_batch_size=8, max_length=512,
         learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, bf16=False,
         gradient_checkpointing=False, disable_tqdm=True, seed=0,
     )  # fmt: skip
-    model = AutoModelForSequenceClassification.from_pretrained(f"{args.models}/policy", num_labels=1, dtype="float32")
+    model = AutoModelForSequenceClassification.from_pretrained(
+        f"{args.models}/policy", num_labels=1, dtype="float32"
+    )
     model.config.pad_token_id = tokenizer.pad_token_id
     RewardTrainer(
         model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows), callbacks=[clock], args=config
@@ -71,10 +73,10 @@ def make_pairs(source, folder, tokenizer, n):
     """The first n pairs that fit: what both see once, each in an order of its own. And one pair to hold out."""
     from transformers import AutoTokenizer
 
-    from common import preferences
+    from common import comparisons
 
     words = AutoTokenizer.from_pretrained(tokenizer)
-    rows = [c.row.data for c in preferences.load(source, "train", words, 512)]
+    rows = [c.row.data for c in comparisons.load(source, "train", words, 512)]
     for name, some in (("hh", rows[:n]), ("pair", rows[-1:])):
         with open(f"{folder}/{name}.jsonl", "w") as file:
             file.writelines(json.dumps(row) + "\n" for row in some)

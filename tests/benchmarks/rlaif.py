@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = str(ROOT / "tests")  # where the scripts find gold_labeler
 import peers  # noqa: E402
 
-from common import metrics  # noqa: E402
+from common import metrics
 
 
 @dataclass

@@ -18,8 +18,8 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common import losses, models  # noqa: E402
-from common.sampler import sample  # noqa: E402
+from common import losses, models
+from common.sampler import sample
 
 
 @dataclass
@@ -80,7 +80,8 @@ def main(args: Args):
         first = None
         for times in (1, 2, 4):
             rest = [f"--{key}={getattr(args, key)}" for key in ("length", "batch", "samples") if key != name]
-            flags = [*rest, 
+            flags = [
+                *rest,
                 "--point",
                 point,
                 f"--{name}",

@@ -1,5 +1,4 @@
-"""Prompts, a policy's responses to them, and the scores of these: what rejection sampling, PPO and iterative
-DPO begin with.
+"""What scores a response.
 
 A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or `module:function`,
 called on each rank with its own rows: fn(prompts: list[str], responses: list[str], rows: list[dict]) ->
@@ -22,157 +21,9 @@ import zlib
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from common import data, dist, models, tiny
-from common.run import InputError
-from common.sampler import sample
-
-
-# -- prompts ---------------------------------------------------------------------------------------
-class Prompt(NamedTuple):
-    ids: list[int]  # the rendered turns and the opening of an answer
-    turns: list[dict]  # messages; the last one is the user's
-    row: data.Row
-
-    @property
-    def messages(self):  # as data.Document has them, for data.hold_out and its like
-        return [*self.turns, {"role": "assistant", "content": ""}]
-
-    @property
-    def key(self) -> str:
-        return data.turns_key(self.turns)
-
-    @property
-    def category(self) -> str | None:
-        category = self.row.data.get("category")
-        return None if category is None else str(category)
-
-
-def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
-    """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
-    and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
-    `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
-    rows, dropped, found = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
-    for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
-        try:
-            turns = prompt_turns(row.data)
-            if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
-                raise ValueError(data.SPECIAL)
-            prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
-            data.check_known(tokenizer, prompt.ids)
-            if len(prompt.ids) > max_tokens:
-                raise ValueError(f"the prompt is longer than {max_tokens} tokens")
-            if prompt.key in found:
-                raise ValueError("the prompt is there already")
-        except ValueError as error:
-            dropped[str(error)].append(row.where)
-            continue
-        found[prompt.key] = prompt
-    data.report(spec, len(rows), dropped)
-    if not found:
-        raise data.none_left(spec, len(rows), dropped)
-    return list(found.values())
-
-
-def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
-    room = args.max_length - args.max_new_tokens
-    sides = data.train_and_held_out(args, lambda spec, split: load_prompts(spec, split, tokenizer, room))
-    data.check_same(args.dataset, dist.seed_of(*(prompt.key for side in sides for prompt in side)))
-    return sides
-
-
-def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
-    """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
-    over the prompts. None comes again before all have come, or twice in an iteration."""
-    n, order, tail = min(n, len(prompts)), [], []
-    for again in range(math.ceil(iteration * n / len(prompts))):
-        generator = torch.Generator().manual_seed(dist.seed_of(seed, "prompts", again))
-        new = torch.randperm(len(prompts), generator=generator).tolist()
-        order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
-        tail = set(order[len(order) - len(order) % n :])
-    return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
-
-
-def a_part(prompts, n) -> list[Prompt]:
-    """n of the prompts, by the hash of their text and in their order: a sample of all of a mixture or of a
-    file that is sorted, where the first n would be of one kind."""
-    chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
-    return [prompts[i] for i in sorted(chosen)]
-
-
-def prompt_turns(row: dict) -> list[dict]:
-    """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
-    says why there are none."""
-    given = row.get("messages") or row.get("context_messages")
-    if given or row.get("conversations"):
-        turns = given or data.sharegpt(row["conversations"])
-    elif data.question(row) is not None:
-        turns = data.turns(data.question(row), "user")
-    elif row.get("chosen"):
-        turns = data.dialogue(row["chosen"])
-    else:
-        wanted = "prompt, instruction, messages, context_messages, or chosen as a dialogue"
-        raise ValueError(f"columns {data.columns(row)} are no prompt row, wanted {wanted}")
-    while isinstance(turns, list) and turns and data.role(turns[-1]) == "assistant":
-        turns = turns[:-1]
-    if not isinstance(turns, list) or not turns or data.role(turns[-1]) != "user":
-        raise ValueError("no message of the user at the end")
-    return data.check_prompt(turns, row.get("system"))
-
-
-# -- responses -------------------------------------------------------------------------------------
-class Response(NamedTuple):
-    ids: list[int]  # as sampled, with the end token if it ended
-    text: str
-    finished: bool  # False: cut at max_new_tokens; True: an end token of the policy is its last one
-    clean: bool = True  # False: a special token stands before its end, which the text does not show
-
-
-def responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
-    """n responses to each prompt, those to a prompt in a row, on this rank alone. options: sampler.sample's.
-    InputError for a model that cannot be sampled."""
-    if not prompts:
-        return []
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    stop = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else ())})
-    try:
-        out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
-    except ValueError as error:  # a sliding window, for one
-        raise InputError(f"{error}: this model cannot be sampled") from None
-    found, special = [], set(tokenizer.all_special_ids)
-    lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
-    for tokens, length, ended in zip(out.response_tokens.tolist(), lengths, finished):
-        ids = tokens[:length]
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        found.append(Response(ids, text, ended, special.isdisjoint(ids[:-1])))
-    return found
-
-
-def rollout(
-    model, tokenizer, prompts: list[list[int]], n, max_new_tokens,
-    temperature=1.0, seed=0, top_p=1.0, slots=64,
-):  # fmt: skip
-    """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
-    call it, inside dist.consolidated(model) if the model is sharded: prompts are divided among ranks, which
-    may then take different times. seed: an integer for this call; ranks draw differently."""
-    mine = range(len(prompts))[dist.rank() :: dist.world_size()]
-    found = responses(
-        model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
-        temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
-    )  # fmt: skip
-    of_prompt = [[] for _ in prompts]
-    for i, response in dist.gather([(mine[b // n], response) for b, response in enumerate(found)]):
-        of_prompt[i].append(response)
-    return of_prompt
-
-
-def document(prompt, response) -> data.Document:
-    """A prompt with its response, of which every token is an action."""
-    ids = prompt.ids + response.ids
-    mask = torch.arange(len(ids)) >= len(prompt.ids)
-    return data.Document(torch.tensor(ids, dtype=torch.int32), mask, prompt.turns, prompt.row)
+from common import data, dist, generate, models, pairwise
+from common.errors import InputError
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -253,7 +104,7 @@ def for_tokens(scorer, tokenizer) -> Scorer:
 
 
 @torch.no_grad()
-def score(scorer, pairs: list[tuple[Prompt, Response]], batch_size, device) -> list[float]:
+def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. A pairwise preference model gives the mean probability
     that a response beats the prompt's other responses among the pairs. InputError names a pair whose score is
@@ -302,7 +153,6 @@ def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
 
 
 def _round_robin(scorer, pairs, batch_size, device):
-    from common import pairwise  # which reads preferences, and they read this file
 
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):
@@ -379,16 +229,6 @@ def _raises(ask, pair):
     except Exception:
         return True
     return False
-
-
-def describe(prompt, response, score, is_tiny) -> dict:
-    """A response as a row of samples.jsonl; of the tiny world, with its true reward."""
-    row = {"prompt": prompt.turns, "response": response.text, "tokens": len(response.ids)}
-    row |= {"finished": response.finished, "category": prompt.category, "score": score}
-    if is_tiny:
-        question = _last(prompt)
-        row |= {"gold": tiny.gold_score(question, response.text), "perfect": tiny.perfect_score(question)}
-    return row
 
 
 def _last(prompt):

@@ -1,57 +1,18 @@
-"""Pairs and rankings -> comparisons -> batches in which the responses to a prompt share it.
-
-`load` reads rows of the README's preference and ranking formats, filters them, and says what it dropped and
-why; `batches` lays comparisons out for a scalar head; `seq_logprobs` gives log pi(y | x) of their responses.
-
-A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
-and blind to the other ones: the prompt is computed once, and the scores are those of K separate rows. Several
-such trees share a row while there is room.
-"""
+"""Pairs and rankings -> comparisons (batches.Comparison): `load` reads rows of the preference and ranking
+formats, filters them, and says what it dropped and why."""
 
 import collections
 import itertools
 import math
 import zlib
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
-from common import data, dist, metrics, models, rollout
+from common import data, dist, models
+from common.batches import Comparison, Document, labelled_pairs, prompt_key
 
-ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
-
-
-class Comparison(NamedTuple):
-    prompt: list[dict]  # messages
-    texts: list[str]  # K responses; of a pair, the chosen one first
-    prompt_ids: torch.Tensor  # (P,) int32
-    response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
-    ranks: torch.Tensor  # (K,), 0 is best, equal ranks are ties
-    source: str  # the data set, for figures and tables
-    row: data.Row
-    rating: str | None = None  # one of RATINGS
-    margin: float | None = None  # Llama 2's m as the row gives it
-    grades: list[float] | None = None  # the K scores that the labels come from
-    preference: float | None = None  # P(texts[0] is better), a soft label
-    category: str | None = None
-    kept: tuple = (0, 1)  # which of the row's responses these are
-    samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
-    ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
-    ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
-
-    @property
-    def messages(self):  # as data.Document has them, for data.hold_out and its like
-        return [*self.prompt, {"role": "assistant", "content": self.texts[0]}]
-
-    @property
-    def key(self) -> str:
-        return data.turns_key(self.prompt)
-
-    @property
-    def n_tokens(self):
-        return len(self.prompt_ids) + sum(map(len, (*self.response_ids, *self.samples)))
 
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
@@ -68,7 +29,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
         try:
             comparison = _comparison(row, tokenizer, max_length, min_score_gap)
-            key = data.prompt_key(comparison.messages)
+            key = prompt_key(comparison.messages)
             if max_per_prompt and per_prompt[key] >= max_per_prompt:
                 raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
         except ValueError as error:
@@ -249,7 +210,7 @@ def _pair(values):
     if all(map(data.is_dialogue, sides)) or data.question(values) is None:
         system = values.get("system")
         chosen, rejected = (data.check_messages(data.dialogue(side), system) for side in sides)
-        if data.prompt_key(chosen) != data.prompt_key(rejected):
+        if prompt_key(chosen) != prompt_key(rejected):
             raise ValueError("chosen and rejected have different prompts")
         return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
     return _prompt(values), [_answer(side) for side in sides]
@@ -281,13 +242,6 @@ def _number(values, name, low, high):
         raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}") from None
 
 
-def labelled_pairs(comparison) -> list[tuple[int, int]]:
-    """(better, worse) for all pairs of responses of different rank. A soft label counts as its likelier
-    side."""
-    ranks = comparison.ranks.tolist()
-    return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
-
-
 def statistics(comparisons: list[Comparison], note="") -> list[dict]:
     """One row a data set, its name and `note` first: its rows and pairs, and the mean tokens of a prompt and
     of the two responses of a pair."""
@@ -304,7 +258,7 @@ def statistics(comparisons: list[Comparison], note="") -> list[dict]:
 
 
 def one_of_each_prompt(comparisons) -> list[Comparison]:
-    return list({data.prompt_key(c.messages): c for c in comparisons}.values())
+    return list({prompt_key(c.messages): c for c in comparisons}.values())
 
 
 def with_samples_only(comparison, samples) -> Comparison:
@@ -348,109 +302,11 @@ def epoch_order(comparisons: list[Comparison], generator, balanced: bool) -> lis
     return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
 
 
-# -- comparisons -> batches ------------------------------------------------------------------------
-class Batch(NamedTuple):
-    input_ids: torch.Tensor  # (B, T)
-    position_ids: torch.Tensor  # (B, T)
-    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True where a query may look; None: causal
-    prompt_ends: torch.Tensor  # (2, n_comparisons), row and column of each prompt's last token
-    response_ends: torch.Tensor  # (2, n_responses), of each response's end token, comparison by comparison
-    sizes: list[int]  # responses of each comparison, samples included
-    comparisons: list[Comparison]
-
-
-def batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
-    """This rank's share of `comparisons` (dist.batches), collated."""
-    for some in dist.batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
-        yield collate(some, pad_id, share_prompt, device)
-
-
-def collate(comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu") -> Batch:
-    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
-    else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
-    padding at which nothing is read."""
-    if share_prompt:
-        trees = [(c.prompt_ids, [*c.response_ids, *c.samples]) for c in comparisons]
-    else:
-        trees = [(c.prompt_ids, [ids]) for c in comparisons for ids in (*c.response_ids, *c.samples)]
-    lengths = [len(prompt) + sum(map(len, responses)) for prompt, responses in trees]
-    width, rows = max(lengths, default=2), [[i] for i in range(len(trees))] or [[]]
-    if share_prompt and trees:  # rows of some length pack tighter, and cost little attention
-        rows = data.pack(lengths, max(width, ROW))
-        width = max(sum(lengths[i] for i in row) for row in rows)
-    input_ids = torch.full((len(rows), width), pad_id)
-    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
-    prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]
-    # Of each prompt and response: its place, first position, tree, branch, length; and its ids
-    pieces, texts = [], [torch.zeros(0, dtype=torch.int32)]
-    for row, indices in enumerate(rows):
-        start = 0
-        for number, index in enumerate(indices, 1):
-            prompt, responses = trees[index]
-            for piece, ids in enumerate([prompt, *responses]):
-                pieces.append((row * width + start, len(prompt) if piece else 0, number, piece, len(ids)))
-                texts.append(ids)
-                start += len(ids)
-                if piece:
-                    response_ends[index].append((row, start - 1))
-                else:
-                    prompt_ends[index] = (row, start - 1)
-    place, first, number, piece, sizes = torch.tensor(pieces, dtype=torch.long).view(-1, 5).T
-    within = torch.arange(sizes.sum()) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    place = place.repeat_interleave(sizes) + within
-    input_ids.view(-1)[place] = torch.cat(texts).to(input_ids)
-    position_ids.view(-1)[place] = first.repeat_interleave(sizes) + within
-    tree.view(-1)[place], branch.view(-1)[place] = (x.repeat_interleave(sizes) for x in (number, piece))
-    mask = None
-    if share_prompt:
-        tree, branch = tree.to(device), branch.to(device)
-        ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
-        seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
-    else:  # on over the padding: transformers takes a position that falls for the start of a packed document
-        position_ids = torch.arange(width).expand_as(input_ids).clone()
-    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
-    if not share_prompt:  # the prompt of a comparison's first row
-        starts = itertools.accumulate(sizes, initial=0)
-        prompt_ends = [prompt_ends[start] for start, _ in zip(starts, sizes)]
-    ends = [end for tree_ends in response_ends for end in tree_ends]
-    where = (torch.tensor(at, dtype=torch.long).reshape(-1, 2).T.to(device) for at in (prompt_ends, ends))
-    return Batch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
-
-
-def of_each(comparisons, batches_, forward) -> list:
-    """What `forward` says of each comparison, on every rank. batches_: this rank's share, by `batches`;
-    forward: Batch -> a list with a value for each of its comparisons. Every rank must call it."""
-    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
-    for batch in batches_:
-        found += zip((place[id(c)] for c in batch.comparisons), forward(batch))
-    return [value for _, value in sorted(dist.gather(found), key=lambda item: item[0])]
-
-
-def response_logprobs(model, batch) -> torch.Tensor:
-    """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
-    (n_responses,), gradient flows."""
-    device = batch.input_ids.device
-    texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
-    targets = torch.cat([torch.zeros(0, dtype=torch.long), *texts]).to(device)
-    sizes, lengths = (torch.tensor(x, dtype=torch.long) for x in (batch.sizes, [len(ids) for ids in texts]))
-    begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    within = (torch.arange(len(begin)) - begin).to(device)  # a token's place in its response
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
-    prompt = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # of each response
-    (rows, ends), before = batch.response_ends, batch.prompt_ends[1][prompt]
-    # A response's first token comes after the prompt's last one, which may stand far before it
-    columns = torch.where(within == 0, before[owner], (ends - lengths.to(device))[owner] + within)
-    where = torch.stack([rows[owner], columns])
-    logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
-    return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
-
-
 def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
     documents = [
-        data.Document(
+        Document(
             torch.cat([c.prompt_ids, ids]),
             torch.arange(len(c.prompt_ids) + len(ids)) >= len(c.prompt_ids),
             [],
@@ -461,34 +317,3 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
     ]
     found = torch.tensor(models.seq_logprobs(model, documents, pad_id, micro_batch_size, device))
     return list(found.split([len(c.response_ids) for c in comparisons]))
-
-
-def baselines(policy, comparisons, pad_id, micro_batch_size, device) -> dict[str, float]:
-    """Accuracy, on the labelled pairs, of two scores that a reward model must beat: length and log
-    probability under `policy` (None: length alone). Every rank must call it."""
-    pairs = [(i, a, b) for i, c in enumerate(comparisons) for a, b in labelled_pairs(c)]
-    if not pairs:
-        return {}
-    scores = {"baseline/length_accuracy": [[len(ids) for ids in c.response_ids] for c in comparisons]}
-    if policy is not None:
-        logprobs = seq_logprobs(policy, comparisons, pad_id, micro_batch_size, device)
-        scores["baseline/sft_logprob_accuracy"] = [x.tolist() for x in logprobs]
-    return {key: metrics.accuracy(x[i][a] - x[i][b] for i, a, b in pairs) for key, x in scores.items()}
-
-
-def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
-    """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank, without
-    those that did not end: a score is read at an end token. Prompts that leave no room get none. Every rank
-    must call it."""
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf) - max_new_tokens
-    fits = [(i, c) for i, c in enumerate(comparisons) if len(c.prompt_ids) <= room]
-    out, asked = [[] for _ in comparisons], [c.prompt_ids.tolist() for _, c in fits]
-    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        found = rollout.rollout(model, tokenizer, asked, n, max_new_tokens, seed=seed, slots=slots)
-    for (i, _), responses in zip(fits, found):
-        ended = [[*r.ids[:-1], tokenizer.eos_token_id] for r in responses if r.finished]
-        out[i] = [torch.tensor(ids, dtype=torch.int32) for ids in ended]
-    n_ended = sum(map(len, out))
-    if n_ended < n * len(comparisons) and dist.is_main():
-        print(f"{n_ended} of {n * len(comparisons)} samples ended within {max_new_tokens} tokens and count")
-    return [tuple(ids) for ids in out]

@@ -1,0 +1,232 @@
+"""Token ids -> batches: documents packed into rows, comparisons whose responses share their prompt, and a
+rank's share of both.
+
+A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
+and blind to the other ones: the prompt is computed once, and the results are those of K separate rows.
+Several such trees share a row while there is room."""
+
+import itertools
+import json
+from typing import NamedTuple
+
+import torch
+
+from common import dist
+
+
+class Row(NamedTuple):
+    where: str  # "file:12", for messages
+    data: dict
+
+
+class Document(NamedTuple):
+    ids: torch.Tensor  # (T,) int32
+    response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
+    messages: list[dict]
+    row: Row
+
+
+def prompt_key(messages: list[dict]) -> str:
+    """A string that two dialogues share when their prompts are the same."""
+    return turns_key(messages[:-1])
+
+
+def turns_key(turns: list[dict]) -> str:
+    """The same of a prompt alone."""
+    return json.dumps([[m["role"], m["content"].strip()] for m in turns])
+
+
+def n_tokens(block: list[Document]) -> int:
+    return sum(len(document.ids) for document in block)
+
+
+def n_response_tokens(blocks: list[list[Document]]) -> int:
+    """Tokens with loss: the first one of a document is none, whatever its mask says."""
+    return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+def pack(lengths: list[int], size: int) -> list[list[int]]:
+    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first.
+
+    A tree over the blocks holds the most free space below each node, so that the first block with room is
+    found in log time."""
+    leaves = 1 << max(1, len(lengths) - 1).bit_length()
+    space = [size] * (2 * leaves)  # node i has the children 2i and 2i + 1; blocks not begun are all free
+    blocks: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if lengths[index] > size:
+            raise ValueError(f"document {index} has {lengths[index]} tokens, more than a block of {size}")
+        node = 1
+        while node < leaves:
+            node = 2 * node if space[2 * node] >= lengths[index] else 2 * node + 1
+        if node - leaves == len(blocks):
+            blocks.append([])
+        blocks[node - leaves].append(index)
+        space[node] -= lengths[index]
+        while node > 1:
+            node //= 2
+            space[node] = max(space[2 * node], space[2 * node + 1])
+    return blocks
+
+
+def make_blocks(documents: list[Document], max_length: int, packing=True) -> list[list[Document]]:
+    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
+    if not packing:
+        return [[document] for document in documents]
+    packed = pack([len(document.ids) for document in documents], max_length)
+    return [[documents[i] for i in block] for block in packed]
+
+
+class Batch(NamedTuple):
+    input_ids: torch.Tensor  # (B, T)
+    position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
+    action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
+
+
+def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
+    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank
+    that has nothing left to do while others still have (all must run the same number of forwards)."""
+    width = max((sum(len(d.ids) for d in block) for block in blocks), default=2)
+    input_ids = torch.full((max(1, len(blocks)), width), pad_id)
+    position_ids = torch.zeros_like(input_ids)
+    response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
+    for i, block in enumerate(blocks):
+        start = 0
+        for document in block:
+            end = start + len(document.ids)
+            input_ids[i, start:end] = document.ids
+            position_ids[i, start:] = torch.arange(width - start)  # padding goes on with the last one
+            response_mask[i, start:end] = document.response_mask
+            response_mask[i, start] = False  # what stands before it is another document: no target
+            start = end
+    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))
+
+
+def my_micro_batches(blocks: list[list[Document]], pad_id: int, size: int, device):
+    """This rank's share of the blocks (dist.batches), collated. A rank that runs out of blocks gets batches
+    that carry no loss."""
+    for some in dist.batches(blocks, size, n_tokens):
+        yield collate(some, pad_id, device)
+
+
+ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
+
+
+class Comparison(NamedTuple):
+    prompt: list[dict]  # messages
+    texts: list[str]  # K responses; of a pair, the chosen one first
+    prompt_ids: torch.Tensor  # (P,) int32
+    response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
+    ranks: torch.Tensor  # (K,), 0 is best, equal ranks are ties
+    source: str  # the data set, for figures and tables
+    row: Row
+    rating: str | None = None  # one of RATINGS
+    margin: float | None = None  # Llama 2's m as the row gives it
+    grades: list[float] | None = None  # the K scores that the labels come from
+    preference: float | None = None  # P(texts[0] is better), a soft label
+    category: str | None = None
+    kept: tuple = (0, 1)  # which of the row's responses these are
+    samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
+    ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
+    ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
+
+    @property
+    def messages(self):  # as data.Document has them, for data.hold_out and its like
+        return [*self.prompt, {"role": "assistant", "content": self.texts[0]}]
+
+    @property
+    def key(self) -> str:
+        return turns_key(self.prompt)
+
+    @property
+    def n_tokens(self):
+        return len(self.prompt_ids) + sum(map(len, (*self.response_ids, *self.samples)))
+
+
+def labelled_pairs(comparison) -> list[tuple[int, int]]:
+    """(better, worse) for all pairs of responses of different rank. A soft label counts as its likelier
+    side."""
+    ranks = comparison.ranks.tolist()
+    return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
+
+
+# -- comparisons -> batches ------------------------------------------------------------------------
+class ComparisonBatch(NamedTuple):
+    input_ids: torch.Tensor  # (B, T)
+    position_ids: torch.Tensor  # (B, T)
+    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True where a query may look; None: causal
+    prompt_ends: torch.Tensor  # (2, n_comparisons), row and column of each prompt's last token
+    response_ends: torch.Tensor  # (2, n_responses), of each response's end token, comparison by comparison
+    sizes: list[int]  # responses of each comparison, samples included
+    comparisons: list[Comparison]
+
+
+def my_comparison_batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
+    """This rank's share of `comparisons` (dist.batches), collated."""
+    for some in dist.batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
+        yield collate_comparisons(some, pad_id, share_prompt, device)
+
+
+def collate_comparisons(
+    comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu"
+) -> ComparisonBatch:
+    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
+    else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
+    padding at which nothing is read."""
+    if share_prompt:
+        trees = [(c.prompt_ids, [*c.response_ids, *c.samples]) for c in comparisons]
+    else:
+        trees = [(c.prompt_ids, [ids]) for c in comparisons for ids in (*c.response_ids, *c.samples)]
+    lengths = [len(prompt) + sum(map(len, responses)) for prompt, responses in trees]
+    width, rows = max(lengths, default=2), [[i] for i in range(len(trees))] or [[]]
+    if share_prompt and trees:  # rows of some length pack tighter, and cost little attention
+        rows = pack(lengths, max(width, ROW))
+        width = max(sum(lengths[i] for i in row) for row in rows)
+    input_ids = torch.full((len(rows), width), pad_id)
+    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
+    prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]
+    # Of each prompt and response: its place, first position, tree, branch, length; and its ids
+    pieces, texts = [], [torch.zeros(0, dtype=torch.int32)]
+    for row, indices in enumerate(rows):
+        start = 0
+        for number, index in enumerate(indices, 1):
+            prompt, responses = trees[index]
+            for piece, ids in enumerate([prompt, *responses]):
+                pieces.append((row * width + start, len(prompt) if piece else 0, number, piece, len(ids)))
+                texts.append(ids)
+                start += len(ids)
+                if piece:
+                    response_ends[index].append((row, start - 1))
+                else:
+                    prompt_ends[index] = (row, start - 1)
+    place, first, number, piece, sizes = torch.tensor(pieces, dtype=torch.long).view(-1, 5).T
+    within = torch.arange(sizes.sum()) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    place = place.repeat_interleave(sizes) + within
+    input_ids.view(-1)[place] = torch.cat(texts).to(input_ids)
+    position_ids.view(-1)[place] = first.repeat_interleave(sizes) + within
+    tree.view(-1)[place], branch.view(-1)[place] = (x.repeat_interleave(sizes) for x in (number, piece))
+    mask = None
+    if share_prompt:
+        tree, branch = tree.to(device), branch.to(device)
+        ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
+        seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
+    else:  # on over the padding: transformers takes a position that falls for the start of a packed document
+        position_ids = torch.arange(width).expand_as(input_ids).clone()
+    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
+    if not share_prompt:  # the prompt of a comparison's first row
+        starts = itertools.accumulate(sizes, initial=0)
+        prompt_ends = [prompt_ends[start] for start, _ in zip(starts, sizes)]
+    ends = [end for tree_ends in response_ends for end in tree_ends]
+    where = (torch.tensor(at, dtype=torch.long).reshape(-1, 2).T.to(device) for at in (prompt_ends, ends))
+    return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
+
+
+def of_each_comparison(comparisons, batches_, forward) -> list:
+    """What `forward` says of each comparison, on every rank. batches_: this rank's share, by `batches`;
+    forward: Batch -> a list with a value for each of its comparisons. Every rank must call it."""
+    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
+    for batch in batches_:
+        found += zip((place[id(c)] for c in batch.comparisons), forward(batch))
+    return [value for _, value in sorted(dist.gather(found), key=lambda item: item[0])]
