@@ -23,24 +23,23 @@ responses; a response that does not fit is left out, not cut; AdamW's betas are 
 counts as its likelier side; the tiny recipe starts from random weights.
 """
 
-import gc
 import math
-import time
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Literal
 
 import torch
 
-from common import ai_feedback, comparisons, data, dist, evaluation, generate, losses, metrics, models, tiny
-from common.batches import labelled_pairs, my_comparison_batches, of_each_comparison
-from common.comparisons import column, seq_logprobs
+from common import comparisons, dist, evaluation, metrics, models
+from common.batches import labelled_pairs, my_comparison_batches
 from common.errors import InputError
-from common.run import cached, check_flags, find_run, launch, start_run, write_json
+from common.losses import advantage_model_loss, advantage_score
+from common.run import Run, check_flags, launch
 
 
 @dataclass
 class Args:
+    # models and data
     model: str = "tiny"
     """Where to start: a causal LM (run directory, folder, hub name; tiny: its random weights) or an advantage
     model, head included."""
@@ -48,10 +47,17 @@ class Args:
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
-    output_dir: str = "runs/advantage_model"
-    """The run directory."""
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    max_length: int = 128
+    """Tokens of a prompt with one response; longer ones are dropped."""
+    min_score_gap: float = 0.0
+    """Pairs whose scores differ by less are dropped."""
+    max_pairs_per_prompt: int | None = None
+    """Rows of one prompt beyond this many are dropped."""
+    balance_categories: bool = False
+    """Draw every category equally often, with repetition."""
+    # the advantage and its loss
     bound: float = 2.5
     """m(x): advantages of better responses are kept below it, those of worse ones above minus it."""
     n_others: int = 0
@@ -63,20 +69,12 @@ class Args:
     policy: str | None = None
     """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if it is a causal
     LM."""
-    judge: str | None = None
-    """A language model, or module:function, that is asked which response is better: one more baseline
-    (common/ai_feedback.py)."""
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
     expected_reward_samples: int = 0
     """Responses of the policy to each training prompt, to whose mean reward e is regressed; 0: eq. 6
     alone."""
-    min_score_gap: float = 0.0
-    """Pairs whose scores differ by less are dropped."""
-    max_pairs_per_prompt: int | None = None
-    """Rows of one prompt beyond this many are dropped."""
-    balance_categories: bool = False
-    """Draw every category equally often, with repetition."""
+    # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
@@ -97,14 +95,13 @@ class Args:
     """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
     micro_batch_size: int = 32
     """Comparisons of a forward on one rank, at most."""
-    max_length: int = 128
-    """Tokens of a prompt with one response; longer ones are dropped."""
     share_prompt: bool = True
     """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    # evaluation
     eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
-    save_every: int = 250
-    """Steps between checkpoints, of which the last is kept; 0: none."""
     length_prompts: int = 50
     """Held-out prompts with 8 sampled responses each, for the correlation of length and score, and e; 0:
     none."""
@@ -112,10 +109,11 @@ class Args:
     """Longest of these responses."""
     slots: int = 64
     """Responses that decode together on one rank; memory for keys and values grows with it."""
-    compare_with: str = "runs/reward"
-    """A run of reward.py or of this script to draw beside this one, if it is there."""
-    gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    # the run
+    output_dir: str = "runs/advantage_model"
+    """The run directory."""
+    save_every: int = 250
+    """Steps between checkpoints, of which the last is kept; 0: none."""
     save_dtype: Literal["float32", "bfloat16"] | None = None
     """Of the weights in model/. None: the dtype of the model that training starts from."""
     seed: int = 0
@@ -142,325 +140,151 @@ def n_policies(args):
     return args.n_others + 1 if args.n_policies is None else args.n_policies
 
 
-def comparison_loss(rewards, expected, batch, n, args):
-    """(loss, regression, pairs ranked as labelled, pairs) of a micro-batch: sums over its comparisons of eq.
-    6 and of e's squared error, divided by the step's number of comparisons.
-
-    rewards: (responses,), r(x, y), samples included. expected: (comparisons,), e(x)."""
-    zero = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
+def comparison_loss(rewards, expected, batch, n, sums, args):
+    """The sum of eq. 6 over a batch's comparisons, divided by n, the step's number of comparisons. rewards:
+    (responses,), r(x, y), samples included. expected: (comparisons,), e(x). Metrics are added to `sums`."""
+    device = rewards.device
+    loss = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
     if not batch.comparisons:
-        return zero, zero.detach(), 0, 0
-    sizes = torch.tensor(batch.sizes, device=rewards.device)
-    ratios = torch.cat([c.ratios for c in batch.comparisons]).to(rewards.device)  # (responses, K)
-    advantages = losses.advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
-    of_one, results, start = [], [], 0  # of_one: (better, worse) of the comparisons that are one pair
+        return loss
+    sizes = torch.tensor(batch.sizes, device=device)
+    ratios = torch.cat([c.ratios for c in batch.comparisons]).to(device)  # (responses, K)
+    advantages = advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
+    single_pairs, start = (
+        [],
+        0,
+    )  # (better, worse) of the comparisons that are one pair: these go through one call
     for c, size in zip(batch.comparisons, batch.sizes):
         pairs = [(start + better, start + worse) for better, worse in labelled_pairs(c)]
-        if len(pairs) == 1:
-            of_one += pairs
-        elif pairs:
-            better, worse = torch.tensor(pairs, device=rewards.device).T
-            loss, numbers = losses.advantage_model_loss(advantages[better], advantages[worse], args.bound)
-            results.append((loss / n, numbers))
         start += size
-    if of_one:
-        better, worse = torch.tensor(of_one, device=rewards.device).T
-        a_c, a_r = advantages[better], advantages[worse]
-        results.append(losses.advantage_model_loss(a_c, a_r, args.bound, n_rows=n))
-    regression = zero
-    if args.expected_reward_samples:
-        parts = zip(batch.comparisons, rewards.detach().split(batch.sizes), expected)
-        samples = [(part[len(c.response_ids) :], e) for c, part, e in parts]
-        regression = zero + sum((e - part.mean()) ** 2 for part, e in samples if len(part)) / n
-    n_correct, n_pairs = (sum(x[key] for _, x in results) for key in ("n_correct", "n_rows"))
-    return zero + sum(loss for loss, _ in results), regression, n_correct, n_pairs
+        if len(pairs) == 1:
+            single_pairs += pairs
+        elif pairs:
+            better, worse = torch.tensor(pairs, device=device).T
+            mean_loss, loss_metrics = advantage_model_loss(advantages[better], advantages[worse], args.bound)
+            loss = loss + mean_loss / n
+            sums.add(loss_metrics)
+    if single_pairs:
+        better, worse = torch.tensor(single_pairs, device=device).T
+        pair_loss, loss_metrics = advantage_model_loss(
+            advantages[better], advantages[worse], args.bound, n_rows=n
+        )
+        loss = loss + pair_loss
+        sums.add(loss_metrics)
+    return loss
 
 
-def read_head(model, batch):
-    """(r at the end of every response, e at the end of every prompt)."""
-    where = torch.cat([batch.response_ends, batch.prompt_ends], 1)
-    out = model.head_outputs(batch.input_ids, where, batch.position_ids, batch.attention_mask)
-    n = batch.response_ends.shape[1]
-    return out[:n, 0], out[n:, 1]
+def regression_loss(rewards, expected, batch, n):
+    """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7."""
+    loss = expected.sum() * 0
+    for c, response_rewards, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
+        of_samples = response_rewards[len(c.response_ids) :]
+        if len(of_samples):
+            loss = loss + (e - of_samples.mean()) ** 2 / n
+    return loss
 
 
-def update(model, optimizer, comparisons, pad_id, args, device):
-    """One optimiser step on `comparisons`, over all ranks. Returns (loss, squared error of e, training
-    accuracy, gradient norm); when one of them is not finite, the weights stay as they were."""
-    optimizer.zero_grad(set_to_none=True)
-    sums = torch.zeros(4, device=device)
-    for batch in my_comparison_batches(comparisons, pad_id, args.micro_batch_size, args.share_prompt, device):
-        rewards, expected = read_head(model, batch)
-        loss, regression, *numbers = comparison_loss(rewards, expected, batch, len(comparisons), args)
-        # FSDP averages gradients over ranks, the loss is their sum
-        ((loss + regression) * dist.world_size()).backward()
-        parts = (loss.detach(), regression.detach(), *numbers)
-        sums += torch.stack([torch.as_tensor(x, device=device) for x in parts])
-    loss, regression, n_correct, n_pairs = dist.all_sum(*sums)
-    grad_norm = dist.clip_grad_norm(model, args.max_grad_norm)
-    if math.isfinite(loss + regression) and math.isfinite(grad_norm):  # the same on all ranks
-        optimizer.step()
-    return loss, regression, n_correct / max(1, n_pairs), grad_norm
+def update(model, optimizer, batch, args):
+    """One optimiser step on a batch of comparisons, over all ranks: (loss, squared error of e, share of pairs
+    that are ranked as labelled, gradient norm). Every rank has all comparisons and computes its share."""
+    n, sums = len(batch), dist.Sums("loss", "regression", "n_correct", "n_rows")
+    for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
+        rewards, expected = models.rewards_and_expected(model, micro_batch)
+        loss = comparison_loss(rewards, expected, micro_batch, n, sums, args)
+        regression = expected.sum() * 0
+        if args.expected_reward_samples:
+            regression = regression_loss(rewards, expected, micro_batch, n)
+        dist.backward(loss + regression)
+        sums.add({"loss": loss, "regression": regression})
+    totals = sums.over_ranks()
+    finite = totals["loss"] + totals["regression"]
+    [grad_norm] = dist.optimizer_step([model], [optimizer], finite, args.max_grad_norm)
+    return totals["loss"], totals["regression"], totals["n_correct"] / max(1, totals["n_rows"]), grad_norm
 
 
-@torch.no_grad()
-def outputs_of(model, comparisons, pad_id, args, device):
-    """(r of each response, e) of each comparison, on every rank."""
-
-    def outputs(batch):
-        rewards, expected = read_head(model, batch)
-        return [(part.tolist(), e) for part, e in zip(rewards.split(batch.sizes), expected.tolist())]
-
-    how = (pad_id, args.micro_batch_size, args.share_prompt, device)
-    return of_each_comparison(comparisons, my_comparison_batches(comparisons, *how), outputs)
-
-
-def evaluate(model, held_out, pad_id, args, device):
-    """(figures, rows): the measures of metrics.pair_figures on the held-out comparisons, and their
-    advantages, all ratios taken as 1."""
-    rows = [comparisons.describe(c) for c in held_out]
-    for row, (rewards, e) in zip(rows, outputs_of(model, held_out, pad_id, args, device)):
-        rewards = torch.tensor(rewards)
-        advantages = models.advantages(model, rewards, torch.full_like(rewards, e))
-        for response, advantage in zip(row["responses"], advantages.tolist()):
-            response["score"] = advantage
-    return metrics.pair_figures(rows), rows
-
-
-def from_policy(name, train, held_out, columns, tokenizer, args, device):
-    """What other models are asked for before training, as JSON for run.cached: baselines on the held-out
-    pairs (`before`), `ratios` (comparisons, responses, K), `samples` for the regression of e and
-    `held_out_samples`, 8 responses to each of some prompts."""
-    if args.behavior_policies:
-        columns = behavior_logprobs(train, tokenizer, args, device)
-    policy = name and dist.shard(models.load_policy(name, tokenizer, seed=args.seed), device)
-    ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-    answers = {"before": evaluation.baselines(policy, held_out, *ask)}
-    answers |= {"ratios": [], "samples": [], "held_out_samples": []}
-    if args.judge:
-        answers["before"] |= ai_feedback.baseline(args.judge, held_out, device)
-    if policy is None:
-        return answers
-    if args.n_others:
-        ours = comparisons.seq_logprobs(policy, train, *ask)
-        ratios = [(x[:, None] - y).exp() for x, y in zip(ours, columns)]
-        answers["before"]["ratio/clipped"] = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
-        answers["ratios"] = [x.clamp(max=args.ratio_clip).tolist() for x in ratios]
-    prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
-    for key, some, n in (("samples", train, args.expected_reward_samples), ("held_out_samples", prompts, 8)):
-        if n and some:
-            options = (tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, key), args.slots)
-            found = evaluation.policy_samples(policy, some, *options)
-            answers[key] = [[ids.tolist() for ids in of_prompt] for of_prompt in found]
-    return answers
-
-
-def behavior_columns(comparisons, args):
-    """log pi'_k(y | x) of every response, (responses, K) for each comparison, from the columns
-    chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs of each
-    response), lists of K numbers or more."""
-    found = []
-    for c in comparisons:
-        try:
-            values = [x[: args.n_others] for x in column(c, "behavior_logprobs")]
-            found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
-            if not (found[-1] <= 0).all():  # NaN, or a probability without its logarithm
-                raise ValueError
-        except (TypeError, ValueError, RuntimeError):
-            wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
-            mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
-            raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
-    return found
-
-
-def behavior_logprobs(comparisons, tokenizer, args, device):
-    """The same from --behavior-policies."""
-    columns = []
-    for name in args.behavior_policies:
-        model = dist.shard(models.load_policy(name, tokenizer), device)
-        ask = (tokenizer.pad_token_id, args.micro_batch_size, device)
-        columns.append(seq_logprobs(model, comparisons, *ask))
-        del model
-        gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights
-    return [torch.stack(of_one, 1) for of_one in zip(*columns)]
-
-
-def with_answers(train, held_out, answers, args):
-    """(training comparisons with ratios and samples, held-out prompts with samples)."""
-    n, k = args.expected_reward_samples, args.n_others
-    for i, c in enumerate(train):
-        ratios = torch.tensor(answers["ratios"][i]) if k else torch.zeros(len(c.response_ids), 0)
-        samples = [torch.tensor(ids, dtype=torch.int32) for ids in answers["samples"][i]] if n else []
-        # Samples enter no advantage: their ratios only fill the place
-        train[i] = c._replace(ratios=torch.cat([ratios, torch.ones(len(samples), k)]), samples=tuple(samples))
-    prompts = zip(comparisons.one_of_each_prompt(held_out), answers["held_out_samples"])
-    return train, [comparisons.with_samples_only(c, found) for c, found in prompts if found]
-
-
-def policy_figures(model, samples, tokenizer, args, device):
-    """(figures, length correlations) from the policy's own responses to held-out prompts: is e(x) the mean r
-    of them, as eq. 7 says? `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard
-    deviations of r within a prompt; the samples' own noise is taken off the second. On the tiny world also
-    the correlation of e with the policy's mean true reward on a prompt."""
-    if not samples:
-        return {}, []
-    rows, errors, within, noise, gold = [], [], [], [], []
-    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
-    for c, (rewards, e) in zip(samples, outputs_of(model, samples, tokenizer.pad_token_id, args, device)):
-        responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
-        rows.append({"responses": responses})
-        rewards = torch.tensor(rewards)
-        if len(rewards) > 1:
-            errors.append(e - rewards.mean())
-            within.append(rewards.var())
-            noise.append(rewards.var() / len(rewards))  # of the mean of so few samples
-        if is_tiny and c.samples:
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in c.samples]
-            golds = [tiny.gold_score(c.prompt[-1]["content"], text) for text in texts]
-            gold.append((float(e), sum(golds) / len(golds)))
-    if not errors:
-        return {}, []
-    errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
-    lengths = metrics.length_correlations(rows)
-    rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
-    figures = {"expected/bias": errors.mean() / deviation, "expected/rmse": rmse / deviation}
-    figures |= metrics.length_figures(lengths)
-    figures |= {"gold/expected_correlation": metrics.correlation(*zip(*gold))} if gold else {}
-    return {key: float(value) for key, value in figures.items()}, lengths
+PLOTS = [
+    partial(
+        metrics.plot_metrics,
+        panels={
+            "loss": ["loss/advantage", "eval/nll"],
+            "accuracy": ["train/accuracy", "eval/accuracy"],
+            "norm": ["optim/grad_norm"],
+        },
+    ),
+]
 
 
 def main(args: Args):
-    # 1. setup
-    device = dist.setup()
-    check(args)
-    state = find_run(args)
-    if state == "finished":
+    run = Run(args, "advantage_model", check)
+    if run.finished:
         return
 
-    # 2. data: every rank has the same comparisons, and takes its share of each optimiser step's
+    # data: comparisons, the same on every rank; with K > 0 each response has its ratios to K other policies
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    policy = models.sft_model(args.model, args.policy)
-    for name in filter(None, (policy, *args.behavior_policies)):  # the model's own vocabulary is its own
-        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
-    if policy and (args.length_prompts or args.expected_reward_samples):
-        generate.check_sampled(policy, "--length-prompts 0 --expected-reward-samples 0 does without samples")
-    if args.judge:
-        ai_feedback.check_labeler(args.judge, "--judge")
-    options = (args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-    load = lambda spec, split: comparisons.load(spec, split, tokenizer, *options)  # noqa: E731
-    train, held_out = data.train_and_held_out(args, load)
-    prints = [comparisons.fingerprint(some) for some in (train, held_out)]
-    data.check_same(args.dataset, tuple(prints))
-    columns = behavior_columns(train, args) if args.n_others and not args.behavior_policies else []
-    if (args.n_others or args.expected_reward_samples) and policy is None:
-        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
-    table = comparisons.statistics(train) + comparisons.statistics(held_out, " (held out)")
-    metrics.print_table(table)
-    if args.balance_categories and not any(c.category for c in train):
-        raise InputError(f"--balance-categories: {args.dataset} has no column category")
+    policy = evaluation.check_sft_model(args.policy, tokenizer, args)
+    train, held_out, table = comparisons.load_split(args, tokenizer)
+    train = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
-    # 3. models
+    # model: a language model's body with a head of two outputs, r and e
     model = models.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
-    of_scores = {"n_policies": n_policies(args), "n_others": args.n_others, "bound": args.bound}
-    model.config.advantage_model = of_scores
+    model.config.advantage_model = {
+        "n_policies": n_policies(args),
+        "n_others": args.n_others,
+        "bound": args.bound,
+    }
     models.check_room(args.max_length, args.model, model.config)
-    model = dist.shard(model, device)
+    model = dist.shard(model, run.device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
-    key = {"models": [models.identity(x) for x in (args.model, policy) if x]}
-    key |= {"judge": args.judge and ai_feedback.identity(args.judge)}
-    key |= {"behavior": [models.identity(x) for x in args.behavior_policies]}
-    key |= {"ratios": [args.n_others, args.ratio_clip], "n": args.expected_reward_samples}
-    key |= {"samples": [args.length_prompts, args.max_new_tokens, args.seed]}
-    key |= {"data": prints}
-    start_run(args, "advantage_model", state, held_out=prints[1])  # only now is an old run replaced
-    ask = (policy, train, held_out, columns, tokenizer, args, device)
-    answers = cached(args, key, lambda: from_policy(*ask))
-    gc.collect()  # the policies, whose methods are bound to them: cycles
-    before, (train, samples) = answers["before"], with_answers(train, held_out, answers, args)
-    dtype = models.export_dtype(args.model, args.save_dtype)
+    evaluate = evaluation.HeldOutComparisons(held_out, models.scores_of, args)
+    optimizer = dist.adamw(model, args.lr, args)
+    # only now is an old run replaced, or a checkpoint loaded
+    run.begin({"advantage": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
+    run.log_before(evaluate, model)
 
-    # 4. optimisers
-    betas, decay = (0.9, 0.95), args.weight_decay
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
-    checkpoint, saved = f"{args.output_dir}/checkpoint", None
-    if state == "resume":
-        saved = dist.load_checkpoint(checkpoint, {"advantage": (model, optimizer)})
-    step = saved["step"] if saved else 0
-    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
-
-    # 5. loop
-    if saved:
-        before = saved["before"]
-    else:
-        before |= evaluate(model, held_out, tokenizer.pad_token_id, args, device)[0]
-        log.log(0, 0, **before)
-    bar, order_of = metrics.progress(total_steps, step, "advantage"), None
-    while step < total_steps:
-        start = time.time()
-        epoch, index = divmod(step, steps_per_epoch)
-        if epoch != order_of:  # each epoch's order, one for all ranks
-            seed, order_of = dist.seed_of(args.seed, "order", epoch), epoch
-            generator = torch.Generator().manual_seed(seed)
-            order = comparisons.epoch_order(train, generator, args.balance_categories)
+    for step in run.steps(total_steps):
+        # the same order on every rank, another one in each epoch
+        epoch, index = divmod(step - 1, steps_per_epoch)
+        order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
-        lr = args.lr * dist.schedule(step + 1, total_steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        results = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
-        loss, regression, accuracy, grad_norm = results
-        if not (math.isfinite(loss + regression) and math.isfinite(grad_norm)):
-            bar.close()
-            raise InputError(
-                f"step {step + 1}: loss {loss}, gradient norm {grad_norm}. The step was not taken; lower "
-                f"--lr or look at the data. The last good checkpoint, if there is one, is in {checkpoint}"
-            )
-        seconds = time.time() - start
-        row = {"loss/advantage": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm}
-        row |= {"loss/expected_reward": regression} if args.expected_reward_samples else {}
-        row |= {"optim/lr": lr, "data/comparisons": len(batch)}
-        row |= {"perf/comparisons_per_s": len(batch) / seconds}
-        step += 1
-        if args.eval_every and step % args.eval_every == 0 and step < total_steps:
-            row |= evaluate(model, held_out, tokenizer.pad_token_id, args, device)[0]
-        log.log(step, epoch, **row)
-        speed = row["perf/comparisons_per_s"]
-        bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}", rows_s=f"{speed:.0f}")
-        bar.update()
-        if args.save_every and step % args.save_every == 0:
-            resume_state = {"step": step, "before": before, "logged_rows": log.n_rows}
-            dist.save_checkpoint(checkpoint, step, {"advantage": (model, optimizer)}, resume_state)
-    bar.close()
 
-    # 6. save
-    dist.round_weights(model, dtype)  # held-out figures are of what is exported
-    after, rows = evaluate(model, held_out, tokenizer.pad_token_id, args, device)
-    after |= {**metrics.known_figures(rows), "eval/category_spread": metrics.category_spread(rows)}
-    figures, lengths = policy_figures(model, samples, tokenizer, args, device)
-    after |= figures
-    if not math.isfinite(after.get("eval/nll", 0.0)):
-        raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
-    after = {key: value for key, value in after.items() if not math.isnan(value)}  # of nothing, or no spread
-    log.log(step, (step - 1) // steps_per_epoch, **after)
+        lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
+        loss, regression, accuracy, grad_norm = update(model, optimizer, batch, args)
+
+        row = {
+            "loss/advantage": loss,
+            "train/accuracy": accuracy,
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "data/comparisons": len(batch),
+            "perf/comparisons_per_s": len(batch) / run.seconds(),
+        }
+        if args.expected_reward_samples:
+            row["loss/expected_reward"] = regression
+        if run.due(args.eval_every):
+            row.update(evaluate(model))
+        run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
+
+    # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy itself do as well
+    run.round_weights(model)
+    after = evaluate(model)
+    after.update(evaluate.known_figures())
+    figures, correlations = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
+    after.update(figures)
     models.read_at_end_token(model, tokenizer)
-    dist.save_model(model, tokenizer, f"{args.output_dir}/model", dtype)
-    if dist.is_main():
-        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", rows)
-        for key, value in {**before, **after}.items():
-            first = f"{before[key]:.4g} -> " if key in after and key in before else ""
-            print(f"{key}: {first}{value:.4g}")
-        runs = {args.output_dir: rows}
-        if args.compare_with and (Path(args.compare_with) / "summary.json").exists():
-            runs.setdefault(args.compare_with, metrics.read_jsonl(f"{args.compare_with}/samples.jsonl"))
-        metrics.plot_scores(args.output_dir, runs, lengths)
-        panels = {"loss": ["loss/advantage", "eval/nll"], "accuracy": ["train/accuracy", "eval/accuracy"]}
-        metrics.plot_metrics(args.output_dir, {**panels, "norm": ["optim/grad_norm"]})
-        figures = {"before": before, "after": after, "data": table}
-        write_json(f"{args.output_dir}/summary.json", {"steps": step, **figures})  # last
-        metrics.say_if_worse(before, after)
-        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
+    run.finish(
+        model,
+        tokenizer,
+        after=after,
+        samples=evaluate.samples,
+        step=total_steps,
+        iteration=(total_steps - 1) // steps_per_epoch,
+        summary={"steps": total_steps, "data": table},
+        shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
+        plots=[partial(metrics.plot_scores, length=correlations), *PLOTS],
+    )
 
 
 RECIPES = {

@@ -5,8 +5,8 @@
 The prompt carries no loss, the end token does. Documents are packed into blocks, and a document never sees
 another one (RLHF Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1).
 
-Reads a model and rows with a response, or dialogues (README, "Data"); writes runs/sft: model/,
-metrics.jsonl, samples.jsonl, plots, summary.json.
+Reads a model and rows with a response, or dialogues (docs/data.md); writes runs/sft: model/, metrics.jsonl,
+samples.jsonl, plots, summary.json. A checkpoint holds weights, optimiser and the number of steps done.
 
     python sft.py                                           the tiny world, under a minute on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
@@ -17,30 +17,32 @@ them see each other; AdamW's betas are 0.9 and 0.95.
 """
 
 import math
-import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-import torch
-
-from common import data, dist, generate, losses, metrics, models, tiny
-from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, prompt_key
-from common.errors import InputError
-from common.run import check_batch_size, check_flags, find_run, launch, start_run, write_json
+from common import data, dist, evaluation, metrics, models
+from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
+from common.losses import sft_loss
+from common.run import Run, check_batch_size, check_flags, launch
 
 
 @dataclass
 class Args:
+    # data
     model: str = "tiny"
     """Where to start: tiny, a hub name, a model folder, or a run directory."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
-    output_dir: str = "runs/sft"
-    """The run directory."""
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    max_length: int = 128
+    """Tokens of a block, and at most of a document."""
+    packing: bool = True
+    """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
+    # optimiser steps
     epochs: float = 3.0
     """Passes over the data."""
     max_steps: int | None = None
@@ -59,24 +61,24 @@ class Args:
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
     micro_batch_size: int = 8
     """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
-    max_length: int = 128
-    """Tokens of a block, and at most of a document."""
-    packing: bool = True
-    """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    # evaluation
     eval_every: int = 50
     """Steps between held-out losses; 0: only before and after training."""
-    save_every: int = 50
-    """Steps between checkpoints, of which the last is kept; 0: none."""
     sample_prompts: int = 200
     """Held-out prompts to answer before and after training, for samples.jsonl and the gold score; 0: none."""
     max_new_tokens: int = 32
     """Longest sampled response."""
-    temperature: float = 1.0
-    """Of the samples."""
     slots: int = 64
     """Responses that decode together on one rank; memory for keys and values grows with it."""
-    gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    temperature: float = 1.0
+    """Of the samples."""
+    # the run
+    output_dir: str = "runs/sft"
+    """The run directory."""
+    save_every: int = 50
+    """Steps between checkpoints, of which the last is kept; 0: none."""
     save_dtype: Literal["float32", "bfloat16"] | None = None
     """Of the weights in model/. None: the dtype of the model that training starts from."""
     seed: int = 0
@@ -93,164 +95,88 @@ def check(args):
     check_flags(args)
 
 
-def update(model, optimizer, blocks, pad_id, args, device):
-    """One optimiser step on `blocks`, over all ranks. Returns the loss and the gradient norm; when one of
-    them is not finite, the weights stay as they were."""
-    n_tokens = n_response_tokens(blocks)  # of all micro-batches and ranks: every rank knows all blocks
-    optimizer.zero_grad(set_to_none=True)
-    nll_sum = torch.zeros((), device=device)
-    for batch in my_micro_batches(blocks, pad_id, args.micro_batch_size, device):
-        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)  # (B, T-1)
-        loss, parts = losses.sft_loss(logprobs, batch.action_mask, n_tokens=n_tokens)
-        (loss * dist.world_size()).backward()  # FSDP averages gradients over ranks, the loss is their sum
-        nll_sum += parts["nll_sum"]
-    nll, grad_norm = dist.all_sum(nll_sum)[0] / n_tokens, dist.clip_grad_norm(model, args.max_grad_norm)
-    if math.isfinite(nll) and math.isfinite(grad_norm):  # the same on all ranks
-        optimizer.step()
+def update(model, optimizer, blocks, args):
+    """One optimiser step on `blocks`, over all ranks: (loss, gradient norm). Every rank has all blocks and
+    computes its share of them, so n counts the response tokens of all micro-batches and ranks."""
+    n, sums = n_response_tokens(blocks), dist.Sums()
+    for batch in my_micro_batches(blocks, model, args.micro_batch_size):
+        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no response token follows
+        loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
+        dist.backward(loss)
+        sums.add(loss_metrics)
+    nll = sums.over_ranks()["nll_sum"] / n
+    [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
 
 
-def held_out_nll(model, documents, pad_id, args, device):
-    blocks = make_blocks(documents, args.max_length, args.packing)
-    return models.mean_nll(model, blocks, pad_id, args.micro_batch_size, device)
-
-
-def answer(model, tokenizer, documents, args):
-    """Responses to the first prompts of the held-out documents, as rows of samples.jsonl, on every rank."""
-    if not args.sample_prompts:
-        return []
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", args.max_length)
-    prompts = []
-    for messages in {prompt_key(d.messages): d.messages[:-1] for d in documents}.values():
-        ids = data.prompt_ids(tokenizer, messages)
-        if len(ids) + args.max_new_tokens <= room:
-            prompts.append((messages, ids))
-        if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
-            break
-    options = {"temperature": args.temperature, "seed": args.seed, "slots": args.slots}
-    try:
-        with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-            asked = [ids for _, ids in prompts]
-            found = generate.sample_responses(model, tokenizer, asked, 1, args.max_new_tokens, **options)
-    except InputError as error:  # it takes no positions, for one
-        raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
-    return [
-        {"prompt": messages, "response": r.text, "tokens": len(r.ids), "finished": r.finished}
-        for (messages, _), (r,) in zip(prompts, found)
-    ]
-
-
-def evaluate(model, tokenizer, held_out, args, device):
-    """(figures, samples): the held-out loss, and length and, on the tiny world, gold score of samples."""
-    figures, samples = {}, answer(model, tokenizer, held_out, args)
-    if held_out:
-        figures["eval/nll"] = held_out_nll(model, held_out, tokenizer.pad_token_id, args, device)
-    if data.is_tiny(args.eval_dataset or args.dataset):
-        for row in samples:
-            question = row["prompt"][-1]["content"]
-            row["gold"] = tiny.gold_score(question, row["response"])
-            row["perfect"] = tiny.perfect_score(question)
-    columns = {"sample/length": "tokens", "sample/finished": "finished"}
-    columns |= {"gold/score": "gold", "gold/perfect": "perfect"}
-    return figures | metrics.means(samples, columns), samples
+PLOTS = [
+    partial(
+        metrics.plot_metrics,
+        panels={"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]},
+    )
+]
 
 
 def main(args: Args):
-    # 1. setup
-    device = dist.setup()
-    check(args)
-    state = find_run(args)
-    if state == "finished":
+    run = Run(args, "sft", check)
+    if run.finished:
         return
 
-    # 2. data: every rank makes the same blocks, and takes its share of each optimiser step's
+    # data: blocks of documents, the same on every rank
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    of = (tokenizer, args.max_length)
-    train, held_out = data.train_and_held_out(args, lambda spec, split: data.load_sft(spec, *of, split))
+    train, held_out = data.load_sft_split(args, tokenizer)
     blocks = make_blocks(train, args.max_length, args.packing)
     data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
-    # 3. models
+    # model
     model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     models.check_room(args.max_length, args.model, model.config)
-    model = dist.shard(model, device)
+    model = dist.shard(model, run.device)
     if args.packing:
         models.check_packing(model)
-    if args.sample_prompts:
-        generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
-    held_out_ids = [document.ids.tolist() for document in held_out]
-    start_run(args, "sft", state, held_out=held_out_ids)  # only now is an old run in output_dir replaced
-    dtype = models.export_dtype(args.model, args.save_dtype)
+    evaluate = evaluation.HeldOutDocuments(held_out, tokenizer, args)
+    optimizer = dist.adamw(model, args.lr, args)
+    # only now is an old run replaced, or a checkpoint loaded
+    run.begin({"policy": (model, optimizer)}, {}, evaluate.fingerprint())
+    run.log_before(evaluate, model)
 
-    # 4. optimisers
-    betas, decay = (0.9, 0.95), args.weight_decay
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=betas, weight_decay=decay, fused=True)
-    checkpoint, saved = f"{args.output_dir}/checkpoint", None
-    if state == "resume":
-        saved = dist.load_checkpoint(checkpoint, {"policy": (model, optimizer)})
-    step = saved["step"] if saved else 0
-    log = metrics.Metrics(args.output_dir, keep_rows=saved["logged_rows"] if saved else None)
-
-    # 5. loop
-    if saved:
-        before = saved["before"]
-    else:
-        before, _ = evaluate(model, tokenizer, held_out, args, device)
-        log.log(0, 0, **before)
-    bar = metrics.progress(total_steps, step, "sft")
-    while step < total_steps:
-        start = time.time()
-        epoch, index = divmod(step, steps_per_epoch)
-        seed = dist.seed_of(args.seed, "order", epoch)  # each epoch's order, one for all ranks
-        order = torch.randperm(len(blocks), generator=torch.Generator().manual_seed(seed))
+    for step in run.steps(total_steps):
+        # the same order on every rank, another one in each epoch
+        epoch, index = divmod(step - 1, steps_per_epoch)
+        order = dist.shuffled(len(blocks), args.seed, "order", epoch)
         batch = [blocks[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
-        lr = args.lr * dist.schedule(step + 1, total_steps, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        nll, grad_norm = update(model, optimizer, batch, tokenizer.pad_token_id, args, device)
-        if not (math.isfinite(nll) and math.isfinite(grad_norm)):
-            bar.close()
-            raise InputError(
-                f"step {step + 1}: loss {nll}, gradient norm {grad_norm}. The step was not taken; lower --lr "
-                f"or look at the data. The last good checkpoint, if --save-every made one, is in {checkpoint}"
-            )
-        row = {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr}
-        step += 1
-        tokens = sum(map(n_tokens, batch))
-        row |= {"data/documents": sum(map(len, batch)), "data/response_tokens": n_response_tokens(batch)}
-        row |= {"data/tokens": tokens, "perf/tokens_per_s": tokens / (time.time() - start)}
-        if args.eval_every and step % args.eval_every == 0 and step < total_steps and held_out:
-            row["eval/nll"] = held_out_nll(model, held_out, tokenizer.pad_token_id, args, device)
-        log.log(step, epoch, **row)
-        bar.set_postfix(nll=f"{nll:.3f}", norm=f"{grad_norm:.2f}", tok_s=f"{row['perf/tokens_per_s']:.0f}")
-        bar.update()
-        if args.save_every and step % args.save_every == 0:
-            resume_state = {"step": step, "before": before, "logged_rows": log.n_rows}
-            dist.save_checkpoint(checkpoint, step, {"policy": (model, optimizer)}, resume_state)
-    bar.close()
 
-    # 6. save
-    dist.round_weights(model, dtype)  # held-out figures are of what is exported
-    after, samples = evaluate(model, tokenizer, held_out, args, device)
-    if not math.isfinite(after.get("eval/nll", 0.0)):
-        raise InputError(f"held-out loss {after['eval/nll']} after step {step}: no export; lower --lr")
-    log.log(step, (step - 1) // steps_per_epoch, **after)
-    dist.save_model(model, tokenizer, f"{args.output_dir}/model", dtype)
-    if dist.is_main():
-        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", samples)
-        for row in samples[:5]:
-            gold = f"  gold {row['gold']:.1f} of {row['perfect']:.1f}" if "gold" in row else ""
-            print(f"  {row['prompt'][-1]['content'][:60]!r} -> {row['response'][:80]!r}{gold}")
-        for key, value in after.items():
-            print(f"{key}: {before.get(key, math.nan):.4f} -> {value:.4f}")
-        panels = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
-        metrics.plot_metrics(args.output_dir, panels)
-        sizes = {"steps": step, "documents": len(train), "blocks": len(blocks)}
-        write_json(f"{args.output_dir}/summary.json", {**sizes, "before": before, "after": after})  # last
-        metrics.say_if_worse(before, after)
-        models.report_export(f"{args.output_dir}/model", args.model, args.seed)
+        lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
+        nll, grad_norm = update(model, optimizer, batch, args)
+
+        tokens = sum(n_tokens(block) for block in batch)
+        row = {
+            "loss/nll": nll,
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "data/documents": sum(len(block) for block in batch),
+            "data/response_tokens": n_response_tokens(batch),
+            "data/tokens": tokens,
+            "perf/tokens_per_s": tokens / run.seconds(),
+        }
+        if run.due(args.eval_every):
+            row.update(evaluate.loss(model))
+        run.log(row, step, epoch, shown=("loss/nll", "optim/grad_norm", "perf/tokens_per_s"))
+
+    run.round_weights(model)
+    run.finish(
+        model,
+        tokenizer,
+        after=evaluate(model),
+        samples=evaluate.samples,
+        step=total_steps,
+        iteration=(total_steps - 1) // steps_per_epoch,
+        summary={"steps": total_steps, "documents": len(train), "blocks": len(blocks)},
+        shown=("eval/nll", "gold/score"),
+        plots=PLOTS,
+    )
 
 
 RECIPES = {

@@ -24,6 +24,7 @@ class Document(NamedTuple):
     response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
     messages: list[dict]
     row: Row
+    number: int = 0  # its place among the responses of a rollout
 
 
 def prompt_key(messages: list[dict]) -> str:
@@ -38,6 +39,27 @@ def turns_key(turns: list[dict]) -> str:
 
 def n_tokens(block: list[Document]) -> int:
     return sum(len(document.ids) for document in block)
+
+
+def response_mask(documents: list[Document]) -> torch.Tensor:
+    """(B, R): True in row i for as many tokens as the response of document i has, R those of the longest."""
+    lengths = torch.tensor([n_response_tokens([[document]]) for document in documents])
+    return torch.arange(int(lengths.max())) < lengths[:, None]
+
+
+def response_lengths(batch) -> torch.Tensor:
+    """(B, T-1): at each response token of a batch the number of tokens of its response; 1 elsewhere."""
+    lengths = [n_response_tokens([[document]]) for document in batch.documents]
+    of_token = torch.tensor([float(n) for n in lengths for _ in range(n)])
+    return (
+        torch.ones(batch.action_mask.shape)
+        .masked_scatter(batch.action_mask.cpu(), of_token)
+        .to(batch.input_ids.device)
+    )
+
+
+def split(items: list, size: int) -> list[list]:
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def n_response_tokens(blocks: list[list[Document]]) -> int:
@@ -82,6 +104,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
+    documents: list[Document]  # row by row
 
 
 def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
@@ -100,14 +123,15 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             response_mask[i, start:end] = document.response_mask
             response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
-    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device))
+    documents = [document for block in blocks for document in block]
+    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device), documents)
 
 
-def my_micro_batches(blocks: list[list[Document]], pad_id: int, size: int, device):
-    """This rank's share of the blocks (dist.batches), collated. A rank that runs out of blocks gets batches
-    that carry no loss."""
-    for some in dist.batches(blocks, size, n_tokens):
-        yield collate(some, pad_id, device)
+def my_micro_batches(blocks: list[list[Document]], model, size: int):
+    """This rank's share of the blocks (dist.my_batches) as batches of at most `size` rows for `model`. A rank
+    that runs out of blocks gets batches that carry no loss."""
+    for share in dist.my_batches(blocks, size, n_tokens):
+        yield collate(share, model.config.pad_token_id, model.device)
 
 
 ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
@@ -162,10 +186,10 @@ class ComparisonBatch(NamedTuple):
     comparisons: list[Comparison]
 
 
-def my_comparison_batches(comparisons, pad_id, micro_batch_size, share_prompt, device):
-    """This rank's share of `comparisons` (dist.batches), collated."""
-    for some in dist.batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
-        yield collate_comparisons(some, pad_id, share_prompt, device)
+def my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
+    """This rank's share of `comparisons` (dist.my_batches), as batches for `model`."""
+    for share in dist.my_batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
+        yield collate_comparisons(share, model.config.pad_token_id, share_prompt, model.device)
 
 
 def collate_comparisons(
@@ -223,10 +247,11 @@ def collate_comparisons(
     return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
 
 
-def of_each_comparison(comparisons, batches_, forward) -> list:
-    """What `forward` says of each comparison, on every rank. batches_: this rank's share, by `batches`;
-    forward: Batch -> a list with a value for each of its comparisons. Every rank must call it."""
-    place, found = {id(c): i for i, c in enumerate(comparisons)}, []
-    for batch in batches_:
-        found += zip((place[id(c)] for c in batch.comparisons), forward(batch))
-    return [value for _, value in sorted(dist.gather(found), key=lambda item: item[0])]
+@torch.no_grad()
+def of_each_comparison(forward, model, comparisons, micro_batch_size, share_prompt) -> list:
+    """What `forward`(model, batch), a list with a value for each comparison of a batch, says of every
+    comparison, on every rank. Every rank must call it."""
+    place, values = {id(c): i for i, c in enumerate(comparisons)}, []
+    for batch in my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
+        values += [(place[id(c)], value) for c, value in zip(batch.comparisons, forward(model, batch))]
+    return [value for _, value in sorted(dist.gather(values), key=lambda item: item[0])]

@@ -9,8 +9,9 @@ import zlib
 import torch
 from tqdm import tqdm
 
-from common import data, dist, models
+from common import data, dist, metrics, models
 from common.batches import Comparison, Document, labelled_pairs, prompt_key
+from common.errors import InputError
 
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
 
@@ -80,6 +81,22 @@ def _with_labels_as_pairs(rows, dropped):
             reason = "a label makes a pair where its prompt has both a true and a false completion"
             dropped[reason] += [row.where for row in worse + better]
     return out
+
+
+def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison], list[dict]]:
+    """(training comparisons, held-out comparisons, a table of both, which is printed) of a command."""
+    sides = data.train_and_held_out(
+        args,
+        lambda spec, split: load(
+            spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt
+        ),
+    )
+    data.check_same(args.dataset, tuple(fingerprint(side) for side in sides))
+    if args.balance_categories and not any(c.category for c in sides[0]):
+        raise InputError(f"--balance-categories: {args.dataset} has no column category")
+    table = statistics(sides[0]) + statistics(sides[1], " (held out)")
+    metrics.print_table(table)
+    return *sides, table
 
 
 def _comparison(row, tokenizer, max_length, min_score_gap):
@@ -292,17 +309,18 @@ def describe(comparison) -> dict:
     return {**row, "responses": responses}
 
 
-def epoch_order(comparisons: list[Comparison], generator, balanced: bool) -> list[int]:
+def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch: int) -> list[int]:
     """Indices of one epoch: every comparison once, or, balanced, as many draws with every category equally
     likely (Qwen balances its prompts over some 6,600 tags)."""
     if not balanced:
-        return torch.randperm(len(comparisons), generator=generator).tolist()
+        return dist.shuffled(len(comparisons), seed, "order", epoch)
     counts = collections.Counter(c.category for c in comparisons)
     weights = torch.tensor([1.0 / counts[c.category] for c in comparisons])
+    generator = torch.Generator().manual_seed(dist.seed_of(seed, "order", epoch))
     return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
 
 
-def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[torch.Tensor]:
+def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
     documents = [
@@ -315,5 +333,5 @@ def seq_logprobs(model, comparisons, pad_id, micro_batch_size, device) -> list[t
         for c in comparisons
         for ids in c.response_ids
     ]
-    found = torch.tensor(models.seq_logprobs(model, documents, pad_id, micro_batch_size, device))
+    found = torch.tensor(models.seq_logprobs(model, documents, micro_batch_size))
     return list(found.split([len(c.response_ids) for c in comparisons]))

@@ -459,6 +459,11 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
     return without_prompts_of(documents, held_out, spec)
 
 
+def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
+    """The training and the held-out documents of sft.py's command."""
+    return train_and_held_out(args, lambda spec, split: load_sft(spec, tokenizer, args.max_length, split))
+
+
 def columns(row) -> str:
     """A row's columns (or these names), the first eight, for messages."""
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
@@ -518,3 +523,60 @@ def check_same(spec: str, fingerprint):
     dist.patient_barrier()
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
+
+
+# -- rows of PPO's other losses ------------------------------------------------------------------
+def text_documents(args, tokenizer):
+    """Rows of `text` -> documents in which every token but the first is learnt, the end token included."""
+    documents, dropped, rows = [], {}, load_rows(args.ptx_dataset, "text")
+    for row in rows:
+        text = row.get("text")
+        try:
+            if not isinstance(text, str) or not text.strip():
+                raise ValueError("no text")
+            check_text(text)
+            if special_tokens(tokenizer).search(text):
+                raise ValueError(SPECIAL)
+        except ValueError as error:
+            dropped.setdefault(str(error), []).append(row.where)
+            continue
+        ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
+        whole = [{"role": "text", "content": text}, {}]  # hold_out reads the text where prompts stand
+        documents.append(Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
+    report(args.ptx_dataset, len(rows), dropped)
+    if not documents:
+        raise none_left(args.ptx_dataset, len(rows), dropped)
+    return documents
+
+
+def stream(documents, size, step, *key):
+    """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
+    out, orders = [], {}
+    for place in range(step * size, (step + 1) * size):
+        again, i = divmod(place, len(documents))
+        if again not in orders:
+            orders[again] = dist.shuffled(len(documents), *key, again)
+        out.append(documents[orders[again][i]])
+    return out
+
+
+def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], list[Document]]:
+    """({"ptx": documents of --ptx-dataset, "rehearsal": of --rehearsal-data}, or less; held-out text)."""
+    extra, held_out_text = {}, []
+    if args.ptx_dataset:
+        extra["ptx"], held_out_text = hold_out(text_documents(args, tokenizer), share=0.1, most=200)
+    if args.rehearsal_data:
+        extra["rehearsal"] = load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
+    return extra, held_out_text
+
+
+def next_extra(extra, step, args) -> dict[str, list[Document]]:
+    """Of each kind the documents of optimiser step `step`, if its loss counts."""
+    rows = {}
+    if "ptx" in extra and args.ptx_coef > 0:
+        rows["ptx"] = stream(extra["ptx"], args.ptx_batch_size, step, args.seed, "ptx")
+    if "rehearsal" in extra and args.rehearsal_coef > 0:
+        rows["rehearsal"] = stream(
+            extra["rehearsal"], args.rehearsal_batch_size, step, args.seed, "rehearsal"
+        )
+    return rows

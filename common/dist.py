@@ -28,6 +28,8 @@ import torch.distributed as td
 import transformers
 from torch import nn
 
+from common.errors import NotFinite
+
 LAYOUT = 1  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
@@ -120,6 +122,13 @@ def all_sum(*values) -> list[float]:
     return total.tolist()
 
 
+def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' tensors, on the CPU, on every rank."""
+    if td.is_initialized():
+        td.all_reduce(tensor)
+    return tensor
+
+
 def gather(values: list) -> list:
     """The lists of all ranks joined, rank 0's first, on every rank."""
     if not td.is_initialized():
@@ -129,7 +138,7 @@ def gather(values: list) -> list:
     return [value for part in parts for value in part]
 
 
-def batches(items, size: int, n_tokens=None):
+def my_batches(items, size: int, n_tokens=None):
     """This rank's share of `items` in lists of at most `size`; n_tokens: an item's length, for like lengths
     to share a list. Every rank gets the same number of lists, for a forward is a collective; a rank that runs
     out of items gets empty ones."""
@@ -144,6 +153,11 @@ def seed_of(*parts) -> int:
     """A seed made of these parts, the same on every rank: the run's seed, a purpose, an epoch or iteration,
     ..."""
     return zlib.crc32(json.dumps(parts).encode())
+
+
+def shuffled(n: int, *key) -> list[int]:
+    """0 .. n-1 in an order that these parts of a seed decide, the same on every rank."""
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*key))).tolist()
 
 
 def schedule(step: int, n_steps: int, args) -> float:
@@ -296,6 +310,67 @@ def _full_weights(model):
             module.reshard()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+# -- an optimiser step -----------------------------------------------------------------------------
+def adamw(model, lr, args):
+    """AdamW on what of the model learns. The algorithms' papers agree on betas of 0.9 and 0.95 where they name them."""
+    learning = [p for p in model.parameters() if p.requires_grad]
+    eps = getattr(args, "adam_eps", 1e-8)
+    return torch.optim.AdamW(learning, lr, (0.9, 0.95), eps, args.weight_decay, fused=True)
+
+
+def set_lr(optimizer, lr: float) -> float:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def backward(loss):
+    """Add the gradient of this rank's share of a step's loss. The shares add up to the loss, but FSDP takes
+    the mean of the ranks' gradients: so each share is multiplied by the number of ranks."""
+    (loss * world_size()).backward()
+
+
+class Sums:
+    """Sums over the micro-batches of a step and then over ranks, by name, of what losses return as metrics: a
+    mean is then one division by the step's count, never a mean of means. A name that ends in _max is a
+    largest value."""
+
+    def __init__(self, *names):
+        """names: those that a rank without a share does not come by."""
+        self.values = {name: [] for name in names}
+
+    def add(self, metrics: dict, prefix: str = ""):
+        for name, value in metrics.items():
+            self.values.setdefault(prefix + name, []).append(torch.as_tensor(value).detach())
+
+    def over_ranks(self) -> dict[str, float]:
+        """In fp64, the same on every rank; every rank must call it, with the same names."""
+        host = {name: [float(x) for x in values] for name, values in self.values.items()}
+        summed = [name for name in host if not name.endswith("_max")]
+        totals = dict(zip(summed, all_sum(*(sum(host[name]) for name in summed))))
+        for name in host.keys() - totals.keys():
+            totals[name] = max(gather([max(host[name])]))
+        return totals
+
+
+def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:
+    """Clip each model's gradients to a global norm of at most max_norm (0: leave them), step, and forget the
+    gradients. Returns the norms before clipping, over all ranks. Where one of them or `loss` (over all ranks)
+    is not finite, no model moves: NotFinite."""
+    norms = [clip_grad_norm(model, max_norm) for model in models]
+    finite = all(map(math.isfinite, [loss, *norms]))
+    for optimizer in optimizers:
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if not finite:
+        shown = ", ".join(f"{norm:g}" for norm in norms)
+        raise NotFinite(
+            f"loss {loss:g}, gradient norm {shown}: the step was not taken; lower --lr or look at the data"
+        )
+    return norms
 
 
 def clip_grad_norm(model, max_norm: float) -> float:

@@ -1,42 +1,363 @@
 """What scripts measure on held-out rows before, while and after they train."""
 
-import math
+import gc
+from functools import partial
 
 import torch
 
-from common import dist, generate, metrics, scorers, tiny
-from common.batches import labelled_pairs
-from common.comparisons import seq_logprobs
+from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common.batches import labelled_pairs, make_blocks, of_each_comparison, prompt_key, response_mask
+from common.errors import InputError
+from common.losses import kl_estimate
+
+FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
+    "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
+    "sample/length": "tokens", "sample/finished": "finished",
+}  # fmt: skip
 
 
-def baselines(policy, comparisons, pad_id, micro_batch_size, device) -> dict[str, float]:
+def describe_sample(turns, response, true_reward: bool, **columns) -> dict:
+    """A response as a row of samples.jsonl; true_reward: on the tiny world, which knows it."""
+    row = {
+        "prompt": turns,
+        "response": response.text,
+        "tokens": len(response.ids),
+        "finished": response.finished,
+    }
+    row.update(columns)
+    if true_reward:
+        question = turns[-1]["content"]
+        row["gold"] = tiny.gold_score(question, response.text)
+        row["perfect"] = tiny.perfect_score(question)
+    return row
+
+
+class HeldOutDocuments:
+    """What sft.py evaluates: the held-out loss, and `samples`, answers to the prompts of held-out documents."""
+
+    def __init__(self, documents, tokenizer, args):
+        self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
+        self.blocks = make_blocks(documents, args.max_length, args.packing)
+        self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
+        if args.sample_prompts:
+            generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
+
+    def fingerprint(self) -> list:
+        return [document.ids.tolist() for document in self.documents]
+
+    def __call__(self, model) -> dict[str, float]:
+        self.samples = self.answers(model)
+        return {**self.loss(model), **metrics.means(self.samples, FIGURES)}
+
+    def loss(self, model) -> dict[str, float]:
+        if not self.documents:
+            return {}
+        return {"eval/nll": models.mean_nll(model, self.blocks, self.args.micro_batch_size)}
+
+    def answers(self, model) -> list[dict]:
+        """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
+        args = self.args
+        if not args.sample_prompts:
+            return []
+        room = models.n_positions(model.config) - args.max_new_tokens
+        prompts = []
+        for messages in {prompt_key(d.messages): d.messages[:-1] for d in self.documents}.values():
+            ids = data.prompt_ids(self.tokenizer, messages)
+            if len(ids) <= room:
+                prompts.append((messages, ids))
+            if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
+                break
+        try:
+            responses = generate.sample_responses(
+                model,
+                self.tokenizer,
+                [ids for _, ids in prompts],
+                n=1,
+                max_new_tokens=args.max_new_tokens,
+                temperature=args.temperature,
+                seed=args.seed,
+                slots=args.slots,
+            )
+        except InputError as error:  # it takes no positions, for one
+            raise InputError(f"{error}; --sample-prompts 0 trains without samples") from None
+        return [
+            describe_sample(messages, response, self.true_reward)
+            for (messages, _), [response] in zip(prompts, responses)
+        ]
+
+
+class HeldOutPrompts:
+    """What ppo.py evaluates: one response at temperature 1 to each held-out prompt, scored; its KL to the
+    reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
+
+    def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
+        self.prompts = generate.a_part(prompts, args.eval_prompts)
+        self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
+        self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
+        self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
+        self.samples, self.before = [], None
+
+    def fingerprint(self) -> list:
+        text = [document.ids.tolist() for block in self.blocks_of_text for document in block]
+        return [prompt.key for prompt in self.prompts] + text
+
+    def __call__(self, policy) -> dict[str, float]:
+        figures = self.answer(policy) if self.prompts else {}
+        if self.blocks_of_text:
+            figures["eval/ptx_nll"] = models.mean_nll(policy, self.blocks_of_text, self.args.micro_batch_size)
+        return figures
+
+    def answer(self, policy):
+        args = self.args
+        pairs = generate.sample_pairs(
+            policy,
+            self.tokenizer,
+            self.prompts,
+            max_new_tokens=args.max_new_tokens,
+            slots=args.slots,
+            seed=dist.seed_of(args.seed, "eval"),
+        )
+        scores, _ = self.scorer.score(pairs)
+        documents = generate.documents(pairs)
+        per_token = partial(
+            models.per_token,
+            plan=[make_blocks(documents, args.max_length, args.packing)],
+            mask=response_mask(documents),
+            micro_batch_size=args.micro_batch_size,
+        )
+        logprobs, entropies = per_token(models.logprobs_and_entropies, policy)
+        with dist.at_hand(policy.device, args.offload, self.reference):
+            [ref_logprobs] = per_token(models.logprobs, self.reference)
+        kl = kl_estimate(logprobs, ref_logprobs).sum(1)
+        self.samples = [
+            describe_sample(
+                prompt.turns, response, self.true_reward, category=prompt.category, score=score, kl=nats
+            )
+            for (prompt, response), score, nats in zip(pairs, scores.tolist(), kl.tolist())
+        ]
+        mean_entropy = entropies.sum() / response_mask(documents).sum()
+        return {**metrics.means(self.samples, FIGURES), "eval/entropy": mean_entropy.item()}
+
+
+def true_rewards(pairs, args) -> dict[str, float]:
+    """The mean true reward of responses to prompts of the tiny world; of others, nothing."""
+    if not data.is_tiny(args.dataset):
+        return {}
+    gold = [tiny.gold_score(prompt.turns[-1]["content"], response.text) for prompt, response in pairs]
+    return {"reward/gold": sum(gold) / len(gold)}
+
+
+class HeldOutComparisons:
+    """What reward.py and advantage_model.py evaluate: how well scores of held-out comparisons predict their
+    labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
+
+    def __init__(self, held_out, scores_of, args):
+        self.held_out, self.scores_of, self.args, self.samples = held_out, scores_of, args, []
+
+    def __call__(self, model) -> dict[str, float]:
+        self.samples = [comparisons.describe(c) for c in self.held_out]
+        for row, scores in zip(self.samples, scores_of_each(self.scores_of, model, self.held_out, self.args)):
+            for response, score in zip(row["responses"], scores):
+                response["score"] = score
+        return metrics.pair_figures(self.samples)
+
+    def known_figures(self) -> dict[str, float]:
+        """Of the last scores: what the tiny world knows, and how differently categories score."""
+        return {
+            **metrics.known_figures(self.samples),
+            "eval/category_spread": metrics.category_spread(self.samples),
+        }
+
+
+def scores_of_each(scores_of, model, held_out, args) -> list[list[float]]:
+    """The scores of each comparison's responses and samples, on every rank."""
+
+    def by_comparison(model, batch):
+        return [scores.tolist() for scores in scores_of(model, batch).split(batch.sizes)]
+
+    return of_each_comparison(by_comparison, model, held_out, args.micro_batch_size, args.share_prompt)
+
+
+# -- what a language model says of comparisons -----------------------------------------------------
+def check_sft_model(given, tokenizer, args) -> str | None:
+    """The name of the causal LM that a reward or advantage model is compared with (models.sft_model), which
+    has the tokens of --model and can be sampled."""
+    name = models.sft_model(args.model, given)
+    if name:
+        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
+        if args.length_prompts or getattr(args, "expected_reward_samples", 0):
+            generate.check_sampled(name, "--length-prompts 0 does without samples")
+    return name
+
+
+def load_policy(name, tokenizer, args, device):
+    return dist.shard(models.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
+
+
+def length_bias(model, sft_model, held_out, tokenizer, args) -> tuple[dict[str, float], list[float]]:
+    """(figures, correlations): two baselines that a scorer must beat on the held-out pairs, and of each of some
+    held-out prompts the correlation of length and score over 8 responses that the SFT model samples."""
+    policy = sft_model and load_policy(sft_model, tokenizer, args, model.device)
+    figures = baselines(policy, held_out, args.micro_batch_size)
+    if not (policy and held_out and args.length_prompts):
+        return figures, []
+    sampled = with_samples(policy, held_out, tokenizer, args, args.seed)
+    rows = []
+    for c, scores in zip(sampled, scores_of_each(models.scores_of, model, sampled, args)):
+        responses = [{"tokens": len(ids), "score": score} for ids, score in zip(c.samples, scores)]
+        rows.append({"responses": responses})
+    correlations = metrics.length_correlations(rows)
+    return {**figures, **metrics.length_figures(correlations)}, correlations
+
+
+def with_samples(policy, held_out, tokenizer, args, seed):
+    """The first --length-prompts held-out prompts, each with the responses that ended of 8 that a policy samples
+    in place of the labelled ones."""
+    prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
+    samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
+    return [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
+
+
+def with_policy_answers(train, name, tokenizer, args, device):
+    """The training comparisons of advantage_model.py with what eq. 8 and 7 need of other policies: each
+    response's ratios to the K policies that wrote the data, and responses of the policy `name`, to whose mean
+    reward e is regressed."""
+    n, k = args.expected_reward_samples, args.n_others
+    if (k or n) and name is None:
+        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
+    for other in args.behavior_policies:
+        models.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
+    policy = load_policy(name, tokenizer, args, device) if k or n else None
+    ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
+    if k and args.behavior_policies:
+        others = behavior_logprobs(train, tokenizer, args, device)
+    elif k:
+        others = behavior_columns(train, args)
+    if k:
+        policys = comparisons.seq_logprobs(policy, train, args.micro_batch_size)
+        ratios = [(own[:, None] - theirs).exp() for own, theirs in zip(policys, others)]
+        clipped = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
+        if dist.is_main():
+            print(f"ratios to the {k} other policies: {clipped:.1%} are clipped to {args.ratio_clip:g}")
+        ratios = [x.clamp(max=args.ratio_clip) for x in ratios]
+    samples = [()] * len(train)
+    if n:
+        samples = policy_samples(
+            policy, train, tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, "samples"), args.slots
+        )
+    # Samples enter no advantage: their ratios only fill the place
+    return [
+        c._replace(ratios=torch.cat([x, torch.ones(len(ids), k)]), samples=tuple(ids))
+        for c, x, ids in zip(train, ratios, samples)
+    ]
+
+
+def behavior_columns(train, args):
+    """log pi'_k(y | x) of every response, (responses, K) for each comparison, from the columns
+    chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs of each
+    response), lists of K numbers or more."""
+    found = []
+    for c in train:
+        try:
+            values = [x[: args.n_others] for x in comparisons.column(c, "behavior_logprobs")]
+            found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
+            if not (found[-1] <= 0).all():  # NaN, or a probability without its logarithm
+                raise ValueError
+        except (TypeError, ValueError, RuntimeError):
+            wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
+            mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
+            raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
+    return found
+
+
+def behavior_logprobs(train, tokenizer, args, device):
+    """The same from --behavior-policies."""
+    columns = []
+    for name in args.behavior_policies:
+        model = dist.shard(models.load_policy(name, tokenizer), device)
+        columns.append(comparisons.seq_logprobs(model, train, args.micro_batch_size))
+        del model
+        gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights
+    return [torch.stack(of_one, 1) for of_one in zip(*columns)]
+
+
+def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
+    """(figures, length correlations) of an advantage model: two baselines that it must beat and, from the
+    policy's own responses to held-out prompts: is e(x) the mean r of them, as eq. 7 says? `expected/bias` and
+    `expected/rmse` are of e - mean r, over prompts, in standard deviations of r within a prompt; the samples'
+    own noise is taken off the second. On the tiny world also the correlation of e with the policy's mean true
+    reward on a prompt."""
+    policy = policy_name and load_policy(policy_name, tokenizer, args, model.device)
+    baseline_figures = baselines(policy, held_out, args.micro_batch_size)
+    if not (policy and held_out and args.length_prompts):
+        return baseline_figures, []
+    seed = dist.seed_of(args.seed, "held_out_samples")
+    sampled = with_samples(policy, held_out, tokenizer, args, seed)
+
+    def outputs(model, batch):
+        rewards, expected = models.rewards_and_expected(model, batch)
+        return list(zip([x.tolist() for x in rewards.split(batch.sizes)], expected.tolist()))
+
+    rows, errors, within, noise, gold = [], [], [], [], []
+    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
+    both = of_each_comparison(outputs, model, sampled, args.micro_batch_size, args.share_prompt)
+    for c, (rewards, e) in zip(sampled, both):
+        responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
+        rows.append({"responses": responses})
+        rewards = torch.tensor(rewards)
+        if len(rewards) > 1:
+            errors.append(e - rewards.mean())
+            within.append(rewards.var())
+            noise.append(rewards.var() / len(rewards))  # of the mean of so few samples
+        if is_tiny and c.samples:
+            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in c.samples]
+            golds = [tiny.gold_score(c.prompt[-1]["content"], text) for text in texts]
+            gold.append((float(e), sum(golds) / len(golds)))
+    if not errors:
+        return baseline_figures, []
+    errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
+    correlations = metrics.length_correlations(rows)
+    rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
+    figures = {
+        **baseline_figures,
+        "expected/bias": (errors.mean() / deviation).item(),
+        "expected/rmse": (rmse / deviation).item(),
+        **metrics.length_figures(correlations),
+    }
+    if gold:
+        figures["gold/expected_correlation"] = metrics.correlation(*zip(*gold))
+    return figures, correlations
+
+
+def baselines(policy, held_out, micro_batch_size) -> dict[str, float]:
     """Accuracy, on the labelled pairs, of two scores that a reward model must beat: length and log
     probability under `policy` (None: length alone). Every rank must call it."""
-    pairs = [(i, a, b) for i, c in enumerate(comparisons) for a, b in labelled_pairs(c)]
+    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in labelled_pairs(c)]
     if not pairs:
         return {}
-    scores = {"baseline/length_accuracy": [[len(ids) for ids in c.response_ids] for c in comparisons]}
+    scores = {"baseline/length_accuracy": [[len(ids) for ids in c.response_ids] for c in held_out]}
     if policy is not None:
-        logprobs = seq_logprobs(policy, comparisons, pad_id, micro_batch_size, device)
+        logprobs = comparisons.seq_logprobs(policy, held_out, micro_batch_size)
         scores["baseline/sft_logprob_accuracy"] = [x.tolist() for x in logprobs]
     return {key: metrics.accuracy(x[i][a] - x[i][b] for i, a, b in pairs) for key, x in scores.items()}
 
 
-def policy_samples(model, comparisons, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
+def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
     """n sampled responses of a policy to each comparison's prompt, as ids, the same on every rank, without
     those that did not end: a score is read at an end token. Prompts that leave no room get none. Every rank
     must call it."""
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf) - max_new_tokens
-    fits = [(i, c) for i, c in enumerate(comparisons) if len(c.prompt_ids) <= room]
-    out, asked = [[] for _ in comparisons], [c.prompt_ids.tolist() for _, c in fits]
-    with dist.consolidated(model):  # inside, ranks may decode different numbers of steps, or none
-        found = generate.sample_responses(model, tokenizer, asked, n, max_new_tokens, seed=seed, slots=slots)
+    room = models.n_positions(model.config) - max_new_tokens
+    fits = [(i, c) for i, c in enumerate(prompts) if len(c.prompt_ids) <= room]
+    out, asked = [[] for _ in prompts], [c.prompt_ids.tolist() for _, c in fits]
+    found = generate.sample_responses(
+        model, tokenizer, asked, n=n, max_new_tokens=max_new_tokens, seed=seed, slots=slots
+    )
     for (i, _), responses in zip(fits, found):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for r in responses if r.finished]
         out[i] = [torch.tensor(ids, dtype=torch.int32) for ids in ended]
     n_ended = sum(map(len, out))
-    if n_ended < n * len(comparisons) and dist.is_main():
-        print(f"{n_ended} of {n * len(comparisons)} samples ended within {max_new_tokens} tokens and count")
+    if n_ended < n * len(prompts) and dist.is_main():
+        print(f"{n_ended} of {n * len(prompts)} samples ended within {max_new_tokens} tokens and count")
     return [tuple(ids) for ids in out]
 
 

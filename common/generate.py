@@ -136,17 +136,17 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 
 
 def sample_responses(
-    model, tokenizer, prompts: list[list[int]], n, max_new_tokens,
-    temperature=1.0, seed=0, top_p=1.0, slots=64,
-):  # fmt: skip
+    model, tokenizer, prompts: list[list[int]], *, n, max_new_tokens, temperature=1.0, seed=0, top_p=1.0, slots=64
+) -> list[list[Response]]:  # fmt: skip
     """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
-    call it, inside dist.consolidated(model) if the model is sharded: prompts are divided among ranks, which
-    may then take different times. seed: an integer for this call; ranks draw differently."""
+    call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among
+    ranks, which decode in their own time. seed: an integer for this call; ranks draw differently."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
-    found = my_responses(
-        model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
-        temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
-    )  # fmt: skip
+    with dist.consolidated(model):
+        found = my_responses(
+            model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
+            temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
+        )  # fmt: skip
     of_prompt = [[] for _ in prompts]
     for i, response in dist.gather([(mine[b // n], response) for b, response in enumerate(found)]):
         of_prompt[i].append(response)
@@ -168,3 +168,23 @@ def check_sampled(name, mend=""):
             sampler.check_attention(models._read_config(name).get_text_config())
     except ValueError as error:
         raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
+
+
+def sample_pairs(model, tokenizer, prompts, *, n=1, **options) -> list[tuple[Prompt, Response]]:
+    """[(prompt, response)], the n of a prompt in a row, on every rank. options: sample_responses'."""
+    answers = sample_responses(model, tokenizer, [prompt.ids for prompt in prompts], n=n, **options)
+    return [(prompt, response) for prompt, responses in zip(prompts, answers) for response in responses]
+
+
+def documents(pairs) -> list[Document]:
+    """The documents of some (prompt, response), numbered."""
+    return [document(*pair)._replace(number=i) for i, pair in enumerate(pairs)]
+
+
+def check_policy(name, tokenizer, args):
+    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and can
+    be sampled."""
+    own = name == args.model  # whose vocabulary is its own
+    models.check_causal_lm(name, None if own else tokenizer, args.chat_template)
+    models.check_room(args.max_length, name)
+    check_sampled(name)

@@ -212,10 +212,20 @@ def plot_lengths(folder, policies: dict[str, list[dict]]):
     return save(drawing, Path(folder) / "length.png")
 
 
-def plot_categories(folder, policies: dict[str, list[dict]]):
+def samples_by(folder, column: str) -> dict[str, list[dict]]:
+    """The rows of `folder`/samples.jsonl, by what a column says."""
+    groups = {}
+    for row in read_jsonl(Path(folder) / "samples.jsonl"):
+        groups.setdefault(row.get(column), []).append(row)
+    return groups
+
+
+def plot_categories(folder, policies: dict[str, list[dict]] | None = None):
     """Draw `folder`/categories.png: the mean true reward (where it is known, else the score) of the held-out
-    responses of some policies, by category. Rows without categories: nothing is drawn."""
-    first = next(iter(policies.values()))
+    responses of some policies, by default those before and after training, by category. Rows without
+    categories: nothing is drawn."""
+    policies = samples_by(folder, "when") if policies is None else policies
+    first = next(iter(policies.values()), [])
     key = "gold" if first and "gold" in first[0] else "score"
     names = sorted({row["category"] for row in first} - {None})
     if len(names) < 2:
@@ -287,6 +297,15 @@ def paired_figures(key: str, before: list[dict], after: list[dict], column: str)
     """`paired` of a column of two policies' rows on the same prompts, with_interval."""
     values = ([row[column] for row in rows] for rows in (before, after))
     return with_interval(key, *paired(*values), len(after))
+
+
+def gains(before: list[dict], after: list[dict]) -> dict[str, float]:
+    """The paired differences of `score`, and of `gold` where it is known, of two policies' responses to the
+    same prompts: eval/score_gain and gold/score_gain, with_interval."""
+    figures = paired_figures("eval/score_gain", before, after, "score") if after else {}
+    if after and "gold" in after[0]:
+        figures.update(paired_figures("gold/score_gain", before, after, "gold"))
+    return figures
 
 
 def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
@@ -498,11 +517,12 @@ def category_spread(rows) -> float:
     return statistics.pstdev(means) / overall if overall > 0 else math.nan
 
 
-def plot_scores(folder, runs: dict[str, list[dict]], length=()):
+def plot_scores(folder, runs=None, length=()):
     """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
     first run), mean and standard deviation of scores by category, and length correlations.
 
     runs: {name: rows}, the first being this run's; one without labelled pairs is left out."""
+    runs = runs or {str(folder): read_jsonl(Path(folder) / "samples.jsonl")}
     runs = {name: rows for name, rows in runs.items() if pairs_of(rows)}
     if not runs:
         return None

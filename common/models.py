@@ -393,6 +393,14 @@ def check_shared_prompt(model, max_length=None):
         raise InputError(f"{config.model_type}: responses cannot share a prompt, use --no-share-prompt")
 
 
+def set_safety_gate(model, gate: dict | None):
+    """What scorers.fit_safety_gate fitted is kept in model/config.json, for ppo.py; None: nothing was, and what
+    a first stage had fitted is of other scores."""
+    vars(model.config).pop("safety_gate", None)
+    if gate:
+        model.config.safety_gate = gate
+
+
 # -- the export ------------------------------------------------------------------------------------
 def export_dtype(start, save_dtype: str | None) -> torch.dtype:
     """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
@@ -463,6 +471,48 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     return (logprobs, entropies) if entropy else logprobs
 
 
+def logprobs(model, batch, temperature=1.0, entropy=False):
+    """token_logprobs of a batches.Batch: (B, T-1), and with entropy=True a second one."""
+    return model.token_logprobs(
+        batch.input_ids, batch.action_mask, batch.position_ids, temperature=temperature, entropy=entropy
+    )
+
+
+def logprobs_and_entropies(model, batch, temperature=1.0):
+    return logprobs(model, batch, temperature, entropy=True)
+
+
+def state_values(model, batch):
+    """V of the state before each response token, (B, T-1)."""
+    return values(model, batch.input_ids, batch.action_mask, batch.position_ids)
+
+
+@torch.no_grad()
+def per_token(forward, model, *options, plan, mask, micro_batch_size) -> list[torch.Tensor]:
+    """What forward(model, batch, *options) gives at each response token, one or several (B', T-1), as (B, R)
+    tensors on every rank: row i is that of the document with the number i, 0 where `mask` (B, R) is False.
+    plan: lists of blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
+    results = []
+    for blocks in plan:
+        for batch in my_micro_batches(blocks, model, micro_batch_size):
+            outputs = forward(model, batch, *options)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            results = results or [torch.zeros(mask.shape) for _ in outputs]
+            rows = [document.number for document in batch.documents]
+            for result, output in zip(results, outputs):
+                mine = torch.zeros(len(rows), mask.shape[1])
+                result[rows] = mine.masked_scatter(mask[rows], output[batch.action_mask].float().cpu())
+    return [dist.sum_of_ranks(result) for result in results]  # one rank filled each row, the others have 0
+
+
+def freeze(model, n_layers):
+    """The first decoder layers stay as they are."""
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    for layer in layers[:n_layers]:
+        layer.requires_grad_(False)
+    return model
+
+
 def logprobs_at(model, input_ids, where, targets, position_ids=None, attention_mask=None):
     """log pi(target | what is seen at a place), for rows in which responses share a prompt.
 
@@ -490,15 +540,14 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
 
 
 @torch.no_grad()
-def seq_logprobs(model, documents, pad_id, micro_batch_size, device, temperature=1.0) -> list[float]:
+def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[float]:
     """log pi(y | x) in nats, a sum over the response's tokens, of every document, on every rank; every rank
     must call it. temperature: divides the logits."""
     found, numbered = [], list(enumerate(documents))
-    for some in dist.batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
-        batch = collate([[document] for _, document in some], pad_id, device)
-        inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
-        logprobs = model.token_logprobs(*inputs, temperature)  # (B, T-1)
-        found += zip((i for i, _ in some), logprobs.double().sum(1).tolist())
+    for some in dist.my_batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
+        batch = collate([[document] for _, document in some], model.config.pad_token_id, model.device)
+        sums = logprobs(model, batch, temperature).double().sum(1)
+        found += zip((i for i, _ in some), sums.tolist())
     return [x for _, x in sorted(dist.gather(found))]
 
 
@@ -522,13 +571,12 @@ def next_token_logprobs(model, input_ids, where, before=()):
 
 
 @torch.no_grad()
-def mean_nll(model, blocks, pad_id, micro_batch_size, device) -> float:
+def mean_nll(model, blocks, micro_batch_size) -> float:
     """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
     ranks. Every rank must call it."""
     nll_sum = 0.0
-    for batch in my_micro_batches(blocks, pad_id, micro_batch_size, device):
-        logprobs = model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
-        nll_sum -= losses.masked_sum(logprobs, batch.action_mask).item()
+    for batch in my_micro_batches(blocks, model, micro_batch_size):
+        nll_sum -= losses.masked_sum(logprobs(model, batch), batch.action_mask).item()
     return dist.all_sum(nll_sum)[0] / n_response_tokens(blocks)
 
 
@@ -565,6 +613,28 @@ def head_outputs(model, input_ids, where, position_ids=None, attention_mask=None
         options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
         hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
     return model.score(hidden[where[0], where[1]].float())
+
+
+def rewards_and_expected(model, batch):
+    """(r at the end of every response, (responses,); the second output at the end of every prompt,
+    (comparisons,)) of a batches.ComparisonBatch, by an advantage model."""
+    where = torch.cat([batch.response_ends, batch.prompt_ends], 1)
+    outputs = model.head_outputs(batch.input_ids, where, batch.position_ids, batch.attention_mask)
+    n = batch.response_ends.shape[1]
+    return outputs[:n, 0], outputs[n:, 1]
+
+
+def scores_of(model, batch):
+    """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of an
+    advantage model a(x, y), all ratios taken as 1."""
+    if model.config.num_labels == 1:
+        outputs = model.head_outputs(
+            batch.input_ids, batch.response_ends, batch.position_ids, batch.attention_mask
+        )
+        return outputs[:, 0]
+    rewards, expected = rewards_and_expected(model, batch)
+    sizes = torch.tensor(batch.sizes, device=rewards.device)
+    return advantages(model, rewards, expected.repeat_interleave(sizes))
 
 
 def score(model, input_ids, response_mask):

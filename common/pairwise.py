@@ -65,7 +65,7 @@ def batches(comparisons, tokenizer, generator, micro_batch_size, device):
             first = bool(torch.rand((), generator=generator) < 0.5)
             texts = (c.texts[better], c.texts[worse]) if first else (c.texts[worse], c.texts[better])
             documents.append(document(tokenizer, c.prompt, *texts, "A" if first else "B"))
-    for some in dist.batches(documents, micro_batch_size, lambda d: len(d.ids)):
+    for some in dist.my_batches(documents, micro_batch_size, lambda d: len(d.ids)):
         lengths = [len(d.ids) for d in some]
         blocks = pack(lengths, max(lengths)) if some else []
         yield collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
@@ -91,7 +91,7 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
     if longest > room:
         raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
     found = []
-    for some in dist.batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
+    for some in dist.my_batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
         input_ids = collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
         ends = [len(d.ids) - 2 for _, _, d in some]  # the last token before the letter, which it does not see
         where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)

@@ -75,7 +75,7 @@ def mean_entropies(model, documents, pad_id, batch_size, device) -> list[float]:
     """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
     every rank must call it."""
     found, numbered = [], list(enumerate(documents))
-    for some in dist.batches(numbered, batch_size, lambda item: len(item[1].ids)):
+    for some in dist.my_batches(numbered, batch_size, lambda item: len(item[1].ids)):
         batch = collate([[document] for _, document in some], pad_id, device)
         inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
         _, entropies = model.token_logprobs(*inputs, entropy=True)

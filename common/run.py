@@ -25,8 +25,17 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import data, dist
-from common.errors import InputError
+from common import data, dist, models
+from common.errors import InputError, NotFinite
+from common.metrics import (
+    Metrics,
+    gains,
+    progress,
+    read_jsonl,
+    regressions,
+    say_if_worse,
+    write_jsonl,
+)
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
 
@@ -164,6 +173,8 @@ def launch(main, recipes):
         _say_other_versions()
         main(args)
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
+        if isinstance(error, NotFinite) and Run.current:
+            error = Run.current.where(error)
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
         where = f" [rank {dist.rank()}]" if dist.rank() > 0 else ""
@@ -333,6 +344,145 @@ def skip(in_a_row: int, iterations: int, why: str) -> dict[str, int]:
     if dist.is_main():
         print(f"{why}: skipped")
     return {"iterations/skipped": in_a_row}
+
+
+class Run:
+    """A script's run directory, from the first look at it to summary.json: what is the same in all scripts
+    and no part of an algorithm. It never calls back: the script keeps its loop, its models and its losses.
+
+    device: this rank's. state: what a checkpoint holds beside weights and optimisers, as JSON; `step` counts
+    the rounds of `steps` that are done. finished: there is nothing left to do."""
+
+    current = None  # the run that this process is in, for the error message of `launch`
+
+    def __init__(self, args, stage: str, check=check_flags):
+        """check: raises an InputError for arguments that cannot be right, before anything is loaded."""
+        self.device, self.args, self.stage = dist.setup(), args, stage
+        check(args)
+        self.found = find_run(args)
+        self.finished, self.resumed = self.found == "finished", self.found == "resume"
+        self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
+        self.modules, self.state, self.metrics, self.bar, self.laps = {}, {"step": 0}, None, None, {}
+
+    def begin(self, modules: dict, state: dict, held_out) -> dict:
+        """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
+        optimizer)}, and into `state`, which is returned. Call it when nothing that a user can have mistyped
+        is left to be read. held_out: JSON that tells the held-out set, on which before and after are compared,
+        from others."""
+        start_run(self.args, self.stage, self.found, held_out)
+        self.dtype = models.export_dtype(
+            self.args.model, self.args.save_dtype
+        )  # the source may be gone later
+        Run.current, self.modules = self, modules
+        self.state.update(state)
+        if self.resumed and modules:
+            self.state.update(dist.load_checkpoint(self.checkpoint, modules))
+        self.metrics = Metrics(self.args.output_dir, self.state.get("logged_rows") if self.resumed else None)
+        return self.state
+
+    def log_before(self, evaluate, model, keep_samples=False):
+        """The figures that `evaluate`(model) gives before training; a resumed run has them in its checkpoint.
+        keep_samples: its `samples` stand in samples.jsonl, with those after training behind them."""
+        if "before" not in self.state:
+            self.state["before"] = evaluate(model)
+            self.log(self.state["before"], step=0)
+            if keep_samples and dist.is_main():
+                rows = [{"when": "before", **row} for row in evaluate.samples]
+                write_jsonl(self.folder / "samples.jsonl", rows)
+
+    def steps(self, total: int):
+        """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
+        and only then, the checkpoint that --save-every asks for is written."""
+        self.total, self.bar = total, progress(total, self.state["step"], self.stage)
+        while self.state["step"] < total:
+            self.began, self.laps = time.time(), {}
+            yield self.state["step"] + 1
+            self.state["step"] += 1
+            self.bar.update()
+            if self.args.save_every and self.state["step"] % self.args.save_every == 0:
+                state = {**self.state, "logged_rows": self.metrics.n_rows}
+                dist.save_checkpoint(self.checkpoint, self.state["step"], self.modules, state)
+        self.bar.close()
+
+    @property
+    def last_checkpoint(self) -> str:
+        return f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
+
+    def where(self, error: NotFinite) -> InputError:
+        """The error with the step at which it came, and what is left."""
+        return InputError(f"step {self.state['step'] + 1}: {error}; {self.last_checkpoint}")
+
+    def due(self, every: int) -> bool:
+        """Whether this round of `steps` is one of every so many; the last one is not, for what follows it."""
+        step = self.state["step"] + 1
+        return every > 0 and step % every == 0 and step < self.total
+
+    def lap(self, name: str):
+        """The time since the last lap, or since the round began, becomes time/NAME_s of its row."""
+        now = time.time()
+        self.laps[f"time/{name}_s"] = now - self.began - sum(self.laps.values())
+
+    def seconds(self) -> float:
+        """Since this round of `steps` began."""
+        return time.time() - self.began
+
+    def log(self, row: dict, step: int, iteration: int = 0, shown=()):
+        """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
+        self.metrics.log(step, iteration, **row, **self.laps)
+        if shown:
+            self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown})
+
+    def round_weights(self, model):
+        """To the dtype of model/: held-out figures are then of what is exported."""
+        dist.round_weights(model, self.dtype)
+
+    def skip(self, why: str) -> dict[str, int]:
+        """The figure of an iteration that is left out, for it gives nothing to learn from. InputError after five
+        of them in a row, or where the run has no others."""
+        self.state["skipped"] = in_a_row = self.state.get("skipped", 0) + 1
+        return skip(in_a_row, self.args.iterations, why)
+
+    def finish(
+        self, model, tokenizer, after: dict, samples: list[dict], *, step, iteration, summary, shown, plots
+    ):
+        """Export the model and write what a finished run holds, summary.json last of all.
+
+        after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
+        says. shown: the figures that are printed, before and after. plots: functions of the run's folder."""
+        self.require_finite(after, step)
+        after = {key: x for key, x in after.items() if not math.isnan(x)}  # of nothing, or without spread
+        kept = [row for row in read_jsonl(self.folder / "samples.jsonl") if row.get("when") == "before"]
+        if kept:
+            after.update(gains(kept, samples))
+            summary = {**summary, "categories": regressions(kept, samples)}
+            samples = kept + [{"when": "after", **row} for row in samples]
+        self.laps = {}
+        self.log(after, step, iteration)
+        dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
+        if dist.is_main():
+            before = self.state.get("before", {})
+            write_jsonl(self.folder / "samples.jsonl", samples)
+            for plot in plots:
+                plot(self.folder)
+            self.show(before, after, shown, samples)
+            write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})  # last
+            say_if_worse(before, after)
+            models.report_export(self.folder / "model", self.args.model, self.args.seed)
+
+    def require_finite(self, figures: dict, step):
+        wrong = [f"{key} {x}" for key, x in figures.items() if key == "eval/nll" and not math.isfinite(x)]
+        if wrong:
+            raise InputError(f"{', '.join(wrong)} after step {step}: no export; lower --lr")
+
+    def show(self, before: dict, after: dict, shown, samples: list[dict]):
+        """At most 15 lines that a person wants to read; the rest is in summary.json."""
+        for sample in [sample for sample in samples if "response" in sample][-3:]:
+            gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
+            print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
+        for key in shown:
+            if key in after:
+                first = f"{before[key]:.4g} -> " if key in before else ""
+                print(f"{key}: {first}{after[key]:.4g}")
 
 
 def cached(args, key, make):

@@ -24,6 +24,7 @@ import torch
 
 from common import data, dist, generate, models, pairwise
 from common.errors import InputError
+from common.losses import safety_gated_score
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -233,3 +234,110 @@ def _raises(ask, pair):
 
 def _last(prompt):
     return prompt.turns[-1]["content"]
+
+
+class Gated:
+    """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
+    counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
+
+    def __init__(self, scorer, safety, args, device):
+        self.scorer, self.safety, self.args, self.device = scorer, safety, args, device
+        self.version = [scorer.version, safety and safety.version]
+
+    def score(self, pairs) -> tuple[torch.Tensor, float]:
+        """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
+        model)."""
+        args, device = self.args, self.device
+        with dist.at_hand(device, args.offload, self.scorer.model):
+            scores = torch.tensor(score(self.scorer, pairs, args.score_batch_size, device))
+        if self.safety is None:
+            return scores, 0.0
+        with dist.at_hand(device, args.offload, self.safety.model):
+            safety = torch.tensor(safety_logits(self.safety, pairs, args.score_batch_size, device))
+        tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
+        gated = tagged | (safety.sigmoid() < args.safety_threshold)
+        scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
+        return scores, gated.float().mean().item()
+
+
+def load_gated(args, tokenizer, device) -> Gated:
+    """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
+    pair = [load_scorer(args.scorer, tokenizer, device), None]
+    if args.safety_scorer:
+        pair[1] = load_safety_scorer(args.safety_scorer, tokenizer, device)
+    for scorer in filter(None, pair):
+        if not scorer.same_tokens and not args.retokenize:
+            raise InputError(
+                f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
+                "lets it score the text, encoded anew"
+            )
+        check_room(scorer, args.max_length)
+    return Gated(pair[0], pair[1], args, device)
+
+
+def load_value_model(scorer, tokenizer, prompts, args, device):
+    """The value model: the reward model, body and head; of an advantage model the row r of its head, with
+    the bias -mean e(x); for a function, or a scorer with other tokens, the first policy's body and a head
+    of 0."""
+    scorer = scorer.scorer
+    name, checkpointing = args.scorer, args.gradient_checkpointing
+    if scorer.function is not None or not scorer.same_tokens:
+        model = models.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
+        with torch.no_grad():
+            model.score.weight.zero_()
+    elif scorer.model.config.num_labels == 1:
+        model = models.load_scorer(name, tokenizer, 1, checkpointing)
+    else:
+        model = models.load_scorer(name, tokenizer, 2, checkpointing)
+        head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
+        with torch.no_grad():
+            head.weight.copy_(model.score.weight[:1])
+            head.bias.fill_(-mean_expected_reward(scorer, prompts, args, device))
+        model.score, model.config.num_labels = head, 1
+    return dist.shard(model, device)
+
+
+@torch.no_grad()
+def mean_expected_reward(scorer, prompts, args, device):
+    """Mean of an advantage model's e(x), read at the prompts' last tokens, over all ranks."""
+    total = 0.0
+    for some in dist.my_batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
+        ids = torch.nn.utils.rnn.pad_sequence(some or [torch.zeros(1, dtype=torch.long)], True).to(device)
+        where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
+        total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
+    return dist.all_sum(total)[0] / len(prompts)
+
+
+def fit_safety_gate(rows, threshold):
+    """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
+    labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
+    half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
+    halves = [], []
+    for row in rows:
+        half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
+        half.extend((r["score"], float(r["is_safe"])) for r in row["responses"] if "is_safe" in r)
+    halves = [torch.tensor(half) for half in halves]
+    if not all(len(half) and 0 < half[:, 1].sum() < len(half) for half in halves):
+        return None, {}
+    (score, safe), (test_score, test_safe) = (half.double().T for half in halves)
+    gate = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([gate], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        logit = gate[0] * score + gate[1]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, safe) + 1e-4 * gate.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    scale, bias = gate.tolist()
+    caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
+    both = (caught & unsafe).sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
+    figures["gate/recall"] = both / unsafe.sum().item()
+    if caught.any():
+        figures["gate/precision"] = both / caught.sum().item()
+    if scale <= 0 and dist.is_main():
+        print("safety gate: safe responses do not score higher than unsafe ones, this model can be none")
+    return {"scale": scale, "bias": bias}, figures
