@@ -40,7 +40,7 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpo_iterative as dpo
-from common import comparisons, data, dist, metrics, models, pool, scorers, tiny
+from common import comparisons, data, dist, generate, metrics, models, pool, scorers, tiny
 from common.errors import InputError
 from common.metrics import read_jsonl
 from common.run import parse
