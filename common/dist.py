@@ -266,6 +266,9 @@ def consolidated(model):
     Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and
     computes no gradient. Needs memory for one copy of the weights in compute_dtype per rank. On one process
     weights are only cast, if compute_dtype is not theirs."""
+    if getattr(model, "is_consolidated", False):  # by the caller, for several calls
+        yield model
+        return
     training = model.training
     model.eval()
     try:

@@ -1,12 +1,20 @@
 """What scripts measure on held-out rows before, while and after they train."""
 
 import gc
+import math
 from functools import partial
 
 import torch
 
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
-from common.batches import labelled_pairs, make_blocks, of_each_comparison, prompt_key, response_mask
+from common.batches import (
+    labelled_pairs,
+    make_blocks,
+    of_each_comparison,
+    prompt_key,
+    response_mask,
+    turns_key,
+)
 from common.errors import InputError
 from common.losses import kl_estimate
 
@@ -361,11 +369,133 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     return [tuple(ids) for ids in out]
 
 
-def describe_response(prompt, response, score, is_tiny) -> dict:
-    """A response as a row of samples.jsonl; of the tiny world, with its true reward."""
-    row = {"prompt": prompt.turns, "response": response.text, "tokens": len(response.ids)}
-    row |= {"finished": response.finished, "category": prompt.category, "score": score}
-    if is_tiny:
-        question = scorers._last(prompt)
-        row |= {"gold": tiny.gold_score(question, response.text), "perfect": tiny.perfect_score(question)}
-    return row
+# -- versions of a policy: rejection sampling and iterative DPO ------------------------------------
+def comparable(studies, version) -> dict:
+    """{version: its samples} of those that one scorer scored, for --resume may bring another."""
+    scorer = studies[version].get("scorer")
+    return {v: study["samples"] for v, study in studies.items() if study.get("scorer") == scorer}
+
+
+def gains_over(studies, version, names: dict) -> dict[str, float]:
+    """The paired differences of score and true reward to other versions. names: {name: version}."""
+    same, samples, figures = comparable(studies, version), studies[version]["samples"], {}
+    for name, other in names.items():
+        for key, column in (("eval/score", "score"), ("gold/score", "gold")):
+            if other in same and other != version and samples and column in samples[0]:
+                figures.update(metrics.paired_figures(f"{key}_over_{name}", same[other], samples, column))
+    return figures
+
+
+class Sweep:
+    """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each at
+    temperature 1, "curves": the expected largest and median score among N responses at each temperature, and
+    the best of K that can be selected, "temperature": the one where that is highest, "scorer": its version}."""
+
+    def __init__(self, held_out, scorer, tokenizer, args):
+        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
+        self.prompts = generate.a_part(held_out, args.eval_prompts)
+        self.swept = generate.a_part(held_out, args.sweep_prompts) if args.n_samples else []
+        self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
+
+    def fingerprint(self) -> list:
+        return [prompt.key for prompt in self.prompts]
+
+    def __call__(self, policy, version, studies) -> dict:
+        samples, curves = [], []
+        with dist.consolidated(policy):  # the weights are gathered once
+            if self.prompts:
+                pairs = self.answer(policy, self.prompts, version, number=0)
+            start = 1 if self.prompts else 0
+            rounds = [
+                self.answer(policy, self.swept, version, start + i, self.args.n_samples, temperature)
+                for i, temperature in enumerate(self.args.temperatures if self.swept else ())
+            ]
+        if self.prompts:
+            samples = [
+                describe_sample(
+                    prompt.turns, response, self.true_reward, category=prompt.category, score=score
+                )
+                for (prompt, response), score in zip(pairs, self.scores(pairs, policy.device))
+            ]
+        for temperature, pairs in zip(self.args.temperatures, rounds):
+            scores = torch.tensor(self.scores(pairs, policy.device)).view(-1, self.args.n_samples)
+            largest, median = metrics.best_of_n(scores)
+            ended = sum(response.finished for _, response in pairs) / len(pairs)
+            curve = {"temperature": temperature, "finished": ended, "max": largest, "median": median}
+            curves.append((curve, scores, pairs))
+        # A response that would not be selected counts, for the choice, as the worst of all
+        lowest = min((scores.min().item() for _, scores, _ in curves), default=0.0)
+        for curve, scores, pairs in curves:
+            usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in pairs]
+            usable = torch.tensor(usable).view(scores.shape)
+            curve["best"] = metrics.best_of_n(torch.where(usable, scores, lowest))[0][-1]
+        curves = [curve for curve, _, _ in curves]
+        best = max(
+            curves, key=lambda curve: curve["best"], default={"temperature": self.args.temperatures[0]}
+        )
+        return {
+            "samples": samples,
+            "curves": curves,
+            "temperature": best["temperature"],
+            "scorer": self.scorer.version,
+        }
+
+    def answer(self, policy, prompts, version, number, n=1, temperature=1.0):
+        return generate.sample_pairs(
+            policy,
+            self.tokenizer,
+            prompts,
+            n=n,
+            max_new_tokens=self.args.max_new_tokens,
+            temperature=temperature,
+            top_p=self.args.top_p if n > 1 or prompts is self.swept else 1.0,
+            slots=self.args.slots,
+            seed=dist.seed_of(self.args.seed, "study", version, number),
+        )
+
+    def scores(self, pairs, device) -> list[float]:
+        return scorers.score(self.scorer, pairs, self.args.score_batch_size, device)
+
+    def figures(self, studies, version) -> dict[str, float]:
+        """Means of a version's samples, its sweep at the temperature taken, and paired differences to the first
+        version and to the one before."""
+        study = studies[version]
+        figures = metrics.means(study["samples"], FIGURES)
+        for curve in study["curves"]:
+            if curve["temperature"] == study["temperature"]:
+                figures["sweep/temperature"] = curve["temperature"]
+                figures["sweep/max"] = curve["max"][-1]
+                figures["sweep/median"] = curve["median"][-1]
+        return {**figures, **gains_over(studies, version, {"first": min(studies), "before": version - 1})}
+
+    def line(self, studies, version) -> str:
+        return one_line(
+            self.figures(studies, version), ("eval/score", "gold/score", "sweep/temperature", "sweep/max")
+        )
+
+
+def one_line(figures, keys) -> str:
+    """The figures of a version that a person wants to see, those over the version before with their interval."""
+    shown = [f"{key} {figures[key]:.3g}" for key in keys if key in figures]
+    for key in ("eval/score_over_before", "gold/score_over_before"):
+        if key in figures:
+            shown.append(f"{key} {metrics.interval(figures, key)}")
+    return ", ".join(shown)
+
+
+def selection_figures(rows, selected, iteration) -> dict[str, float]:
+    """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
+    new, best = [row for row in rows if row["iteration"] == iteration], {}
+    for row in new:
+        key = turns_key(row["prompt"])
+        best[key] = max(best.get(key, -math.inf), row["score"])
+    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
+    if new:
+        figures["pool/temperature"] = new[0]["temperature"]
+        figures["pool/finished"] = sum(row["finished"] for row in new) / len(new)
+        figures["pool/score"] = sum(row["score"] for row in new) / len(new)
+        figures["pool/best"] = sum(best.values()) / len(best)
+    if selected:
+        figures["pool/selected_score"] = sum(row["score"] for row in selected) / len(selected)
+        figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
+    return figures

@@ -357,11 +357,18 @@ def regressions(before: list[dict], after: list[dict]) -> list[dict]:
     return table
 
 
-def plot_best_of_n(folder, curves: list[dict]):
+def plot_best_of_n(folder, curves: list[dict] | None = None):
     """`folder`/best_of_n.png: left, the largest and the median score among N samples at each policy's own
     temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
 
-    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ..."""
+    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ...; None: those
+      of the first and the last policy in `folder`/curves.jsonl, if one scorer scored both."""
+    if curves is None:
+        rows = read_jsonl(Path(folder) / "curves.jsonl")
+        ends = [row["policy"] for row in rows[:1] + rows[-1:]]
+        curves = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
+    if not curves:
+        return None
     drawing, axes = figure(2, (4.8, 3.2))
     names = list(dict.fromkeys(curve["policy"] for curve in curves))
     for curve in curves:

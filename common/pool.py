@@ -12,6 +12,7 @@ are appended chunk by chunk, as they are sampled:
 import collections
 import gc
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -19,14 +20,15 @@ from pathlib import Path
 import torch
 import transformers
 
-from common import dist, generate, metrics, models, scorers
+from common import data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import turns_key
 from common.errors import InputError
+from common.run import skip, write_json
 
 
 # -- the pool --------------------------------------------------------------------------------------
 def key_of(row) -> str:
-    """rollout.Prompt.key of the prompt that a row answers."""
+    """generate.Prompt.key of the prompt that a row answers."""
     return turns_key(row["prompt"])
 
 
@@ -55,89 +57,268 @@ def read(path) -> list[dict]:
     return dist.gather(rows)  # rank 0's
 
 
-def write(path, pool):
-    """Replace the file, whole or not at all. Every rank must call it."""
-    if dist.is_main():
-        metrics.write_jsonl(path, pool)
-    dist.barrier()
+def take(path, prompts, tokenizer, max_length) -> list[dict]:
+    """The pool of an earlier run. Ids that do not stand for their text here are encoded anew; rows that are
+    longer than max_length tokens with their prompt are left out, which is said."""
+    if not Path(path).is_file():
+        raise InputError(f"--pool {path}: there is no such file")
+    rows, keys, n_changed = read(path), {prompt.key for prompt in prompts}, 0
+    n_strange = sum(key_of(row) not in keys for row in rows)
+    if n_strange == len(rows):
+        raise InputError(f"--pool {path}: none of its {len(rows)} rows answers a prompt of --dataset")
+    if n_strange and dist.is_main():
+        print(f"{path}: {n_strange:,} of {len(rows):,} rows answer prompts not in --dataset: not used")
+    for row in rows:
+        if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
+            try:
+                ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
+            except ValueError as error:
+                raise InputError(f"--pool {path}: {row['response'][:60]!r}: {error}; drop the row") from None
+            row["response_ids"] = ids if row["finished"] else ids[:-1]
+            n_changed += 1
+    if n_changed and dist.is_main():
+        print(f"{path}: {n_changed:,} responses were written in other tokens, encoded anew")
+    room = {prompt.key: max_length - len(prompt.ids) for prompt in prompts}
+    fits = [row for row in rows if len(row["response_ids"]) <= room.get(key_of(row), math.inf)]
+    if len(fits) < len(rows) and dist.is_main():
+        print(f"{path}: {len(rows) - len(fits):,} responses are too long for --max-length: not used")
+    return fits
 
 
-def chunks_to_sample(pool, prompts, iteration, args, plan) -> list[list[tuple[int, list]]]:
-    """For each (temperature or None: any, responses to a prompt) of the plan, [(number, prompts)] of the
-    chunks of --chunk-prompts prompts that the pool does not hold whole. Other rows of this iteration, of a
-    chunk that a crash cut or of another plan, are left out: a chunk is sampled whole."""
-    size, held, whole, todo = args.chunk_prompts, collections.defaultdict(list), set(), []
-    for row in pool:
-        if row["iteration"] == iteration:
+class Pool:
+    """Every response that a run sampled, with its scores: `rows`, the same on every rank, and the file
+    pool.jsonl, to which they are appended chunk by chunk."""
+
+    def __init__(self, run, rows=()):
+        self.args, self.device, self.path = run.args, run.device, f"{run.folder}/pool.jsonl"
+        self.rows = read(self.path) if run.resumed else list(rows)
+        self.write()
+
+    def write(self):
+        """Replace the file, whole or not at all. Every rank must call it."""
+        if dist.is_main():
+            metrics.write_jsonl(self.path, self.rows)
+        dist.barrier()
+
+    def of_iteration(self, iteration) -> list[dict]:
+        return [row for row in self.rows if row["iteration"] == iteration]
+
+    def sample(self, samplers, prompts, iteration, versions):
+        """Responses to each prompt, from each of the samplers [(model name, temperature, number of responses)],
+        appended to the pool and to its file chunk by chunk; what is there already is not sampled again."""
+        args = self.args
+        for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
+            if not chunks:
+                continue
+            policy = versions.load(name)
+            with dist.consolidated(policy):  # the weights are gathered once for all chunks
+                for number, chunk in chunks:
+                    pairs = generate.sample_pairs(
+                        policy,
+                        versions.tokenizer,
+                        chunk,
+                        n=n,
+                        max_new_tokens=args.max_new_tokens,
+                        temperature=temperature,
+                        top_p=args.top_p,
+                        slots=args.slots,
+                        seed=dist.seed_of(args.seed, "sample", iteration, number),
+                    )
+                    self.append(
+                        {
+                            "prompt": prompt.turns,
+                            "response": response.text,
+                            "response_ids": response.ids,
+                            "finished": response.finished and response.clean,
+                            "iteration": iteration,
+                            "model": name,
+                            "temperature": temperature,
+                            "chunk": number,
+                            "score": None,
+                            "scorer": None,
+                        }
+                        for prompt, response in pairs
+                    )
+
+    def append(self, rows):
+        rows = list(rows)
+        self.rows += rows
+        if dist.is_main():
+            metrics.append_jsonl(self.path, rows)
+
+    def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
+        """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does not
+        hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left out:
+        a chunk is sampled whole."""
+        size, held = self.args.chunk_prompts, collections.defaultdict(list)
+        for row in self.of_iteration(iteration):
             held[row["chunk"]].append((key_of(row), row["temperature"]))
-    starts = range(0, len(prompts), size)
-    for part, (temperature, n) in enumerate(plan):
-        todo.append([])
-        for number, start in enumerate(starts, part * len(starts)):
-            some = prompts[start : start + size]
-            wanted = collections.Counter({prompt.key: n for prompt in some})
-            same = all(temperature in (None, t) for _, t in held[number])
-            if same and collections.Counter(key for key, _ in held[number]) == wanted:
-                whole.add(number)
-            else:
-                todo[-1].append((number, some))
-    kept = [row for row in pool if row["iteration"] != iteration or row["chunk"] in whole]
-    if len(kept) < len(pool):
-        pool[:] = kept
-        write(f"{args.output_dir}/pool.jsonl", pool)
-    return todo
+        starts, whole, missing = range(0, len(prompts), size), set(), []
+        for place, (_, temperature, n) in enumerate(samplers):
+            missing.append([])
+            for number, start in enumerate(starts, place * len(starts)):
+                chunk = prompts[start : start + size]
+                wanted = collections.Counter({(prompt.key, temperature): n for prompt in chunk})
+                if collections.Counter(held[number]) == wanted:
+                    whole.add(number)
+                else:
+                    missing[-1].append((number, chunk))
+        kept = [row for row in self.rows if row["iteration"] != iteration or row["chunk"] in whole]
+        if len(kept) < len(self.rows):
+            self.rows = kept
+            self.write()
+        return missing
+
+    def score(self, scorer, prompts):
+        """Score, with the current scorer, the rows that another one scored or none has: scores of different
+        reward models cannot be compared. The file is replaced whole."""
+        by_key = {prompt.key: prompt for prompt in prompts}
+        old = [r for r in self.rows if r["scorer"] != scorer.version and key_of(r) in by_key]
+        if not old:
+            return
+        n_before = sum(r["scorer"] is not None for r in old)
+        if n_before and dist.is_main():
+            print(f"pool: {n_before:,} responses that another scorer scored are scored again")
+        pairs = [
+            (by_key[key_of(r)], generate.Response(r["response_ids"], r["response"], r["finished"]))
+            for r in old
+        ]
+        for row, score in zip(old, scorers.score(scorer, pairs, self.args.score_batch_size, self.device)):
+            row["score"], row["scorer"] = score, scorer.version
+        self.write()
 
 
-def sample(pool, policy, tokenizer, chunks, n, about, args):
-    """n responses to each prompt from `policy`, appended to the pool and to its file chunk by chunk. about:
-    iteration, model and temperature, which each row of the pool tells."""
-    with dist.consolidated(policy):  # the weights are gathered once; inside, ranks need not decode in step
-        for number, prompts in chunks:
-            seed = dist.seed_of(args.seed, "sample", about["iteration"], number)
-            options = (n, args.max_new_tokens, about["temperature"], seed, args.top_p, args.slots)
-            found = generate.sample_responses(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
-            rows = [
-                {"prompt": prompt.turns, "response": r.text, "response_ids": r.ids}
-                | {"finished": r.finished and r.clean, **about, "chunk": number}
-                | {"score": None, "scorer": None}
-                for prompt, responses in zip(prompts, found)
-                for r in responses
-            ]
-            pool += rows
+# -- the versions -----------------------------------------------------------------------------------
+class Versions:
+    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json its
+    study, what it was found to do. Version `first` is the model that all began from. What a resumed run does
+    again is decided here: a version that is there is not trained again, a study that is there not made again.
+
+    step: the optimiser steps so far."""
+
+    def __init__(self, run, tokenizer, start: str):
+        """start: the name of the model that is the first version."""
+        self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
+        self.folder, self.loaded, self.policy = run.folder / "versions", None, None
+
+    def begin(self, loss: str, first: int = 0):
+        """After run.begin. loss: the key of metrics.jsonl that an optimiser step has, by which a resumed run
+        knows it. first: the number of the first version, unless a resumed run has another."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.studies, self.made = versions_of(self.run)
+        self.first = min(self.studies, default=first)
+        self.run.metrics, self.step = resume_log(self.run, self.studies, self.made, loss)
+
+    def iterations(self, n: int):
+        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the version
+        before each of them. The last version is studied by finish."""
+        self.last = self.first + n
+        for iteration in range(self.first + 1, self.last + 1):
+            self.study(iteration - 1)
+            if iteration not in self.made:
+                self.run.begin_round()
+                yield iteration
+
+    def path(self, version: int) -> str:
+        return self.start if version == self.first else str(self.folder / str(version))
+
+    def load(self, name: str):
+        """The policy of this name, sharded. The one that was loaded before it is let go first."""
+        if self.loaded != name:
+            self.release()
+            policy = models.load_policy(
+                name, self.tokenizer, self.args.gradient_checkpointing, self.args.seed
+            )
+            self.loaded, self.policy = name, dist.shard(policy, self.run.device)
+        return self.policy
+
+    def release(self):
+        """Let go of the policy, and with it of its memory."""
+        self.loaded = self.policy = None
+        gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+
+    def study(self, version: int) -> dict:
+        """What self.evaluate(policy, version, studies) says of a version, written to versions/N.json; its
+        figures are logged and printed."""
+        if version not in self.studies:
+            policy = self.load(self.path(version))
+            if version == self.last:
+                self.run.round_weights(policy)  # its figures are those of what is exported
+            self.studies[version] = self.evaluate(policy, version, self.studies)
+            self.run.log(self.evaluate.figures(self.studies, version), self.step, version)
+            self.studies[version].update(step=self.step, logged_rows=self.run.metrics.n_rows)
             if dist.is_main():
-                metrics.append_jsonl(f"{args.output_dir}/pool.jsonl", rows)
+                write_json(self.folder / f"{version}.json", self.studies[version])
+        if dist.is_main():
+            print(f"version {version}: {self.evaluate.line(self.studies, version)}")
+        return self.studies[version]
+
+    def began_training(self, version: int) -> bool:
+        """Whether the last checkpoint is of this version: then what led to it is logged already."""
+        return dist.checkpoint_state(self.run.checkpoint).get("iteration") == version
+
+    def train(self, version: int, n_steps: int, optimizer):
+        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then it
+        becomes versions/N, in float32 whatever is exported in the end."""
+        run = self.run
+        run.modules = {"policy": (self.policy, optimizer)}
+        run.state = {"iteration": version, "step": 0, "first_step": self.step}
+        if self.began_training(version):
+            run.state = dist.load_checkpoint(run.checkpoint, run.modules)
+        yield from run.steps(n_steps)
+        self.step = run.state["first_step"] + n_steps
+        dist.save_model(self.policy, self.tokenizer, self.path(version))
+        self.loaded = self.path(version)
+        self.made.append(version)
+
+    def skip(self, why: str) -> dict[str, int]:
+        """run.skip for an iteration that gives nothing to learn from: its version is the one before."""
+        in_a_row = sum(study["step"] == self.step for study in self.studies.values())
+        return skip(in_a_row, self.args.iterations, why)
+
+    def finish(self, plots, summary: dict):
+        """Study the last version, and write what a finished run holds, summary.json last of all."""
+        run, folder = self.run, self.run.folder
+        self.study(self.last)
+        self.release()
+        if dist.is_main():
+            save_last(self.args, self.last, run.dtype)
+            rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
+            metrics.write_jsonl(folder / "samples.jsonl", rows)
+            curves = [
+                {
+                    "policy": f"version {v}",
+                    "scorer": study["scorer"],
+                    "chosen": curve["temperature"] == study["temperature"],
+                    **curve,
+                }
+                for v, study in self.studies.items()
+                for curve in study.get("curves", ())
+            ]
+            if curves:
+                metrics.write_jsonl(folder / "curves.jsonl", curves)
+            for plot in plots:
+                plot(folder)
+            figures = {str(v): self.evaluate.figures(self.studies, v) for v in self.studies}
+            same = evaluation.comparable(self.studies, self.last)
+            categories = []
+            if self.first in same:
+                categories = metrics.regressions(same[self.first], same[self.last])
+                metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
+            run.show_samples([row for row in rows if row["version"] == self.last])
+            write_json(
+                folder / "summary.json",
+                {**summary, "steps": self.step, "versions": figures, "categories": categories},
+            )  # last
+            models.report_export(folder / "model", self.args.model, self.args.seed)
+        dist.barrier()
 
 
-def score(pool, scorer, prompts, args, device):
-    """Score, with the current scorer, the rows that another one scored or none has: scores of different
-    reward models cannot be compared. The file is replaced whole."""
-    by_key = {prompt.key: prompt for prompt in prompts}
-    old = [r for r in pool if r["scorer"] != scorer.version and key_of(r) in by_key]
-    if not old:
-        return
-    n_before = sum(r["scorer"] is not None for r in old)
-    if n_before and dist.is_main():
-        print(f"pool: {n_before:,} responses that another scorer scored are scored again")
-    pairs = [
-        (by_key[key_of(r)], generate.Response(r["response_ids"], r["response"], r["finished"])) for r in old
-    ]
-    for row, x in zip(old, scorers.score(scorer, pairs, args.score_batch_size, device)):
-        row |= {"score": x, "scorer": scorer.version}
-    write(f"{args.output_dir}/pool.jsonl", pool)
-
-
-# -- versions: versions/N is a model, versions/N.json what it was found to do -------------------------
-def load(name, tokenizer, args, device, gradient_checkpointing=False):
-    """A policy, sharded, after what was loaded before is gone."""
-    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-    return dist.shard(models.load_policy(name, tokenizer, gradient_checkpointing, args.seed), device)
-
-
-def versions_of(args, state) -> tuple[dict[int, dict], list[int]]:
+def versions_of(run) -> tuple[dict[int, dict], list[int]]:
     """({version: its .json} of a run that is gone on with, the versions that are there as models), as rank 0
     sees them."""
-    folder, studies, made = Path(args.output_dir, "versions"), [], []
-    for path in folder.glob("*") if state == "resume" and dist.is_main() else ():
+    studies, made = [], []
+    for path in (run.folder / "versions").glob("*") if run.resumed and dist.is_main() else ():
         if path.suffix == ".json" and path.stem.isdigit():
             studies.append((int(path.stem), json.loads(path.read_text())))
         elif path.name.isdigit():
@@ -145,13 +326,13 @@ def versions_of(args, state) -> tuple[dict[int, dict], list[int]]:
     return dict(sorted(dist.gather(studies))), sorted(dist.gather(made))
 
 
-def resume_log(args, studies, made, loss):
+def resume_log(run, studies, made, loss):
     """(metrics log without the rows of what has to be done again, optimiser steps taken before the iteration
     to go on with). loss: the key that a row of an optimiser step has; of an iteration that was skipped there
     is the row of its pool alone."""
     newest = max([*studies, *made], default=-1)
-    saved = dist.checkpoint_state(f"{args.output_dir}/checkpoint")
-    rows, keep, step = metrics.read_jsonl(f"{args.output_dir}/metrics.jsonl") if dist.is_main() else [], 0, 0
+    saved = dist.checkpoint_state(run.checkpoint)
+    rows, keep, step = metrics.read_jsonl(run.folder / "metrics.jsonl") if dist.is_main() else [], 0, 0
     if saved and saved["iteration"] == newest + 1:
         keep, step = saved["logged_rows"], saved["first_step"]
     elif newest in studies:
@@ -159,13 +340,7 @@ def resume_log(args, studies, made, loss):
     elif made:  # trained and written, but not studied
         kept = [(i + 1, r["step"]) for i, r in enumerate(rows) if r.keys() & {loss, "pool/score"}]
         keep, step = dist.gather(kept)[-1]
-    return metrics.Metrics(args.output_dir, keep_rows=keep), step
-
-
-def comparable(studies, version) -> dict:
-    """{version: its samples} of those that one scorer scored, for --resume may bring another."""
-    scorer = studies[version].get("scorer")
-    return {v: found["samples"] for v, found in studies.items() if found.get("scorer") == scorer}
+    return metrics.Metrics(run.folder, keep_rows=keep), step
 
 
 def save_last(args, version, dtype):

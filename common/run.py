@@ -41,7 +41,7 @@ BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one 
 
 LIMITS = (  # what a number may be, and the arguments of any script that it holds for
     ("1 or more", lambda x: x >= 1, "batch_size micro_batch_size max_steps max_new_tokens slots"),
-    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt prompts_per_iteration n_samples offline_pairs"),
+    ("1 or more", lambda x: x >= 1, "max_pairs_per_prompt prompts_per_iteration offline_pairs"),
     ("1 or more", lambda x: x >= 1, "chains max_rows chunk_rows"),
     ("1 or more", lambda x: x >= 1, "score_batch_size chunk_prompts ptx_batch_size rehearsal_batch_size"),
     ("2 or more", lambda x: x >= 2, "max_length"),
@@ -53,7 +53,7 @@ LIMITS = (  # what a number may be, and the arguments of any script that it hold
     ("0 or more", lambda x: x >= 0, "lr min_warmup_steps weight_decay max_grad_norm eval_every save_every"),
     ("0 or more", lambda x: x >= 0, "temperature sample_prompts length_prompts min_score_gap n_others"),
     ("0 or more", lambda x: x >= 0, "expected_reward_samples sweep_prompts eval_prompts length_penalty"),
-    ("0 or more", lambda x: x >= 0, "iterations"),
+    ("0 or more", lambda x: x >= 0, "iterations n_samples"),
     ("0 to 1", lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
 )
 
@@ -395,13 +395,14 @@ class Run:
         and only then, the checkpoint that --save-every asks for is written."""
         self.total, self.bar = total, progress(total, self.state["step"], self.stage)
         while self.state["step"] < total:
-            self.began, self.laps = time.time(), {}
+            self.begin_round()
             yield self.state["step"] + 1
             self.state["step"] += 1
             self.bar.update()
             if self.args.save_every and self.state["step"] % self.args.save_every == 0:
                 state = {**self.state, "logged_rows": self.metrics.n_rows}
-                dist.save_checkpoint(self.checkpoint, self.state["step"], self.modules, state)
+                number = self.state.get("first_step", 0) + self.state["step"]
+                dist.save_checkpoint(self.checkpoint, number, self.modules, state)
         self.bar.close()
 
     @property
@@ -411,6 +412,9 @@ class Run:
     def where(self, error: NotFinite) -> InputError:
         """The error with the step at which it came, and what is left."""
         return InputError(f"step {self.state['step'] + 1}: {error}; {self.last_checkpoint}")
+
+    def begin_round(self):
+        self.began, self.laps = time.time(), {}
 
     def due(self, every: int) -> bool:
         """Whether this round of `steps` is one of every so many; the last one is not, for what follows it."""
@@ -474,11 +478,15 @@ class Run:
         if wrong:
             raise InputError(f"{', '.join(wrong)} after step {step}: no export; lower --lr")
 
-    def show(self, before: dict, after: dict, shown, samples: list[dict]):
-        """At most 15 lines that a person wants to read; the rest is in summary.json."""
+    def show_samples(self, samples: list[dict]):
+        """Three of them, a line each."""
         for sample in [sample for sample in samples if "response" in sample][-3:]:
             gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
             print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
+
+    def show(self, before: dict, after: dict, shown, samples: list[dict]):
+        """At most 15 lines that a person wants to read; the rest is in summary.json."""
+        self.show_samples(samples)
         for key in shown:
             if key in after:
                 first = f"{before[key]:.4g} -> " if key in before else ""

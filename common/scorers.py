@@ -78,6 +78,15 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     return for_tokens(scorer, tokenizer)
 
 
+def load_oracle(args, tokenizer, device, pairwise=False) -> Scorer:
+    """--scorer, for a policy with this tokenizer: load_scorer, with what a user should know of it."""
+    scorer = load_scorer(args.scorer, tokenizer, device, pairwise)
+    if not scorer.same_tokens and dist.is_main():
+        print(f"{args.scorer} has other tokens or another chat template: it scores the text")
+    check_room(scorer, args.max_length)
+    return scorer
+
+
 def check_room(scorer, max_length):
     """InputError if the scorer has fewer positions than the max_length tokens of a prompt and its response.
     (One with other tokens, or one that reads two responses at once, can tell only when it encodes them.)"""
