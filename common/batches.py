@@ -7,6 +7,7 @@ Several such trees share a row while there is room."""
 
 import itertools
 import json
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,13 @@ def prompt_key(messages: list[dict]) -> str:
 def turns_key(turns: list[dict]) -> str:
     """The same of a prompt alone."""
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
+
+
+def a_part(prompts, n):
+    """n of some prompts or comparisons, by the hash of their text and in their order: a sample of all of a mixture or of a
+    file that is sorted, where the first n would be of one kind."""
+    chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
+    return [prompts[i] for i in sorted(chosen)]
 
 
 def n_tokens(block: list[Document]) -> int:

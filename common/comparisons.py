@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from common import data, dist, metrics, models
-from common.batches import Comparison, Document, labelled_pairs, prompt_key
+from common.batches import Comparison, Document, a_part, labelled_pairs, prompt_key
 from common.errors import InputError
 
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
@@ -97,6 +97,32 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison], lis
     table = statistics(sides[0]) + statistics(sides[1], " (held out)")
     metrics.print_table(table)
     return *sides, table
+
+
+def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comparison]]:
+    """(training, held-out) pairs of --offline-data; of a ranking, the best against the worst. No prompt of
+    the held-out prompts is trained on."""
+    if not args.offline_data:
+        return [], []
+    train = load(args.offline_data, "train", tokenizer, args.max_length)
+    if data.is_tiny(args.offline_data):
+        judged = load(args.offline_data, "test", tokenizer, args.max_length)
+    else:
+        train, judged = data.hold_out(train)
+    train = data.without_prompts_of(train, held_out, args.offline_data)
+    sides = [[two_of(c) for c in side] for side in (train, judged)]
+    data.check_same(args.offline_data, tuple(fingerprint(side) for side in sides))
+    return a_part(sides[0], args.offline_pairs), a_part(sides[1], 500)
+
+
+def two_of(c) -> Comparison:
+    """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
+    if len(c.texts) == 2:
+        return c
+    best, worst = (int(i) for i in (c.ranks.argmin(), c.ranks.argmax()))
+    texts, ids = ([some[best], some[worst]] for some in (c.texts, c.response_ids))
+    grades, kept = c.grades and [c.grades[best], c.grades[worst]], (c.kept[best], c.kept[worst])
+    return c._replace(texts=texts, response_ids=ids, ranks=torch.tensor([0, 1]), grades=grades, kept=kept)
 
 
 def _comparison(row, tokenizer, max_length, min_score_gap):

@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 
 from common import data, dist, evaluation, generate, metrics, models, pool, scorers
+from common.batches import a_part
 from common.errors import InputError
 from common.run import check_flags, find_run, launch, start_run, write_json
 
@@ -153,7 +154,7 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     order = [prompt.key for prompt in loaded[0][1] if prompt.key in common]
     for name, prompts in of_policy.items():
         by_key = {prompt.key: prompt for prompt in prompts}
-        of_policy[name] = generate.a_part([by_key[key] for key in order], args.eval_prompts)
+        of_policy[name] = a_part([by_key[key] for key in order], args.eval_prompts)
     return of_policy
 
 

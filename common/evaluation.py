@@ -8,6 +8,7 @@ import torch
 
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
 from common.batches import (
+    a_part,
     labelled_pairs,
     make_blocks,
     of_each_comparison,
@@ -99,7 +100,7 @@ class HeldOutPrompts:
     reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
-        self.prompts = generate.a_part(prompts, args.eval_prompts)
+        self.prompts = a_part(prompts, args.eval_prompts)
         self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
         self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
@@ -393,8 +394,8 @@ class Sweep:
 
     def __init__(self, held_out, scorer, tokenizer, args):
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
-        self.prompts = generate.a_part(held_out, args.eval_prompts)
-        self.swept = generate.a_part(held_out, args.sweep_prompts) if args.n_samples else []
+        self.prompts = a_part(held_out, args.eval_prompts)
+        self.swept = a_part(held_out, args.sweep_prompts) if args.n_samples else []
         self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
 
     def fingerprint(self) -> list:
@@ -474,6 +475,88 @@ class Sweep:
         )
 
 
+class Answers:
+    """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each held-out
+    prompt, "pairs": what `of_pairs`(policy) says of held-out pairs, "scorer": its version}. A pairwise oracle's
+    score is the probability that a response beats version 0's."""
+
+    def __init__(self, held_out, scorer, tokenizer, args):
+        self.prompts = a_part(held_out, args.eval_prompts)
+        self.scorer, self.tokenizer, self.args, self.of_pairs = scorer, tokenizer, args, None
+        self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
+
+    def fingerprint(self) -> list:
+        return [prompt.key for prompt in self.prompts]
+
+    def __call__(self, policy, version, studies) -> dict:
+        figures = self.of_pairs(policy)
+        samples = self.answer(policy, version, studies) if self.prompts else []
+        return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
+
+    def answer(self, policy, version, studies) -> list[dict]:
+        args = self.args
+        pairs = generate.sample_pairs(
+            policy,
+            self.tokenizer,
+            self.prompts,
+            max_new_tokens=args.max_new_tokens,
+            slots=args.slots,
+            seed=dist.seed_of(args.seed, "eval"),
+        )
+        first = studies[0]["samples"] if version else None
+        scores = self.scores(pairs, first, policy.device)
+        documents = generate.documents(pairs)
+        logprobs = first_logprobs = models.seq_logprobs(policy, documents, args.score_batch_size)
+        if version:
+            first_policy = load_policy(args.model, self.tokenizer, args, policy.device)
+            first_logprobs = models.seq_logprobs(first_policy, documents, args.score_batch_size)
+            first_policy = None
+            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+        return [
+            describe_sample(
+                prompt.turns,
+                response,
+                self.true_reward,
+                category=prompt.category,
+                score=score,
+                kl=logprob - first_logprob,  # k1, of a whole response
+            )
+            for (prompt, response), score, logprob, first_logprob in zip(
+                pairs, scores, logprobs, first_logprobs
+            )
+        ]
+
+    def scores(self, pairs, first, device) -> list[float]:
+        if not self.scorer.pairwise:
+            return scorers.score(self.scorer, pairs, self.args.score_batch_size, device)
+        if first is None:
+            return [0.5] * len(pairs)
+        games = []
+        for (prompt, response), row in zip(pairs, first):
+            opponent = generate.Response([], row["response"], row["finished"])
+            games += [(prompt, response), (prompt, opponent)]
+        return scorers.score(self.scorer, games, self.args.score_batch_size, device)[::2]
+
+    def figures(self, studies, version) -> dict[str, float]:
+        """Means of a version's samples, its figures on the held-out pairs, and its samples against those of the
+        first version and of the one before."""
+        samples = studies[version]["samples"]
+        figures = {**studies[version]["pairs"], **metrics.means(samples, FIGURES)}
+        same = comparable(studies, version)
+        if version and samples and 0 in same:
+            tie_margin = (
+                0.1 if self.scorer.pairwise else None
+            )  # around 1/2; None: by the spread of the scores
+            figures.update(metrics.against(same[0], samples, tie_margin, "sft/"))
+        if version > 1:
+            figures.update(gains_over(studies, version, {"before": version - 1}))
+        return figures
+
+    def line(self, studies, version) -> str:
+        keys = ("eval/score", "gold/score", "eval/kl", "sft/score_win", "pairs/accuracy")
+        return one_line(self.figures(studies, version), keys)
+
+
 def one_line(figures, keys) -> str:
     """The figures of a version that a person wants to see, those over the version before with their interval."""
     shown = [f"{key} {figures[key]:.3g}" for key in keys if key in figures]
@@ -498,4 +581,26 @@ def selection_figures(rows, selected, iteration) -> dict[str, float]:
     if selected:
         figures["pool/selected_score"] = sum(row["score"] for row in selected) / len(selected)
         figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
+    return figures
+
+
+def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
+    """Of an iteration's responses, and of the pairs made of them."""
+    new, by_prompt = [row for row in rows if row["iteration"] == iteration], {}
+    for row in new:
+        by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
+    figures = {
+        "pool/responses": len(new),
+        "pool/score": sum(row["score"] for row in new) / len(new),
+        "pool/best": sum(max(scores) for scores in by_prompt.values()) / len(by_prompt),
+        "pool/worst": sum(min(scores) for scores in by_prompt.values()) / len(by_prompt),
+        "pool/finished": sum(row["finished"] for row in new) / len(new),
+        "pool/length": sum(len(row["response_ids"]) for row in new) / len(new),
+        "pool/characters": sum(len(row["response"]) for row in new) / len(new),
+        "pairs/kept": len(pairs),
+        **{f"pairs/{reason}": n for reason, n in dropped.items()},
+    }
+    for i, side in enumerate(("chosen", "rejected")) if pairs else ():
+        figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
     return figures

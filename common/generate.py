@@ -2,7 +2,6 @@
 
 import collections
 import math
-import zlib
 from typing import NamedTuple
 
 import torch
@@ -78,13 +77,6 @@ def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
         order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
         tail = set(order[len(order) - len(order) % n :])
     return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
-
-
-def a_part(prompts, n) -> list[Prompt]:
-    """n of the prompts, by the hash of their text and in their order: a sample of all of a mixture or of a
-    file that is sorted, where the first n would be of one kind."""
-    chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
-    return [prompts[i] for i in sorted(chosen)]
 
 
 def prompt_turns(row: dict) -> list[dict]:
@@ -181,10 +173,11 @@ def documents(pairs) -> list[Document]:
     return [document(*pair)._replace(number=i) for i, pair in enumerate(pairs)]
 
 
-def check_policy(name, tokenizer, args):
-    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and can
-    be sampled."""
+def check_policy(name, tokenizer, args, sampled=True):
+    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if it
+    will be sampled, can be."""
     own = name == args.model  # whose vocabulary is its own
     models.check_causal_lm(name, None if own else tokenizer, args.chat_template)
     models.check_room(args.max_length, name)
-    check_sampled(name)
+    if sampled:
+        check_sampled(name)

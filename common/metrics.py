@@ -196,9 +196,13 @@ def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"
     return save(drawing, Path(folder) / name)
 
 
-def plot_lengths(folder, policies: dict[str, list[dict]]):
+def plot_lengths(folder, policies: dict[str, list[dict]] | None = None):
     """Draw `folder`/length.png: the score against the tokens of every held-out response of some policies
-    {name: rows with `tokens` and `score`}."""
+    {name: rows with `tokens` and `score`}; None: of the first and the last version in samples.jsonl."""
+    if policies is None:
+        versions = samples_by(folder, "version")
+        ends = dict.fromkeys([*list(versions)[:1], *list(versions)[-1:]])
+        policies = {f"version {version}": versions[version] for version in ends}
     if not policies:
         return None
     drawing, (axis,) = figure()

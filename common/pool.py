@@ -10,7 +10,9 @@ are appended chunk by chunk, as they are sampled:
 """
 
 import collections
+import contextlib
 import gc
+import hashlib
 import json
 import math
 import os
@@ -186,6 +188,75 @@ class Pool:
         for row, score in zip(old, scorers.score(scorer, pairs, self.args.score_batch_size, self.device)):
             row["score"], row["scorer"] = score, scorer.version
         self.write()
+
+
+# -- pairs and their reference -------------------------------------------------------------------------
+class References:
+    """log pi_0 of both responses of pairs, computed once for each pair and kept in reference.json by the model
+    and by the pair's ids, which tell data and chat template."""
+
+    def __init__(self, run, tokenizer, pair_logprobs):
+        """pair_logprobs: (model, pairs, args) -> a (2,) for each pair, on every rank."""
+        self.run, self.args, self.tokenizer, self.pair_logprobs = run, run.args, tokenizer, pair_logprobs
+        self.path, kept = run.folder / "reference.json", {}
+        if dist.is_main() and self.path.exists():
+            with contextlib.suppress(ValueError):  # of a file that something else wrote
+                kept = json.loads(self.path.read_text())
+        self.kept = dist.gather([kept if isinstance(kept, dict) else {}])[0]  # rank 0's
+
+    def add(self, pairs, name: str) -> list:
+        """The pairs with their log probabilities under the model of this name, which is loaded only if one is
+        missing, and freed."""
+        args = self.args
+        if not pairs:
+            return []
+        seed = args.seed if name == "tiny" else None  # its weights are a function of it
+        version = scorers.version_of(name, [models.identity(name), seed, args.share_prompt])
+        if self.kept and version not in self.kept and args.reference != "last":
+            if dist.is_main():
+                print(f"{self.path} is of another reference: its pairs are computed anew")
+            self.kept = {}
+        logprobs, keys = self.kept.setdefault(version, {}), [pair_key(pair) for pair in pairs]
+        missing = {key: pair for key, pair in zip(keys, pairs) if key not in logprobs}
+        if missing:
+            gc.collect()
+            model = models.load_policy(name, self.tokenizer, seed=args.seed)
+            model = dist.shard(model.requires_grad_(False), self.run.device)
+            results = self.pair_logprobs(model, list(missing.values()), args)
+            logprobs.update((key, pair.tolist()) for key, pair in zip(missing, results))
+            model = None
+            gc.collect()  # now, not when the optimiser has taken its place already
+            if dist.is_main():
+                write_json(self.path, self.kept)
+        return [pair._replace(ref_logprobs=torch.tensor(logprobs[key])) for key, pair in zip(keys, pairs)]
+
+    def write_pairs(self, pairs, iteration):
+        """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
+        read; those of the iterations before stay."""
+        if not dist.is_main():
+            return
+        path = self.run.folder / "pairs.jsonl"
+        rows = [row for row in metrics.read_jsonl(path) if row["iteration"] < iteration]
+        for pair in pairs:
+            row = {
+                "prompt": pair.prompt,
+                "chosen": pair.texts[0],
+                "rejected": pair.texts[1],
+                "iteration": iteration,
+                "source": pair.source,
+                "category": pair.category,
+            }
+            if pair.grades:
+                row["chosen_score"], row["rejected_score"] = pair.grades
+            if pair.preference is not None:
+                row["preference"] = pair.preference
+            rows.append(row)
+        metrics.write_jsonl(path, rows)
+
+
+def pair_key(pair) -> str:
+    ids = [ids.tolist() for ids in (pair.prompt_ids, *pair.response_ids)]
+    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=12).hexdigest()
 
 
 # -- the versions -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from common import dist, generate, metrics, models, scorers
-from common.batches import collate
+from common.batches import a_part, collate
 from common.errors import InputError
 from common.run import check_flags, launch
 
@@ -169,7 +169,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     room = args.max_length - args.max_new_tokens
     prompts = generate.load_prompts(args.dataset, "train", tokenizer, room)
-    prompts = generate.a_part(prompts, args.max_prompts)
+    prompts = a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device)

@@ -31,6 +31,7 @@ from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import evaluate, generate, metrics, pairwise, pool, scorers, tiny
+from common.batches import a_part
 from common.errors import InputError
 from common.metrics import read_jsonl
 from common.run import launch, parse
@@ -633,7 +634,7 @@ def test_policies_with_other_tokens_get_the_same_prompts_in_their_own(tmp_path):
     )
     assert all(len(b.ids) == len(a.ids) + 2 for a, b in zip(found["x"], found["wordy"]))
     part = read_prompts(path, tokenizers, eval_prompts=4)
-    assert keys(part["x"]) == keys(part["wordy"]) == keys(generate.a_part(found["x"], 4))
+    assert keys(part["x"]) == keys(part["wordy"]) == keys(a_part(found["x"], 4))
     # What one of them cannot read, for it is too long, nobody is asked
     longest = max(len(p.ids) for p in found["x"])
     fewer = read_prompts(path, tokenizers, max_length=longest + 1 + 6)
