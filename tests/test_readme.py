@@ -1,4 +1,5 @@
-"""README.md says what is so: its commands are understood, its lines of code and its files are there."""
+"""README.md and docs/ say what is so: their commands are understood; their links, files, lines of code, metrics and
+pictures are there."""
 
 import importlib
 import re
@@ -10,29 +11,30 @@ import tyro
 
 from common.run import parse
 
-README = (processes.ROOT / "README.md").read_text()
-CODE = re.findall(r"^```bash\n(.*?)^```", README, re.M | re.S)
+ROOT = processes.ROOT
+PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {path: path.read_text("utf-8") for path in PATHS}
+PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for path, text in PAGES.items()}
+README, TEXT = PAGES[PATHS[0]], "\n".join(PAGES.values())
+LINK = re.compile(r"(!?)\[[^]]+\]\(([^)\s]+)\)")
+LINKS = [(path, picture, target) for path in PATHS for picture, target in LINK.findall(PROSE[path])]
 
 
 def commands():
-    """(module, arguments) of every python or torchrun command of the bash blocks, and of those in the text that have
-    flags."""
-    lines = [line for block in CODE for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"`((?:python|torchrun) [^`]* --[^`]*)`", README)
+    """(module, *arguments) of every python or torchrun command of the bash blocks, and of those in the text that
+    have flags."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.M | re.S)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`((?:python|torchrun)\s[^`]*\s--[^`]*)`", "\n".join(PROSE.values()))
     for line in lines:
-        for command in shlex.split(line, comments=True) and line.split("#")[0].split(" && "):
+        for command in line.split("#")[0].split(" && "):
             words = shlex.split(command)
-            places = [i for i, word in enumerate(words) if re.fullmatch(r"(\w+\.py|common\.\w+)", word)]
-            rest = [word for word in words[places[0] + 1 :] if word != "..."] if places else []
-            general = {"TASK", "--help"} & set(rest) or rest and rest[-1] == "--dataset"  # for any script
-            if places and words[0] in ("python", "torchrun", "srun") and not general:
-                yield words[places[0]].removesuffix(".py"), rest
+            places = [i for i, word in enumerate(words) if re.fullmatch(r"\w+\.py|common\.\w+", word)]
+            if places and words[0] in ("python", "torchrun", "srun") and words[-1] != "--help":
+                yield words[places[0]].removesuffix(".py"), *words[places[0] + 1 :]
 
 
-COMMANDS = sorted({(module, *arguments) for module, arguments in commands()})
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", sorted(set(commands())), ids=" ".join)
 def test_a_command_is_understood(command):
     module = importlib.import_module(command[0])
     if hasattr(module, "RECIPES"):
@@ -41,48 +43,75 @@ def test_a_command_is_understood(command):
         tyro.cli(module.Args, args=command[1:])
 
 
-def test_all_scripts_and_tools_are_among_the_commands():
-    wanted = {
-        *processes.SCRIPTS,
-        "common.ai_feedback",
-        "common.evaluate",
-        "common.sampler",
-        "common.rehearsal",
-    }
-    assert wanted <= {command[0] for command in COMMANDS}
+def test_all_scripts_and_programs_are_among_the_commands():
+    programs = {f"common.{name}" for name in "ai_feedback evaluate rehearsal sampler train_pairwise".split()}
+    assert {*processes.SCRIPTS, *programs} <= {command[0] for command in commands()}
 
 
-def test_the_lines_beside_the_equations_are_lines_of_losses():
-    squeeze = lambda text: re.sub(r"\s+", "", text)
-    losses = (processes.ROOT / "common" / "losses.py").read_text()
-    table = README.partition("## The math, side by side")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `(\w+)` \| .* \| `(.+)` \|$", table, re.M)
+def test_the_readme_is_short_and_has_the_one_line_that_tests():
+    lines = README.splitlines()
+    tests = [line for line in lines if "-m pytest" in line]
+    assert len(tests) == 1 and tests[0].startswith("python3 -m venv")  # it makes all it needs
+    assert len(lines) < 250 and not [line for line in lines if len(line) > 110 and line not in tests]
+
+
+def test_cells_of_tables_are_short():
+    cells = [cell for line in TEXT.splitlines() if line.startswith("| ") for cell in line.split(" | ")]
+    assert len(cells) > 500 and not [cell for cell in cells if len(cell.split()) > 25]
+
+
+def test_links_lead_somewhere_and_every_page_is_reached():
+    for page, _, target in LINKS:
+        path, _, anchor = target.partition("#")
+        path = (page.parent / path).resolve() if path else page
+        assert path.is_file(), f"{page.name}: {target}"
+        headings = re.findall(r"^#+ (.+)$", PROSE.get(path, ""), re.M)
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in anchors, f"{page.name}: {target}"
+    assert set(PATHS[1:]) <= {ROOT / target for page, _, target in LINKS if page == PATHS[0]}
+
+
+def test_the_lines_below_the_equations_are_lines_of_losses():
+    losses = (ROOT / "common" / "losses.py").read_text()
+    block = README.partition("## The math, side by side")[2].partition("```\n")[2].partition("```")[0]
+    rows = re.findall(r"^(\w+) .*\n {22}(.+)$", block, re.M)
     assert len(rows) == 13
     for name, line in rows:
         body = losses.partition(f"\ndef {name}(")[2].partition("\ndef ")[0]
-        assert squeeze(line.replace("\\|", "|")) in squeeze(body), name
+        assert re.sub(r"\s+", "", line) in re.sub(r"\s+", "", body), name
+
+
+def test_metrics_that_are_named_are_logged():
+    """The code has each name, or its beginning (eval/ece of eval/ece_low), or its group and its words."""
+    code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("*.py")])
+    quoted, words = set(re.findall(r'"([^"{]*)["{]', code)), set(re.findall(r"[a-z]+", code))
+    tables = PAGES[ROOT / "docs" / "runs.md"].partition("## Reading metrics")[2]
+    cells = re.findall(r"^\| (`.*?) \| ", tables, re.M)
+    names = {name for cell in cells for name in re.findall(r"`([\w-]+/[a-z_]+)`", cell)}
+    assert len(names) > 80
+    for name in names:
+        group, _, rest = name.partition("/")
+        composed = {group, f"{group}/"} & quoted and set(rest.split("_")) <= words
+        assert {name, name.rpartition("_")[0] or name} & quoted or composed, name
 
 
 def test_files_that_are_named_are_there():
-    named = set(re.findall(r"(?:common|tests|docs)/[\w/]+\.\w+", README))
-    missing = {name for name in named if not (processes.ROOT / name).is_file()}
-    assert not missing and len(named) > 30
+    named = set(re.findall(r"(?<![\w/])(?:common|tests|docs)/[\w/]+\.\w+", TEXT))
+    missing = {name for name in named if not (ROOT / name).is_file()}
+    assert not missing and len(named) > 25
 
 
 def test_no_machines_path_or_registry_is_named():
-    for path in processes.ROOT.rglob("*"):
-        if (
-            path.suffix in (".py", ".md", ".sh", ".txt")
-            and ".venv" not in path.parts
-            and "runs" not in path.parts
-        ):
+    for path in ROOT.rglob("*"):
+        ours = not {".venv", "runs"} & set(path.parts)
+        if ours and path.suffix in (".py", ".md", ".sh", ".txt"):
             text = path.read_text(errors="replace")
             assert not re.search(r"(?<![\w.])/(tmp|work|home|root)/\w", text), path
 
 
 def test_every_picture_has_a_run_that_makes_it_and_is_shown(monkeypatch):
-    monkeypatch.syspath_prepend(processes.ROOT / "tests" / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
     made = {f"{name}.png" for name in importlib.import_module("pictures").PICTURES}
-    there = {path.name for path in (processes.ROOT / "docs").iterdir()}
-    assert made == there == set(re.findall(r"!\[[^]]+\]\(docs/(\w+\.png)\)", README))
-    assert all(path.stat().st_size < 100_000 for path in (processes.ROOT / "docs").iterdir())
+    there = {path.name: path.stat().st_size for path in (ROOT / "docs").glob("*.png")}
+    shown = {target.rpartition("/")[2] for _, picture, target in LINKS if picture}
+    assert made == set(there) == shown and max(there.values()) < 100_000
