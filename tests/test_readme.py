@@ -16,6 +16,8 @@ PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path: path.read_text("utf-8") for path in PATHS}
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for path, text in PAGES.items()}
 README, TEXT = PAGES[PATHS[0]], "\n".join(PAGES.values())
+PROGRAMS = {f"common.{name}" for name in "ai_feedback evaluate rehearsal sampler train_pairwise".split()}
+PROGRAMS |= set(processes.SCRIPTS)
 LINK = re.compile(r"(!?)\[[^]]+\]\(([^)\s]+)\)")
 LINKS = [(path, picture, target) for path in PATHS for picture, target in LINK.findall(PROSE[path])]
 
@@ -44,8 +46,14 @@ def test_a_command_is_understood(command):
 
 
 def test_all_scripts_and_programs_are_among_the_commands():
-    programs = {f"common.{name}" for name in "ai_feedback evaluate rehearsal sampler train_pairwise".split()}
-    assert {*processes.SCRIPTS, *programs} <= {command[0] for command in commands()}
+    assert PROGRAMS <= {command[0] for command in commands()}
+
+
+def test_flags_in_the_text_are_those_of_a_program():
+    fields = {name for program in PROGRAMS for name in importlib.import_module(program).Args.__annotations__}
+    flags = re.findall(r"(?<![\w-])--(?:no-)?([a-z][\w-]*)", "\n".join(PROSE.values()))
+    others = {"help", "max_restarts", "only"}  # python's, torchrun's, gpu.py's
+    assert len(flags) > 60 and {flag.replace("-", "_") for flag in flags} <= fields | others
 
 
 def test_the_readme_is_short_and_has_the_one_line_that_tests():

@@ -19,12 +19,18 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
-    "ppo_overoptimisation": ("ppo_weak/frontier.png", "README's ppo.py --output-dir runs/ppo_weak"),
+    "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
-    "hh_scores": ("hh_reward/scores.png", "README's reward.py on HH-RLHF --output-dir runs/hh_reward"),
-    "hh_ppo": ("hh_ppo/metrics.png", "README's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
-    "smollm2_best_of_n": ("smollm2_rs/best_of_n.png", "README's rejection_sampling.py for runs/smollm2_rs"),
+    "hh_scores": (
+        "hh_reward/scores.png",
+        "docs/real_models.md's reward.py on HH-RLHF --output-dir runs/hh_reward",
+    ),
+    "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
+    "smollm2_best_of_n": (
+        "smollm2_rs/best_of_n.png",
+        "docs/real_models.md's rejection_sampling.py for runs/smollm2_rs",
+    ),
 }
 LARGEST = 100_000  # bytes: a repository keeps every version for ever
 
