@@ -23,8 +23,9 @@ from typing import Literal
 
 from common import data, dist, evaluation, metrics, models
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
+from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
-from common.run import Run, check_batch_size, check_flags, launch
+from common.run import Run, launch
 
 
 @dataclass

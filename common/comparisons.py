@@ -7,8 +7,6 @@ import math
 import zlib
 
 import torch
-from tqdm import tqdm
-
 from common import data, dist, metrics, models
 from common.batches import Comparison, Document, a_part, labelled_pairs, prompt_key
 from common.errors import InputError
@@ -27,7 +25,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     dropped, found, per_prompt = collections.defaultdict(list), [], collections.Counter()
     rows = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
     n_rows = len(rows) + sum(map(len, dropped.values()))
-    for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
+    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
         try:
             comparison = _comparison(row, tokenizer, max_length, min_score_gap)
             key = prompt_key(comparison.messages)

@@ -18,9 +18,8 @@ from pathlib import Path
 
 import jinja2
 import torch
-from tqdm import tqdm
 
-from common import dist, tiny
+from common import dist, metrics, tiny
 from common.batches import Document, Row, prompt_key
 from common.errors import InputError
 
@@ -432,7 +431,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
     InputError if nothing is left."""
     documents, dropped, cut = [], collections.defaultdict(list), 0
-    for row in tqdm(rows, desc=f"tokenise {name}", unit="row", leave=False, disable=not dist.is_main()):
+    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=0):
         try:
             messages, all_turns = sft_messages(row.data)
             ids, mask = encode(tokenizer, messages, all_turns)

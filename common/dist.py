@@ -28,7 +28,7 @@ import torch.distributed as td
 import transformers
 from torch import nn
 
-from common.errors import NotFinite
+from common.errors import InputError, NotFinite
 
 LAYOUT = 1  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
@@ -156,14 +156,16 @@ def seed_of(*parts) -> int:
 
 
 def shuffled(n: int, *key) -> list[int]:
-    """0 .. n-1 in an order that these parts of a seed decide, the same on every rank."""
+    """0 .. n-1 in a random order, the same on every rank. key: what seed_of takes."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*key))).tolist()
 
 
 def schedule(step: int, n_steps: int, args) -> float:
-    """Share of --lr at optimiser step `step` of 1 .. n_steps. --warmup-ratio of them, or --min-warmup-steps,
-    rise in a line that begins above 0, for a step with 0 is a step wasted; then --lr-schedule: a cosine or a
-    line to 0, a cosine to a tenth, or constant."""
+    """The learning rate of optimiser step `step` of 1 .. n_steps, as a share of --lr, in (0, 1].
+
+    args: --warmup-ratio of the steps, or --min-warmup-steps if that is more, rise in a line that begins above
+      0, for a step with 0 is a step wasted; then --lr-schedule: a cosine or a line to 0, a cosine to a tenth, or
+      constant."""
     done = step - 1
     warmup = max(math.ceil(args.warmup_ratio * n_steps), getattr(args, "min_warmup_steps", 0))
     if done < warmup:
@@ -219,6 +221,12 @@ def shard(model, device, compute_dtype=None):
     model.compute_dtype = compute_dtype
     model.is_consolidated = False
     return model
+
+
+def is_sharded(model) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
 
 
 def _free_without_gradient(model, method):
@@ -330,15 +338,16 @@ def set_lr(optimizer, lr: float) -> float:
 
 
 def backward(loss):
-    """Add the gradient of this rank's share of a step's loss. The shares add up to the loss, but FSDP takes
-    the mean of the ranks' gradients: so each share is multiplied by the number of ranks."""
+    """Add the gradient of `loss`, a scalar: a micro-batch's share of the step's loss, as one of this rank's. The
+    shares of all micro-batches and ranks add up to the loss, but FSDP takes the mean of the ranks' gradients: so
+    each share is multiplied by the number of ranks."""
     (loss * world_size()).backward()
 
 
 class Sums:
-    """Sums over the micro-batches of a step and then over ranks, by name, of what losses return as metrics: a
-    mean is then one division by the step's count, never a mean of means. A name that ends in _max is a
-    largest value."""
+    """The metrics that losses return, scalars by name, summed over the micro-batches of a step and then over
+    ranks: a mean is one division by the step's count, never a mean of means. Of a name that ends in _max the
+    largest value is kept instead."""
 
     def __init__(self, *names):
         """names: those that a rank without a share does not come by."""
@@ -349,19 +358,22 @@ class Sums:
             self.values.setdefault(prefix + name, []).append(torch.as_tensor(value).detach())
 
     def over_ranks(self) -> dict[str, float]:
-        """In fp64, the same on every rank; every rank must call it, with the same names."""
-        host = {name: [float(x) for x in values] for name, values in self.values.items()}
-        summed = [name for name in host if not name.endswith("_max")]
-        totals = dict(zip(summed, all_sum(*(sum(host[name]) for name in summed))))
-        for name in host.keys() - totals.keys():
-            totals[name] = max(gather([max(host[name])]))
+        """{name: total} in fp64, the same on every rank. Every rank must call it, with the same names in the
+        same order."""
+        values = {name: [float(x) for x in micro_batches] for name, micro_batches in self.values.items()}
+        names = [name for name in values if not name.endswith("_max")]
+        totals = dict(zip(names, all_sum(*(sum(values[name]) for name in names))))
+        for name in values:
+            if name.endswith("_max"):
+                totals[name] = max(gather(values[name]))
         return totals
 
 
 def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:
-    """Clip each model's gradients to a global norm of at most max_norm (0: leave them), step, and forget the
-    gradients. Returns the norms before clipping, over all ranks. Where one of them or `loss` (over all ranks)
-    is not finite, no model moves: NotFinite."""
+    """Clip each model's gradients to a norm of at most max_norm (0: leave them), step, and forget the gradients.
+
+    loss: of the step, over all ranks. Returns each model's gradient norm over all its weights and ranks, before
+      clipping. Where one of them or the loss is not finite, no model moves: NotFinite, on every rank."""
     norms = [clip_grad_norm(model, max_norm) for model in models]
     finite = all(map(math.isfinite, [loss, *norms]))
     for optimizer in optimizers:
@@ -477,7 +489,9 @@ def _read_state(root):
     folder = root / (root / "latest").read_text().strip()
     state = json.loads((folder / "state.json").read_text())
     if state.pop("layout", None) != LAYOUT:
-        raise OSError(f"{folder} is of another version of these scripts: go on with that one, or --overwrite")
+        raise InputError(
+            f"{folder} is of another version of these scripts: go on with that one, or --overwrite"
+        )
     return folder, state
 
 
@@ -536,7 +550,7 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    barrier()
+    patient_barrier()  # a large model takes rank 0 longer to write than a collective may last
 
 
 def _plain_class(model) -> type[nn.Module]:

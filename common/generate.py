@@ -5,9 +5,8 @@ import math
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 
-from common import data, dist, models, sampler
+from common import data, dist, metrics, models, sampler
 from common.batches import Document, Row, turns_key
 from common.errors import InputError
 from common.sampler import sample
@@ -38,7 +37,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
     `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
     rows, dropped, found = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
-    for row in tqdm(rows, desc=f"tokenise {spec}", unit="row", leave=False, disable=not dist.is_main()):
+    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
         try:
             turns = prompt_turns(row.data)
             if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
@@ -134,10 +133,10 @@ def sample_responses(
     call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among
     ranks, which decode in their own time. seed: an integer for this call; ranks draw differently."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
-    with dist.consolidated(model):
+    with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=0) as progress:
         found = my_responses(
             model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
-            temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=dist.is_main(),
+            temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=progress,
         )  # fmt: skip
     of_prompt = [[] for _ in prompts]
     for i, response in dist.gather([(mine[b // n], response) for b, response in enumerate(found)]):

@@ -1,13 +1,15 @@
-"""metrics.jsonl, progress bars and plots. Every key is defined by a formula in the README."""
+"""Files of rows, what is printed, plots, and measures. Every key is defined by a formula in the README."""
 
 import json
 import math
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from common import dist
 
@@ -66,13 +68,79 @@ def append_jsonl(path, rows: list[dict]):
         os.fsync(file.fileno())
 
 
-def progress(total: int, start: int, name: str):
-    """A tqdm bar over steps on rank 0 and a silent one elsewhere; show at most three figures with
-    `set_postfix`."""
-    from tqdm import tqdm
+def read_json(path):
+    """The content of a .json file; {} if there is none, or none that can be read."""
+    try:
+        return json.loads(Path(path).read_text())
+    except (OSError, ValueError):
+        return {}
 
-    silent = not dist.is_main()
-    return tqdm(total=total, initial=start, desc=name, unit="step", disable=silent, dynamic_ncols=True)
+
+def write_json(path, value):
+    """Write `value` to `path` so that it is there whole or not at all."""
+    temporary = Path(f"{path}.tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+# -- what is printed -------------------------------------------------------------------------------
+def progress(total: int, start: int, name: str, rows=None, lines: int = 20):
+    """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
+    Where stderr is no terminal, plain lines in its place: about `lines` of them, and one at least a minute.
+    lines=0: what is done within a minute leaves no trace. Show at most three figures with `set_postfix`."""
+    if dist.is_main() and not sys.stderr.isatty():
+        return Lines(total, start, name, rows, lines)
+    unit, silent = "step" if lines else "row", not dist.is_main()
+    options = {"unit": unit, "leave": lines > 0, "disable": silent, "dynamic_ncols": True}
+    return tqdm(rows, total=total, initial=start, desc=name, **options)
+
+
+class Lines:
+    """A tqdm bar for log files."""
+
+    def __init__(self, total, start, name, rows, lines):
+        self.total, self.n, self.name, self.rows, self.figures = total, start, name, rows, {}
+        self.every = max(1, math.ceil(total / lines)) if lines else math.inf
+        self.begun = self.last = time.time()
+
+    def update(self, n=1):
+        before, self.n, now = self.n, self.n + n, time.time()
+        full = self.every < math.inf and (self.n // self.every > before // self.every or self.n == self.total)
+        if full or now - self.last >= 60:
+            self.last = now
+            figures = "".join(f", {key} {value}" for key, value in self.figures.items())
+            seconds = f"{now - self.begun:.0f} s"
+            print(
+                f"{self.name}: {self.n:,} of {self.total:,} ({seconds}){figures}", file=sys.stderr, flush=True
+            )
+
+    def set_postfix(self, figures=(), refresh=True, **more):
+        self.figures = {**dict(figures), **more}
+
+    def __iter__(self):
+        for row in self.rows:
+            yield row
+            self.update()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        pass
+
+
+def print_results(before: dict, after: dict, shown, samples: list[dict]):
+    """Three samples, and the figures `shown` before -> after: what a person wants to read, the rest is in the
+    run's summary.json."""
+    for sample in [sample for sample in samples if "response" in sample][-3:]:
+        gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
+        print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
+    for key in [key for key in shown if key in after]:
+        first = f"{before[key]:.4g} -> " if key in before else ""
+        print(f"{key}: {first}{after[key]:.4g}")
 
 
 def say_if_worse(before: dict, after: dict):

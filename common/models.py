@@ -581,11 +581,11 @@ def mean_nll(model, blocks, micro_batch_size) -> float:
 
 
 def _computing(model, input_ids):
-    """bf16 autocast on one GPU. Sharded models cast by FSDP's own policy."""
+    """Autocast to the compute dtype, bf16 on a GPU. A model that FSDP shards has FSDP cast."""
     dtype = getattr(model, "compute_dtype", torch.float32)
     if dtype == torch.float16 and torch.is_grad_enabled():
         raise InputError("training in fp16 needs a loss scaler, which is not here: bf16 or fp32")
-    enabled = dist.world_size() == 1 and dtype != torch.float32
+    enabled = dtype != torch.float32 and not dist.is_sharded(model)
     return torch.autocast(input_ids.device.type, dtype, enabled=enabled)
 
 

@@ -1,5 +1,5 @@
 """Sample from any transformers causal LM with full attention, with a KV cache whose rows differ in length.
-Needs torch, transformers and tqdm: copy this file anywhere. It also talks, in a terminal:
+Needs torch and transformers: copy this file anywhere. It also talks, in a terminal:
 
     python -m common.sampler --model DIR --prompt "..."
 
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
@@ -47,7 +46,7 @@ class Rollout(NamedTuple):
 @torch.no_grad()
 def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
-    temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=False,
+    temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=None,
 ):  # fmt: skip
     """Draw n responses to each prompt. Returns a Rollout on the model's device.
 
@@ -60,7 +59,7 @@ def sample(
     slots: rows that decode together; memory grows with slots * (longest prompt + max_new_tokens).
     seed: of a generator of this call's own; None: torch's global generator. What a row draws depends on the
       rows beside it: the same call gives the same responses, another number of slots gives others.
-    progress: True shows a bar.
+    progress: a tqdm bar, or another object with its update and set_postfix, that counts finished responses.
     Raises ValueError for unusable arguments, for models whose attention is not full, and for NaN logits."""
     _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots)
     was_training = model.training
@@ -93,7 +92,6 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     row = torch.zeros(slots, dtype=torch.long, device=device)  # which output row a slot holds
     length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
     live, logits = 0, None  # slots 0 to live - 1 are decoding; logits (live, V) of their next tokens
-    bar = tqdm(total=n_rows, desc="sample", unit="row", leave=False, disable=not progress)
 
     while live or waiting:
         # refill
@@ -126,15 +124,15 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         cache.move(movers, holes)
         for state in (row, length, token) if holes else ():
             state[holes] = state[movers]
-        bar.update(live - left)
-        bar.set_postfix(live=left, waiting=len(waiting), refresh=False)
+        if progress:
+            progress.update(live - left)
+            progress.set_postfix(live=left, waiting=len(waiting), refresh=False)
         live = left
 
         # step
         if live:
             logits = _step(model, cache, token[:live], length[:live])
             length[:live] += 1
-    bar.close()
 
     if logprobs.isnan().any():
         raise ValueError("sample: the model gives NaN logits")
