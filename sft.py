@@ -23,7 +23,7 @@ from typing import Literal
 
 from common import data, dist, evaluation, metrics, models
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
-from common.cli import check_batch_size, check_flags
+from common.cli import check_batch_size
 from common.losses import sft_loss
 from common.run import Run, launch
 
@@ -90,16 +90,11 @@ class Args:
     """Replace a run that is in the way."""
 
 
-def check(args):
-    """What can be known to be wrong before anything is loaded."""
-    check_batch_size(args)
-    check_flags(args)
-
-
 def update(model, optimizer, blocks, args):
     """One optimiser step on `blocks`, over all ranks: (loss, gradient norm). Every rank has all blocks and
     computes its share of them, so n counts the response tokens of all micro-batches and ranks."""
-    n, sums = n_response_tokens(blocks), dist.Sums()
+    n = n_response_tokens(blocks)
+    sums = dist.Sums()
     for batch in my_micro_batches(blocks, model, args.micro_batch_size):
         logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no response token follows
         loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
@@ -110,16 +105,12 @@ def update(model, optimizer, blocks, args):
     return nll, grad_norm
 
 
-PLOTS = [
-    partial(
-        metrics.plot_metrics,
-        panels={"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]},
-    )
-]
+PANELS = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
+PLOTS = [partial(metrics.plot_metrics, panels=PANELS)]
 
 
 def main(args: Args):
-    run = Run(args, "sft", check)
+    run = Run(args, "sft", check_batch_size)
     if run.finished:
         return
 
@@ -139,29 +130,28 @@ def main(args: Args):
         models.check_packing(model)
     evaluate = evaluation.HeldOutDocuments(held_out, tokenizer, args)
     optimizer = dist.adamw(model, args.lr, args)
+
     # only now is an old run replaced, or a checkpoint loaded
     run.begin({"policy": (model, optimizer)}, {}, evaluate.fingerprint())
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):
-        # the same order on every rank, another one in each epoch
+        # the blocks of this step: the same on every rank, in another order in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = dist.shuffled(len(blocks), args.seed, "order", epoch)
         batch = [blocks[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
-
         lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
         nll, grad_norm = update(model, optimizer, batch, args)
 
-        tokens = sum(n_tokens(block) for block in batch)
         row = {
             "loss/nll": nll,
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
             "data/documents": sum(len(block) for block in batch),
             "data/response_tokens": n_response_tokens(batch),
-            "data/tokens": tokens,
-            "perf/tokens_per_s": tokens / run.seconds(),
+            "data/tokens": sum(n_tokens(block) for block in batch),
         }
+        row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
         if run.due(args.eval_every):
             row.update(evaluate.loss(model))
         run.log(row, step, epoch, shown=("loss/nll", "optim/grad_norm", "perf/tokens_per_s"))
@@ -181,25 +171,16 @@ def main(args: Args):
 
 
 RECIPES = {
-    "tiny": (
-        "a 0.6M Llama on the tiny world, three epochs: the default, under a minute on two CPU cores",
-        Args(),
-    ),
+    "tiny": ("a 0.6M Llama on the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-            epochs=2.0,  # Llama 2 (arXiv:2307.09288), section 3.1, as the learning rate
-            lr=2e-5,
+            epochs=2.0, lr=2e-5,  # Llama 2 (arXiv:2307.09288), section 3.1
             warmup_ratio=0.03,  # RLHF Workflow, section 3.1
-            batch_size=16,  # ours, as all below: a few hundred rows are some ten steps
-            micro_batch_size=2,
-            max_length=1024,
-            eval_every=100,
-            save_every=100,
-            sample_prompts=32,
-            max_new_tokens=256,
-            slots=32,
+            # ours: a few hundred rows are some ten steps
+            batch_size=16, micro_batch_size=2, max_length=1024, eval_every=100, save_every=100,
+            sample_prompts=32, max_new_tokens=256, slots=32,
         ),
     ),
     "rlhf_workflow": (
@@ -207,24 +188,13 @@ RECIPES = {
         Args(
             model="meta-llama/Meta-Llama-3-8B",
             dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # the authors' published mixture
-            epochs=1.0,  # section 3.1
-            lr=2e-5,  # the authors' code, as are weight_decay and max_grad_norm
-            lr_schedule="cosine",
-            warmup_ratio=0.03,  # section 3.1
-            weight_decay=0.0,
-            max_grad_norm=1.0,
-            batch_size=32,  # section 3.1: blocks of 8192 tokens
-            micro_batch_size=1,
-            max_length=8192,
-            eval_every=200,
-            save_every=200,
-            sample_prompts=32,
-            max_new_tokens=512,
-            slots=16,
-            gradient_checkpointing=True,
+            epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,  # its 3.1
+            lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,  # the authors' code
+            micro_batch_size=1, eval_every=200, save_every=200, sample_prompts=32,  # ours, as all below
+            max_new_tokens=512, slots=16, gradient_checkpointing=True,
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

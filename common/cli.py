@@ -16,9 +16,9 @@ from common.metrics import read_json
 LIMITS = {  # what a number may be -> the test, and the arguments of any script that it holds for
     "1 or more": (
         lambda x: x >= 1,
-        "batch_size micro_batch_size max_steps max_new_tokens slots max_pairs_per_prompt prompts_per_iteration "
-        "n_samples offline_pairs chains max_rows chunk_rows score_batch_size chunk_prompts ptx_batch_size "
-        "rehearsal_batch_size clusters per_cluster max_prompts",
+        "batch_size micro_batch_size ptx_batch_size rehearsal_batch_size score_batch_size max_steps slots "
+        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration n_samples chunk_prompts "
+        "chunk_rows offline_pairs chains clusters per_cluster",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (
@@ -27,10 +27,10 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
     ),
     "0 or more": (
         lambda x: x >= 0,
-        "iterations lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm kl_coef ptx_coef "
-        "rehearsal_coef freeze_layers missing_eos_penalty length_penalty tie_margin temperature eval_every "
-        "save_every patience eval_prompts sample_prompts length_prompts sweep_prompts min_score_gap n_others "
-        "expected_reward_samples",
+        "iterations lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm freeze_layers "
+        "kl_coef ptx_coef rehearsal_coef missing_eos_penalty length_penalty tie_margin temperature "
+        "eval_every save_every patience eval_prompts sample_prompts length_prompts sweep_prompts "
+        "min_score_gap n_others expected_reward_samples",
     ),
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
 }

@@ -163,9 +163,9 @@ def shuffled(n: int, *key) -> list[int]:
 def schedule(step: int, n_steps: int, args) -> float:
     """The learning rate of optimiser step `step` of 1 .. n_steps, as a share of --lr, in (0, 1].
 
-    args: --warmup-ratio of the steps, or --min-warmup-steps if that is more, rise in a line that begins above
-      0, for a step with 0 is a step wasted; then --lr-schedule: a cosine or a line to 0, a cosine to a tenth, or
-      constant."""
+    args: --warmup-ratio of the steps, or --min-warmup-steps if that is more, rise in a line that begins
+      above 0, for a step with 0 is a step wasted; then --lr-schedule: a cosine or a line to 0, a cosine to a
+      tenth, or constant."""
     done = step - 1
     warmup = max(math.ceil(args.warmup_ratio * n_steps), getattr(args, "min_warmup_steps", 0))
     if done < warmup:
@@ -325,7 +325,7 @@ def _full_weights(model):
 
 # -- an optimiser step -----------------------------------------------------------------------------
 def adamw(model, lr, args):
-    """AdamW on what of the model learns. The algorithms' papers agree on betas of 0.9 and 0.95 where they name them."""
+    """AdamW on what of the model learns. Where the papers name the betas, they are 0.9 and 0.95."""
     learning = [p for p in model.parameters() if p.requires_grad]
     eps = getattr(args, "adam_eps", 1e-8)
     return torch.optim.AdamW(learning, lr, (0.9, 0.95), eps, args.weight_decay, fused=True)
@@ -338,9 +338,9 @@ def set_lr(optimizer, lr: float) -> float:
 
 
 def backward(loss):
-    """Add the gradient of `loss`, a scalar: a micro-batch's share of the step's loss, as one of this rank's. The
-    shares of all micro-batches and ranks add up to the loss, but FSDP takes the mean of the ranks' gradients: so
-    each share is multiplied by the number of ranks."""
+    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. The ranks'
+    shares add up to it, but FSDP takes the mean of the ranks' gradients: so each share is multiplied by the
+    number of ranks."""
     (loss * world_size()).backward()
 
 
@@ -370,9 +370,9 @@ class Sums:
 
 
 def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:
-    """Clip each model's gradients to a norm of at most max_norm (0: leave them), step, and forget the gradients.
+    """Clip each model's gradients to a norm of at most max_norm (0: leave them), step, and forget them.
 
-    loss: of the step, over all ranks. Returns each model's gradient norm over all its weights and ranks, before
+    loss: of the step, over all ranks. Returns each model's gradient norm, over all weights and ranks, before
       clipping. Where one of them or the loss is not finite, no model moves: NotFinite, on every rank."""
     norms = [clip_grad_norm(model, max_norm) for model in models]
     finite = all(map(math.isfinite, [loss, *norms]))

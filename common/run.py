@@ -1,4 +1,4 @@
-"""What surrounds an algorithm and is the same in all scripts: how it starts, its run directory, how errors end.
+"""What surrounds an algorithm and is the same in all scripts: how it starts and ends, its run directory.
 
 A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
 written last, summary.json: a run that has a summary is finished, one without is not, whatever else it has.
@@ -97,18 +97,21 @@ def _say(text):
 
 
 class Run:
-    """A script's run directory, from the first look at it to summary.json: what is the same in all scripts and
-    no part of an algorithm. It is no trainer: the loop, the models and the losses are the script's.
+    """A script's run directory, from the first look at it to summary.json: what is the same in all scripts
+    and no part of an algorithm. It is no trainer: the loop, the models and the losses are the script's.
 
     finished: there is nothing left to do. device: this rank's. state: what a checkpoint holds beside weights
     and optimisers, as JSON; its `step` counts the rounds of `steps` that are done."""
 
     current = None  # the run that this process is in: `launch` says where it stopped
 
-    def __init__(self, args, stage: str, check=check_flags):
-        """check: raises an InputError for arguments that cannot be right, before anything is loaded."""
+    def __init__(self, args, stage: str, check=None):
+        """check: raises an InputError for args that cannot be right, before anything is loaded; their limits
+        (cli.LIMITS) are checked in any case."""
         self.device, self.args, self.stage = dist.setup(), args, stage
-        check(args)
+        check_flags(args)
+        if check:
+            check(args)
         self.status = find_run(args)
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
@@ -117,8 +120,8 @@ class Run:
     def begin(self, modules: dict, state: dict, held_out) -> dict:
         """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
         optimizer)}, and into `state`, which is returned. Call it when nothing that a user can have mistyped
-        is left to be read. held_out: JSON that tells the held-out set, on which before and after are compared,
-        from others."""
+        is left to be read. held_out: JSON that tells the held-out set, on which before and after are
+        compared, from others."""
         start_run(self.args, self.stage, self.status, held_out)
         Run.current, self.modules = self, modules
         # now, for the model it is taken from may be gone at the end
@@ -175,8 +178,8 @@ class Run:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown})
 
     def skip(self, why: str) -> dict[str, int]:
-        """The figure of a round that is left out, for it gives nothing to learn from. InputError after five of
-        them in a row, or where the run has no others."""
+        """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
+        of them in a row, or where the run has no others."""
         self.state["skipped"] = self.state.get("skipped", 0) + 1
         return skip(self.state["skipped"], self.args.iterations, why)
 
