@@ -30,8 +30,7 @@ from typing import Literal
 import torch
 
 from common import comparisons, dist, evaluation, metrics, models, scorers
-from common.batches import my_comparison_batches
-from common.comparisons import RATINGS
+from common.batches import RATINGS, my_comparison_batches
 from common.errors import InputError
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch

@@ -14,6 +14,8 @@ import torch
 
 from common import dist
 
+RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
+
 
 class Row(NamedTuple):
     where: str  # "file:12", for messages

@@ -17,8 +17,8 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
     "1 or more": (
         lambda x: x >= 1,
         "batch_size micro_batch_size ptx_batch_size rehearsal_batch_size score_batch_size max_steps slots "
-        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration n_samples chunk_prompts "
-        "chunk_rows offline_pairs chains clusters per_cluster",
+        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration n_samples "
+        "chunk_prompts chunk_rows offline_pairs chains clusters per_cluster",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (

@@ -8,10 +8,8 @@ import zlib
 
 import torch
 from common import data, dist, metrics, models
-from common.batches import Comparison, Document, a_part, labelled_pairs, prompt_key
+from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, prompt_key
 from common.errors import InputError
-
-RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
 
 
 # -- rows -> comparisons ---------------------------------------------------------------------------

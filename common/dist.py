@@ -338,7 +338,7 @@ def set_lr(optimizer, lr: float) -> float:
 
 
 def backward(loss):
-    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. The ranks'
+    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. All ranks'
     shares add up to it, but FSDP takes the mean of the ranks' gradients: so each share is multiplied by the
     number of ranks."""
     (loss * world_size()).backward()

@@ -12,10 +12,6 @@ own exit code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) 
     export       in the middle of writing model.tmp; export N: versions/N.tmp
     summary      model/ is complete, summary.json is not written
 
-of ppo.py
-
-    rehearsal    rehearsal.jsonl is written, nothing is trained
-
 of dpo_iterative.py
 
     pairs N      pairs.jsonl of iteration N is written, nothing of it is trained
@@ -184,15 +180,9 @@ def _child(name, argv, moment, plots, cwd, folder, environment):
     if not plots:
         from common import metrics
 
-        for plot in (
-            "plot_metrics",
-            "plot_scores",
-            "plot_best_of_n",
-            "plot_frontier",
-            "plot_lengths",
-            "plot_categories",
-        ):
+        for plot in [name for name in vars(metrics) if name.startswith("plot_")]:
             setattr(metrics, plot, lambda *_, **__: None)
+        importlib.import_module(name).PLOTS = []
     try:
         _run(name, argv, moment)
     except SystemExit as stop:
@@ -221,7 +211,7 @@ def _arrange(moment, script):
     import torch.distributed.checkpoint
     import transformers
 
-    from common import dist, losses, metrics, pool
+    from common import dist, metrics, pool, run
 
     how, _, rest = moment.partition(" ")
     how, moment = (how, rest) if how in ("interrupt", "full", "rank1") else ("", moment)
@@ -292,9 +282,7 @@ def _arrange(moment, script):
             lambda self, path, **_: (f"versions/{n}.tmp" if n else "model.tmp") in str(path),
         )
     elif what == "summary":
-        before(script, "write_json", lambda path, value: str(path).endswith("summary.json"))
-    elif what == "rehearsal":
-        after(metrics, "write_jsonl", lambda path, rows: str(path).endswith("rehearsal.jsonl"))
+        before(run, "write_json", lambda path, value: str(path).endswith("summary.json"))
     elif what == "pool":
         appends = itertools.count(1)
         name = lambda file: os.readlink(f"/proc/self/fd/{file}")
@@ -325,10 +313,9 @@ def _arrange(moment, script):
 
             return poisoned
 
-        # a script has one of them
-        names = ("sft_loss", "bradley_terry_loss", "advantage_model_loss", "ppo_value_loss", "dpo_loss")
-        for name in names:
-            setattr(losses, name, poison(getattr(losses, name)))
+        for name in ("sft_loss", "bradley_terry_loss", "advantage_model_loss", "ppo_value_loss", "dpo_loss"):
+            if hasattr(script, name):
+                setattr(script, name, poison(getattr(script, name)))
     else:
         raise ValueError(moment)
 

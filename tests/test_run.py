@@ -19,7 +19,9 @@ import pytest
 import sft
 from common import dist, metrics
 from common.errors import InputError
-from common.run import check_flags, find_run, launch, parse, start_run, write_json
+from common.cli import check_flags, parse
+from common.metrics import write_json
+from common.run import find_run, launch, start_run
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -21,7 +21,7 @@ import sft
 from common import batches, data, dist, models, tiny
 from common.batches import collate, make_blocks
 from common.metrics import read_jsonl
-from common.run import parse
+from common.cli import parse
 
 CPU = torch.device("cpu")
 TOKENIZER = tiny.tokenizer()
