@@ -3,18 +3,25 @@
 import gzip
 import json
 import math
-import subprocess
-from pathlib import Path
+import re
 from types import SimpleNamespace
 
 import processes
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import in_bfloat16
+from scorers import (
+    assert_error,
+    assert_same_result,
+    contents,
+    in_bfloat16,
+    named,
+    rows_of,
+    succeeds,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 import sft
@@ -34,72 +41,48 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
     for name, count in (("train", DOCUMENTS), ("test", HELD_OUT)):
         write_rows(folder / f"{name}.jsonl", tiny.rows("sft", name)[:count])
-    options = {
-        "dataset": str(folder / "train.jsonl"),
-        "eval_dataset": str(folder / "test.jsonl"),
-        "max_length": 64,
-    }
-    options |= {"batch_size": 4, "micro_batch_size": 2, "sample_prompts": 4, "max_new_tokens": 8}
-    return SimpleNamespace(
-        folder=folder, options={**options, "max_steps": 10, "save_every": 3, "eval_every": 4}
-    )
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    options = {"dataset": str(folder / "train.jsonl"), "eval_dataset": str(folder / "test.jsonl")}
+    options |= {"max_length": 64, "batch_size": 4, "micro_batch_size": 2, "sample_prompts": 4}
+    options |= {"max_new_tokens": 8, "max_steps": 10, "save_every": 3, "eval_every": 4}
+    return SimpleNamespace(folder=folder, options=options)
 
 
 def run(small, folder, *more, moment=None, cwd=ROOT, **options):
-    return processes.sft(
-        *flags(**{**small.options, "output_dir": folder, **options}), *more, moment=moment, cwd=cwd
-    )
-
-
-def rows_of(folder, key="loss/nll"):
-    return [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if key in row]
+    given = flags(**{**small.options, "output_dir": folder, **options})
+    return processes.sft(*given, *more, moment=moment, cwd=cwd)
 
 
 # -- the default command -----------------------------------------------------------------
 @pytest.fixture(scope="module")
 def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default") / "run"
-    command = [
-        "sft.py",
-        *flags(max_steps=8, sample_prompts=16, save_every=4, eval_every=4, output_dir=folder),
-    ]
+    options = {"max_steps": 8, "sample_prompts": 16, "save_every": 4, "eval_every": 4, "output_dir": folder}
+    command = ["sft.py", *flags(**options)]
     ended = processes.python(*command)
-    assert ended.code == 0, ended.err[-2000:]
-    return SimpleNamespace(folder=folder, ended=ended, command=command)
+    return SimpleNamespace(folder=folder, ended=succeeds(ended), command=command)
 
 
 def test_default_command_leaves_the_whole_run_directory(default):
-    names = {path.name for path in default.folder.iterdir()}
-    assert names == {
-        "args.json",
-        "checkpoint",
-        "metrics.jsonl",
-        "metrics.png",
-        "model",
-        "samples.jsonl",
-        "summary.json",
-    }
+    names = "args.json checkpoint metrics.jsonl metrics.png model samples.jsonl summary.json"
+    assert sorted(path.name for path in default.folder.iterdir()) == names.split()
     assert sorted(path.name for path in (default.folder / "checkpoint").iterdir()) == ["latest", "step_8"]
     assert (default.folder / "metrics.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert default.ended.errors == [] and "Traceback" not in default.ended.err
 
 
-def test_default_command_records_arguments_versions_git_and_stage(default):
+def test_default_command_prints_at_most_15_lines_and_as_many_of_its_progress_as_20(default):
+    lines = default.ended.out.splitlines()
+    assert len(lines) <= 15 and lines[0].startswith("recipe tiny") and lines[-1].startswith("wrote ")
+    assert [line.split(":")[0] for line in lines[-3:-1]] == ["eval/nll", "gold/score"]
+    steps = [line for line in default.ended.err.splitlines() if line.startswith("sft: ")]
+    assert len(steps) == 8 and re.fullmatch(r"sft: 8 of 8 \(\d+ s\), nll .*", steps[-1])
+
+
+def test_default_command_records_its_arguments_and_stage(default):
     written = json.loads((default.folder / "args.json").read_text())
     args = parse(sft.RECIPES, default.command[1:])
-    assert written["args"] == vars(args) and args == sft.Args(
-        max_steps=8, sample_prompts=16, save_every=4, eval_every=4, output_dir=str(default.folder)
-    )
+    options = {"max_steps": 8, "sample_prompts": 16, "save_every": 4, "eval_every": 4}
+    assert written["args"] == vars(args) and args == sft.Args(**options, output_dir=str(default.folder))
     assert written["stage"] == "sft" and written["world_size"] == 1 and written["command"] == default.command
-    assert written["versions"]["torch"] == torch.__version__
-    assert written["versions"]["transformers"] == transformers.__version__
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    assert written["git"] == (head.stdout.strip() if head.returncode == 0 else None)
 
 
 def test_default_command_logs_every_step_with_all_keys(default):
@@ -116,10 +99,8 @@ def test_default_command_logs_every_step_with_all_keys(default):
 
 
 def test_default_command_scores_its_samples_as_the_true_reward_does(default):
-    samples, last = (
-        read_jsonl(default.folder / "samples.jsonl"),
-        read_jsonl(default.folder / "metrics.jsonl")[-1],
-    )
+    samples, rows = (read_jsonl(default.folder / f"{name}.jsonl") for name in ("samples", "metrics"))
+    last = rows[-1]
     questions = [sample["prompt"][-1]["content"] for sample in samples]
     assert len(set(questions)) == 16 and {row["prompt"] for row in tiny.rows("sft", "test")} >= set(questions)
     gold = [tiny.gold_score(question, sample["response"]) for question, sample in zip(questions, samples)]
@@ -136,24 +117,18 @@ def test_default_command_writes_the_summary_last(default):
     values, rows = json.loads(summary.read_text()), read_jsonl(default.folder / "metrics.jsonl")
     assert values["steps"] == 8
     for name, row in (("before", rows[0]), ("after", rows[-1])):
-        assert values[name] == {
-            key: value for key, value in row.items() if key not in ("step", "iteration", "time_s")
-        }
+        assert values[name] == {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
 
 
 def test_default_command_lowers_the_held_out_loss(default):
     values = json.loads((default.folder / "summary.json").read_text())
-    assert values["before"]["eval/nll"] == pytest.approx(
-        math.log(len(TOKENIZER)), abs=0.4
-    )  # untrained: uniform
+    assert values["before"]["eval/nll"] == pytest.approx(math.log(len(TOKENIZER)), abs=0.4)  # uniform
     assert values["after"]["eval/nll"] < values["before"]["eval/nll"] - 0.3
 
 
 def test_sampler_talks_to_the_model_of_a_run(default):
     command = ["-m", "common.sampler", *flags(model=default.folder / "model", max_new_tokens=6, n=2, seed=1)]
-    ended = processes.python(*command, "--prompt", "copy ant bear cat")
-    assert ended.code == 0, ended.err[-2000:]
-    lines = ended.out.splitlines()
+    lines = succeeds(processes.python(*command, "--prompt", "copy ant bear cat")).out.splitlines()
     words = {token for token in TOKENIZER.get_vocab() if not token.startswith("<|")}
     assert len(lines) == 2 and all(len(line.split()) <= 6 and set(line.split()) <= words for line in lines)
 
@@ -171,19 +146,12 @@ def trained(small, tmp_path_factory):
         seen["weights"] = {name: weight.clone() for name, weight in model.state_dict().items()}
         save(model, *args)
 
-    options = {
-        **small.options,
-        "max_steps": None,
-        "epochs": 3.0,
-        "save_every": 0,
-        "output_dir": str(folder / "run"),
-    }
+    options = {**small.options, "max_steps": None, "epochs": 3.0, "save_every": 0}
+    args = sft.Args(**options, output_dir=str(folder / "run"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "save_model", spy)
-        sft.main(sft.Args(**options))
-    return SimpleNamespace(
-        folder=folder / "run", model=folder / "run" / "model", ids=ids, args=sft.Args(**options), **seen
-    )
+        sft.main(args)
+    return SimpleNamespace(folder=folder / "run", model=folder / "run" / "model", ids=ids, args=args, **seen)
 
 
 def held_out(small):
@@ -203,30 +171,23 @@ def train_documents(small):
 
 
 def test_saved_model_loads_in_plain_transformers_with_the_logits_that_were_in_memory(trained):
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(trained.model),
-        AutoTokenizer.from_pretrained(trained.model),
-    )
+    model = AutoModelForCausalLM.from_pretrained(trained.model)
+    tokenizer = AutoTokenizer.from_pretrained(trained.model)
     with torch.no_grad():
         assert torch.equal(model(input_ids=trained.ids).logits, trained.logits)
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.architectures == ["LlamaForCausalLM"]
-    assert (
-        tokenizer.get_vocab() == TOKENIZER.get_vocab() and tokenizer.chat_template == TOKENIZER.chat_template
-    )
-    assert (tokenizer.eos_token, tokenizer.pad_token) == (TOKENIZER.eos_token, TOKENIZER.pad_token)
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+    for name in ("chat_template", "eos_token", "pad_token"):
+        assert getattr(tokenizer, name) == getattr(TOKENIZER, name)
     assert model.generation_config.eos_token_id == TOKENIZER.eos_token_id
 
 
 def test_every_parameter_changes(trained):
-    start, saved = (
-        tiny.model(0).state_dict(),
-        AutoModelForCausalLM.from_pretrained(trained.model).state_dict(),
-    )
+    start = tiny.model(0).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(trained.model).state_dict()
     assert set(start) == set(saved) == set(trained.weights)
-    for name in start:
-        assert not torch.equal(start[name], saved[name]) and torch.equal(
-            saved[name], trained.weights[name]
-        ), name
+    for name, weight in saved.items():
+        assert torch.equal(weight, trained.weights[name]) and not torch.equal(weight, start[name]), name
 
 
 def test_held_out_loss_is_that_of_plain_transformers_on_each_document_alone(trained, small):
@@ -263,15 +224,10 @@ def test_learning_rate_follows_the_schedule_to_the_last_step(trained):
 
 @pytest.mark.parametrize("schedule, last", [("linear", 1 / 8), ("constant_with_warmup", 1.0)])
 def test_other_schedules_end_at_the_last_step_of_max_steps(small, tmp_path, schedule, last):
-    assert (
-        run(small, tmp_path, lr_schedule=schedule, lr=1e-3, warmup_ratio=0.2).code == 0
-    )  # 10 steps, 2 of warm-up
+    ended = run(small, tmp_path, lr_schedule=schedule, lr=1e-3, warmup_ratio=0.2)  # 10 steps, 2 of warm-up
     rates = [row["optim/lr"] for row in rows_of(tmp_path)]
-    assert (
-        len(rates) == 10
-        and rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
-        and rates[-1] == pytest.approx(last * 1e-3)
-    )
+    assert ended.code == 0 and len(rates) == 10 and rates[-1] == pytest.approx(last * 1e-3)
+    assert rates[:3] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3])
 
 
 @pytest.mark.parametrize("name", ["", "model"])
@@ -311,10 +267,6 @@ def test_without_packing_a_run_has_one_document_a_block(small, tmp_path):
     assert run(small, tmp_path, packing=False).code == 0
     assert json.loads((tmp_path / "summary.json").read_text())["blocks"] == DOCUMENTS
     assert [row["data/documents"] for row in rows_of(tmp_path)] == [4] * 10
-    assert (
-        AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters()
-        == tiny.model().num_parameters()
-    )
 
 
 def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path):
@@ -348,9 +300,11 @@ def one_step(trained, blocks, checkpointing=False, **options):
     model = models.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
     model = dist.shard(model, CPU)
     args = sft.Args(**{**vars(trained.args), "max_grad_norm": 0.0, **options})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    nll, norm = sft.update(model, optimizer, blocks, TOKENIZER.pad_token_id, args, CPU)
-    return nll, norm, {name: p.grad for name, p in model.named_parameters()}, model
+    optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), {}
+    note = lambda *_: gradients.update({name: p.grad for name, p in model.named_parameters()})
+    optimizer.register_step_pre_hook(note)  # the step forgets them
+    nll, norm = sft.update(model, optimizer, blocks, args)
+    return nll, norm, gradients, model
 
 
 def assert_same_step(a, b, tolerance=1e-5):
@@ -383,9 +337,8 @@ def test_loss_and_gradient_are_those_of_each_document_alone_packed_or_not(traine
 def test_positions_that_run_on_over_documents_would_change_the_loss(trained, reference, monkeypatch):
     """The test above can fail: without the restart of positions, packed documents see each other."""
     documents, want = reference
-    running = lambda *a: (b := collate(*a))._replace(
-        position_ids=torch.arange(b.input_ids.shape[1]).expand_as(b.input_ids)
-    )
+    places = lambda batch: torch.arange(batch.input_ids.shape[1]).expand_as(batch.input_ids)
+    running = lambda *given: (batch := collate(*given))._replace(position_ids=places(batch))
     monkeypatch.setattr(batches, "collate", running)
     blocks = make_blocks(documents, 64)
     assert abs(one_step(trained, blocks)[0] - want[0]) > 1e-3
@@ -396,9 +349,8 @@ def test_positions_that_run_on_over_documents_would_change_the_loss(trained, ref
 def test_micro_batch_size_changes_neither_loss_nor_gradient(trained, reference, size, packing):
     documents, _ = reference
     blocks = make_blocks(documents, 64, packing)[:7]  # 7: the last one is uneven
-    assert_same_step(
-        one_step(trained, blocks, micro_batch_size=size), one_step(trained, blocks, micro_batch_size=7)
-    )
+    whole = one_step(trained, blocks, micro_batch_size=7)
+    assert_same_step(one_step(trained, blocks, micro_batch_size=size), whole)
 
 
 def test_gradient_checkpointing_changes_neither_loss_nor_gradient(trained, reference):
@@ -435,26 +387,8 @@ def test_recipe_rlhf_workflow_has_the_papers_numbers():
 @pytest.fixture(scope="module")
 def undisturbed(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
-    ended = run(small, folder)
-    assert ended.code == 0, ended.err[-2000:]
+    succeeds(run(small, folder))
     return folder
-
-
-def assert_same_result(folder, undisturbed):
-    got, want = (load_file(f / "model" / "model.safetensors") for f in (folder, undisturbed))
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-    stable = lambda row: {
-        key: value for key, value in row.items() if key not in ("time_s", "perf/tokens_per_s")
-    }
-    got, want = (list(map(stable, read_jsonl(f / "metrics.jsonl"))) for f in (folder, undisturbed))
-    assert got == want and [row["step"] for row in rows_of(folder)] == list(range(1, 11))
-    for name in ("summary.json", "samples.jsonl"):
-        assert (folder / name).read_text() == (undisturbed / name).read_text()
-    times = [row["time_s"] for row in read_jsonl(folder / "metrics.jsonl")]
-    assert times == sorted(times)
-    assert not list(folder.rglob("*.tmp")) and [p.name for p in folder.glob("checkpoint/step_*")] == [
-        "step_9"
-    ]
 
 
 @pytest.mark.parametrize(
@@ -476,8 +410,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed,
     assert killed.code == -9 and not (tmp_path / "summary.json").exists()
     assert all((tmp_path / name).exists() for name in left)
     assert (moment == "summary") == (tmp_path / "model").exists()
-    resumed = run(small, tmp_path, "--resume")
-    assert resumed.code == 0, resumed.err[-2000:]
+    succeeds(run(small, tmp_path, "--resume"))
     assert_same_result(tmp_path, undisturbed)
 
 
@@ -503,11 +436,6 @@ def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, undisturbed
     assert str(undisturbed) in ended.out and "finished" in ended.out and ended.err == ""
 
 
-def test_resume_without_anything_begins(small, undisturbed, tmp_path):
-    assert run(small, tmp_path / "new", "--resume").code == 0
-    assert_same_result(tmp_path / "new", undisturbed)
-
-
 def test_a_finished_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path):
     assert run(small, tmp_path, seed=5).code == 0
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
@@ -531,12 +459,7 @@ def test_resume_names_other_arguments_and_finishes(small, tmp_path):
     assert ended.code == 0, ended.err[-1000:]
     named = [line for line in ended.out.splitlines() if line.startswith("resuming with another")]
     assert len(named) == 2
-    assert (
-        "batch_size" in named[0]
-        and "4 -> 8" in named[0]
-        and "max_steps" in named[1]
-        and "10 -> 12" in named[1]
-    )
+    assert "batch_size: 4 -> 8" in named[0] and "max_steps: 10 -> 12" in named[1]
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, 13))
 
 
@@ -550,7 +473,7 @@ def test_resume_with_figures_that_the_first_part_did_not_have(small, tmp_path):
 def test_a_nan_loss_stops_and_names_the_step_and_leaves_the_last_checkpoint(small, undisturbed, tmp_path):
     one_micro_batch = {"micro_batch_size": 4}
     ended = run(small, tmp_path, moment="nan 5", **one_micro_batch)
-    assert ended.code == 2 and "Traceback" not in ended.err
+    assert_error(ended, "step 5", "nan", str(tmp_path / "checkpoint"))
     assert not (tmp_path / "model").exists() and not (tmp_path / "summary.json").exists()
     assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3"
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
@@ -559,19 +482,7 @@ def test_a_nan_loss_stops_and_names_the_step_and_leaves_the_last_checkpoint(smal
     assert resumed.code == 0 and losses(tmp_path) == pytest.approx(losses(undisturbed), abs=1e-4)
 
 
-def test_the_error_of_a_nan_loss_has_a_line_of_its_own(small, tmp_path):
-    """After a progress bar, which leaves the cursor at its end."""
-    assert_error(run(small, tmp_path, moment="nan 5"), "step 3", "nan", str(tmp_path / "checkpoint"))
-
-
 # -- bad input ---------------------------------------------------------------------------
-def assert_error(ended, *words):
-    """One clear line, an exit code that is not 0, no traceback."""
-    assert ended.code == 2 and "Traceback" not in ended.err, ended.err[-2000:]
-    assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-2000:]
-    assert all(word in ended.errors[0] for word in words), ended.errors[0]
-
-
 @pytest.fixture(scope="module")
 def bad(small, tmp_path_factory):
     """A folder of things that cannot be used. Commands run in it."""
@@ -630,6 +541,8 @@ def bad(small, tmp_path_factory):
         ({"temperature": -1}, ["--temperature"]),
         ({"weight_decay": -1}, ["--weight-decay"]),
         ({"lr_schedule": "nonsense"}, ["--lr-schedule", "nonsense"]),
+        ({"lr": "fast"}, ["--lr", "fast"]),
+        ({"save_dtype": "int8"}, ["--save-dtype", "int8"]),
         ({"max_length": 256}, ["--max-length 256", "128 positions"]),
         ({"output_dir": "notes.txt"}, ["notes.txt"]),
         ({"output_dir": "notes.txt/run"}, ["notes.txt"]),
@@ -637,7 +550,7 @@ def bad(small, tmp_path_factory):
         ({"learning_rat": 1}, ["--learning-rat", "--help"]),
         ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
     ],
-    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) if isinstance(x, dict) else "",
+    ids=named,
 )
 def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, options, words):
     ended = run(small, tmp_path / "out", cwd=bad, **options)  # options may hold another output_dir
@@ -645,16 +558,8 @@ def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, op
     assert not (tmp_path / "out" / "model").exists() and not (tmp_path / "out" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("options", [{"lr": "fast"}, {"lr_schedule": "nonsense"}, {"save_dtype": "int8"}])
-def test_a_value_that_a_flag_does_not_take_names_the_flag(small, bad, tmp_path, options):
-    ended = run(small, tmp_path, cwd=bad, **options)
-    assert ended.code == 2 and "Traceback" not in ended.err and flags(**options)[0] in ended.err
-
-
 def test_an_unknown_recipe_is_one_line_with_the_nearest_name(small, bad):
-    assert_error(
-        processes.sft("rlhf_workflw", cwd=bad), "rlhf_workflw", "did you mean 'rlhf_workflow'", "tiny"
-    )
+    assert_error(processes.sft("rlhf_workflw", cwd=bad), "did you mean 'rlhf_workflow'", "tiny")
 
 
 def test_rows_that_cannot_be_used_are_counted_and_named(small, bad, tmp_path):
@@ -667,29 +572,23 @@ def test_rows_that_cannot_be_used_are_counted_and_named(small, bad, tmp_path):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["documents"] == 40
     lines = ended.out.splitlines()
     assert any("dropped 4 of 44 rows" in line for line in lines)
-    assert any(
-        "2: " in line and "64 tokens" in line and "mixed.jsonl:1, mixed.jsonl:43" in line for line in lines
-    )
+    assert any("2: " in line and "64 tokens" in line and "jsonl:1, mixed.jsonl:43" in line for line in lines)
     assert any("no response" in line and "mixed.jsonl:44" in line for line in lines)
     assert any("foo" in line and "mixed.jsonl:22" in line for line in lines)
 
 
 def test_a_chat_template_file_makes_a_model_without_one_usable(small, bad, tmp_path):
     (tmp_path / "chat.jinja").write_text(tiny.CHAT_TEMPLATE)
-    ended = run(
-        small, tmp_path / "run", model=bad / "no_template", chat_template=tmp_path / "chat.jinja", max_steps=1
-    )
-    assert ended.code == 0, ended.err[-1000:]
+    options = {"model": bad / "no_template", "chat_template": tmp_path / "chat.jinja", "max_steps": 1}
+    succeeds(run(small, tmp_path / "run", **options))
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").chat_template == tiny.CHAT_TEMPLATE
 
 
 def test_the_suggested_batch_size_works(small, tmp_path):
     error = run(small, tmp_path, batch_size=6, micro_batch_size=4).errors[0]
     suggested = error.split("--batch-size")[-1].split()[0].strip(",")
-    assert (
-        int(suggested) != 6
-        and run(small, tmp_path, batch_size=suggested, micro_batch_size=4, max_steps=1).code == 0
-    )
+    ended = run(small, tmp_path, batch_size=suggested, micro_batch_size=4, max_steps=1)
+    assert int(suggested) != 6 and ended.code == 0
 
 
 @pytest.mark.parametrize(
@@ -707,13 +606,10 @@ def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path, argv, words):
 
 
 def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
-    words, sizes = tiny.tokenizer(), {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    config = MistralConfig(
-        vocab_size=len(words), sliding_window=64, max_position_embeddings=256, **sizes, **heads
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mistral")
-    words.save_pretrained(tmp_path / "mistral")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(TOKENIZER), "sliding_window": 64}
+    AutoModelForCausalLM.from_config(MistralConfig(**sizes)).save_pretrained(tmp_path / "mistral")
+    TOKENIZER.save_pretrained(tmp_path / "mistral")
     model = str(tmp_path / "mistral")
     assert_error(run(small, tmp_path / "a", model=model), "sliding window", "--sample-prompts 0")
     assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
@@ -721,7 +617,7 @@ def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
 
 def test_overwrite_with_bad_input_leaves_the_old_run(small, undisturbed, tmp_path):
     assert run(small, tmp_path, max_steps=1).code == 0
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    before = contents(tmp_path)
     assert_error(run(small, tmp_path, "--overwrite", dataset="mistyped.jsonl"), "mistyped.jsonl")
     assert_error(run(small, tmp_path, "--overwrite", max_length=10**6), "--max-length", "positions")
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert before == contents(tmp_path)
