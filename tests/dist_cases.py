@@ -200,7 +200,7 @@ def train(model, optimizer, sizes, start=0):
     out, some = [], blocks()
     for size in sizes:
         batch, start = [some[(start + i) % len(some)] for i in range(size)], start + size
-        out.append(list(sft.update(model, optimizer, batch, TOKENIZER.pad_token_id, ARGS, CPU)))
+        out.append(list(sft.update(model, optimizer, batch, ARGS)))
     return out
 
 
@@ -425,13 +425,14 @@ def case(function):
 
 @case
 def sums(folder):
-    """Of all ranks."""
-    rank = dist.rank()
-    return {
-        "all_sum": dist.all_sum(rank + 1, 0.1),
-        "gather": dist.gather([rank] * (2 * rank)),
-        "world": dist.world_size(),
-    }
+    """Of all ranks; rank 1 has no second micro-batch, and nothing to extrapolate from."""
+    rank, out = dist.rank(), dist.Sums("extra")
+    out.add({"nll_sum": torch.tensor(rank + 1.0), "ratio_max": (-3.0, -1.0)[rank]})
+    if rank == 0:
+        out.add({"nll_sum": 10.0, "ratio_max": -2.0})
+        out.add({"": torch.tensor(0.5)}, "extra")
+    sums = {"all_sum": dist.all_sum(rank + 1, 0.1), "gather": dist.gather([rank] * (2 * rank))}
+    return {**sums, "world": dist.world_size(), "Sums": dist.gather([out.over_ranks()])}
 
 
 @case
@@ -568,23 +569,18 @@ def random_numbers(folder):
 
 @case
 def nan_on_one_rank(folder):
-    plain, calls = losses.sft_loss, []
+    plain, calls = sft.sft_loss, []
 
     def poisoned(logprobs, *args, **options):
         calls.append(1)
-        return plain(
-            logprobs * float("nan") if len(calls) == 2 and dist.rank() == 1 else logprobs, *args, **options
-        )
+        nan = float("nan") if len(calls) == 2 and dist.rank() == 1 else 1.0
+        return plain(logprobs * nan, *args, **options)
 
-    losses.sft_loss = poisoned
-    try:
-        sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "nan")))
-        message = ""
-    except InputError as error:
-        message = str(error)
-    finally:
-        losses.sft_loss = plain
-    return dist.gather([message])
+    with mock.patch.object(sft, "sft_loss", poisoned):
+        try:
+            sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "nan")))
+        except InputError as error:
+            return dist.gather([str(error)])
 
 
 @case
@@ -784,15 +780,18 @@ def evaluated(folder):
 
 @case
 def one_rank_takes_longer_than_a_collective_may(folder):
-    """Rank 0 to load a model, rank 1 to read data."""
-    load = models.load_policy
+    """Rank 0 to load a model and to write one, rank 1 to read data."""
+    load, save = models.load_policy, TOKENIZER.save_pretrained
     slow = lambda *args, **options: (time.sleep(2.5 * dist.is_main()), load(*args, **options))[1]
+    slow_tokenizer = SimpleNamespace(save_pretrained=lambda path: (time.sleep(2.5), save(path)))
     td.distributed_c10d._set_pg_timeout(timedelta(seconds=2), td.group.WORLD)
     try:
         time.sleep(2.5 * dist.rank())
         data.check_same("rows", 1)
         with mock.patch.object(models, "load_policy", slow):
-            return len(train(*policy(), [4]))
+            model, optimizer = policy()
+        dist.save_model(model, slow_tokenizer, folder / "written slowly")
+        return len(train(model, optimizer, [4]))
     finally:
         td.distributed_c10d._set_pg_timeout(dist.TIMEOUT, td.group.WORLD)
 

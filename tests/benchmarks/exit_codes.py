@@ -29,7 +29,7 @@ def program(folder):
     optimizer = torch.optim.AdamW(model.parameters())
     rows = [Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
     blocks = make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)
-    sft.update(model, optimizer, blocks, tokenizer.pad_token_id, args, device)
+    sft.update(model, optimizer, blocks, args)
     with dist.consolidated(model):
         sample(model, [[1, 2]], max_new_tokens=4, stop_ids=[], pad_id=0)
     dist.save_checkpoint(f"{folder}/checkpoint", 1, {"policy": (model, optimizer)}, {})
@@ -38,21 +38,15 @@ def program(folder):
 
 
 def main(n):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        __file__,
-    ]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    command, environment = (
+        [sys.executable, *launcher.split(), __file__],
+        {**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     codes = collections.Counter()
     for i in range(n):
         with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run(
-                [*command, folder], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
-            )
+            done = subprocess.run([*command, folder], env=environment, capture_output=True, text=True)
         codes[done.returncode] += 1
         if done.returncode:
             print(f"run {i + 1} ended with exit code {done.returncode}: {done.stderr[-1000:]}", flush=True)
