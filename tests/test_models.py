@@ -929,7 +929,7 @@ def test_no_place_at_all_still_connects_every_parameter(model, rows):
 def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micro_batch_size, tmp_path):
     policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
     documents = [document(seed, length) for seed, length in ((1, 5), (2, 9), (3, 3), (4, 9), (5, 4))]
-    got = models.seq_logprobs(policy, documents, 0, micro_batch_size, "cpu")
+    got = models.seq_logprobs(policy, documents, micro_batch_size)
     tokens = []
     for d in documents:
         ids = d.ids[None].long()
@@ -944,7 +944,7 @@ def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micr
 
 def test_seq_logprobs_of_no_document_are_none(tmp_path):
     policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
-    assert models.seq_logprobs(policy, [], 0, 4, "cpu") == []
+    assert models.seq_logprobs(policy, [], 4) == []
 
 
 # -- check_shared_prompt -----------------------------------------------------------------------

@@ -52,10 +52,6 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
     assert RECIPES["large"][1] == Args(lr=2.0, packing=False)  # parsing changes no recipe
 
 
-def test_flags_without_a_recipe_change_the_default():
-    assert parse(RECIPES, ["--lr", "5", "--no-packing"]) == Args(lr=5.0, packing=False)
-
-
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -458,12 +454,6 @@ def test_a_run_without_a_checkpoint_is_begun_anew_without_a_flag(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json"]
 
 
-def test_resume_of_an_unfinished_run_keeps_all_of_it(tmp_path):
-    leave(tmp_path, *UNFINISHED)
-    assert begin(tmp_path, resume=True) == "resume"
-    assert all((tmp_path / name).exists() for name in UNFINISHED)
-
-
 @pytest.mark.parametrize("left", [[], OUTPUT])
 def test_resume_without_a_checkpoint_begins(tmp_path, left):
     leave(tmp_path, *left)
@@ -483,12 +473,6 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
         with pytest.raises(InputError, match="step_1 is of another version of these scripts.*--overwrite"):
             load()
     assert begin(tmp_path, overwrite=True) is None
-
-
-def test_resume_of_a_finished_run_changes_nothing_and_says_that_it_is_finished(tmp_path, capsys):
-    leave(tmp_path, *FINISHED)
-    assert begin(tmp_path, resume=True) == "finished"
-    assert all((tmp_path / name).exists() for name in FINISHED)
 
 
 @pytest.mark.parametrize(
@@ -617,14 +601,6 @@ def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_pa
     rows = metrics.read_jsonl(path)
     assert [row["step"] for row in rows] == [1, 2, 3] and again.n_rows == 3
     assert rows[1]["time_s"] <= rows[2]["time_s"] < 110 and rows[1]["time_s"] >= 100
-
-
-def test_resuming_before_the_first_row_starts_an_empty_file_and_clock(tmp_path):
-    metrics.Metrics(tmp_path).log(1, 0)
-    log = metrics.Metrics(tmp_path, keep_rows=0)
-    log.log(1, 0, x=1)
-    (row,) = metrics.read_jsonl(tmp_path / "metrics.jsonl")
-    assert row["x"] == 1 and row["time_s"] < 10
 
 
 def test_read_jsonl_of_no_file_is_no_rows_and_of_a_cut_one_its_whole_rows(tmp_path):
