@@ -34,7 +34,8 @@ from common.batches import Comparison, my_comparison_batches, of_each_comparison
 from common.errors import InputError
 from common.losses import dpo_loss, length_penalty
 from common.pool import Pool, References, Versions
-from common.run import Run, check_flags, launch
+from common.cli import check_flags
+from common.run import Run, launch
 
 
 @dataclass

@@ -43,7 +43,8 @@ from common.batches import (
 )
 from common.errors import InputError
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
-from common.run import Run, check_flags, launch
+from common.cli import check_flags
+from common.run import Run, launch
 
 
 @dataclass

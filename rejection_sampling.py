@@ -34,7 +34,8 @@ from common import data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.losses import sft_loss
 from common.pool import Pool, Versions, take
-from common.run import Run, check_batch_size, check_flags, launch
+from common.cli import check_batch_size, check_flags
+from common.run import Run, launch
 
 
 @dataclass

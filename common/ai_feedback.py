@@ -39,7 +39,9 @@ import torch
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
 from common.batches import Row, labelled_pairs
 from common.errors import InputError
-from common.run import check_flags, find_run, launch, start_run, write_json
+from common.cli import check_flags
+from common.metrics import write_json
+from common.run import find_run, launch, start_run
 
 # -- the prompts: --template FILE (TOML) replaces any of them -----------------------------------------
 TEMPLATES = {

@@ -35,7 +35,9 @@ import torch
 from common import data, dist, evaluation, generate, metrics, models, pool, scorers
 from common.batches import a_part
 from common.errors import InputError
-from common.run import check_flags, find_run, launch, start_run, write_json
+from common.cli import check_flags
+from common.metrics import write_json
+from common.run import find_run, launch, start_run
 
 QUICKSTART = {  # name -> its run directory
     "untrained": "tiny",

@@ -21,7 +21,8 @@ import torch
 from common import dist, generate, metrics, models, scorers
 from common.batches import a_part, collate
 from common.errors import InputError
-from common.run import check_flags, launch
+from common.cli import check_flags
+from common.run import launch
 
 
 @torch.no_grad()

@@ -149,13 +149,17 @@ class Run:
         self.total = total
         with metrics.progress(total, self.state["step"], self.stage) as self.bar:
             while self.state["step"] < total:
-                self.began, self.laps = time.time(), {}
+                self.begin_round()
                 yield self.state["step"] + 1
                 self.state["step"] += 1
                 self.bar.update()
                 if self.args.save_every and self.state["step"] % self.args.save_every == 0:
                     state = {**self.state, "logged_rows": self.metrics.n_rows}
-                    dist.save_checkpoint(self.checkpoint, self.state["step"], self.modules, state)
+                    number = self.state.get("first_step", 0) + self.state["step"]
+                    dist.save_checkpoint(self.checkpoint, number, self.modules, state)
+
+    def begin_round(self):
+        self.began, self.laps = time.time(), {}
 
     # inside a round of `steps`
     def seconds(self) -> float:
