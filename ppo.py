@@ -1,20 +1,22 @@
 """PPO: move the policy towards what a scorer likes, without going far from where it started.
 
-    rewards_t    = -beta (log pi_theta(y_t) - log pi_0(y_t)) + [t is the response's last token] r(x, y)
-    advantages_t = sum_k (gamma lambda)^k delta_{t+k},   delta_t = rewards_t + gamma V_{t+1} - V_t
-    L(theta)     = -(1/n) sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t),   rho = pi_theta / pi_old
-    L(phi)       =  (1/n) sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old -+ c) - R_t)^2)
+    rewards_t = -beta (log pi_old(y_t) - log pi_0(y_t)) + [t is the response's last token] r(x, y)
+    A_t       = sum_k (gamma lambda)^k delta_{t+k},   delta_t = rewards_t + gamma V_old,t+1 - V_old,t
+    R_t       = A_t + V_old,t,   after which A is whitened over all of a rollout
+    L(theta)  = -(1/n) sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t),   rho = pi_theta / pi_old
+    L(phi)    =  (1/n) sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ c) - R_t)^2)
 
-over the n response tokens of an optimiser step, A whitened over all of a rollout. (Llama 2, arXiv:2307.09288,
-section 3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models: policy, value, reference (the frozen first
+over the n response tokens of an optimiser step; "old" is of the rollout. (Llama 2, arXiv:2307.09288, section
+3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models: policy, value, reference (pi_0, the frozen first
 policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses keep what the policy knew:
 
     + c_ptx (mean NLL of text)                         the pretrained gradient (Qwen)
     + gamma_sr sum_t -log pi_theta(y_t | x, y_<t)      selective rehearsal, eq. 9 of "Stabilizing RLHF through
                                                        Advantage Model and Selective Rehearsal", 2309.10202
 
-Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
-summary.json.
+Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots, summary.json
+and checkpoint/: policy, value model and their optimisers, how many iterations and optimiser steps are done, the
+statistics of the scores, the best held-out score, and what tells the scorers from others.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
@@ -32,15 +34,8 @@ from typing import Literal
 import torch
 
 from common import data, dist, evaluation, generate, metrics, models, scorers
-from common.batches import (
-    Document,
-    make_blocks,
-    my_micro_batches,
-    n_response_tokens,
-    response_lengths,
-    response_mask,
-    split,
-)
+from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
+from common.batches import response_mask, split
 from common.errors import InputError
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
 from common.cli import check_flags
@@ -57,8 +52,7 @@ class Args:
     scorer: str = "runs/reward"
     """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
     safety_scorer: str | None = None
-    """Llama 2's second reward model: its score counts for prompts tagged is_safety, and for responses that it
-    finds unsafe."""
+    """Llama 2's second reward model, whose score counts for prompts tagged is_safety and unsafe responses."""
     safety_threshold: float = 0.15
     """A response is unsafe if the safety scorer's probability is below this (Llama 2)."""
     retokenize: bool = False
@@ -175,29 +169,22 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    size = args.prompts_per_iteration * args.n_samples
+    size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
+    divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
+    divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
+    before_last = (args.iterations - 1) * args.epochs * size // max(1, args.minibatch_size)  # optimiser steps
+    moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
     check_flags(
         args,
         ("iterations", args.iterations >= 1, "1 or more"),
         ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
-        ("minibatch_size", 1 <= args.minibatch_size <= size, f"at most the rollout's {size} responses"),
+        ("minibatch_size", divides, divisor),
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
         ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
+        ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
     )
-    steps = args.epochs * size // args.minibatch_size
-    if args.value_warmup_steps > (args.iterations - 1) * steps:
-        raise InputError(
-            f"--value-warmup-steps {args.value_warmup_steps}: the policy would never move, for the last of "
-            f"--iterations {args.iterations} begins after {(args.iterations - 1) * steps} optimiser steps: "
-            "lower the one, or raise the other"
-        )
-    if size % args.minibatch_size:
-        raise InputError(
-            f"--minibatch-size {args.minibatch_size} does not divide the {size} responses of a rollout "
-            f"(--prompts-per-iteration times --n-samples): try {math.gcd(size, args.minibatch_size)}"
-        )
 
 
 @dataclass
@@ -209,24 +196,25 @@ class Rollout:
     documents: list[Document]  # a prompt with its response, as ids; `number` is its row in what follows
     mask: torch.Tensor  # (B, R) bool
     finished: torch.Tensor  # (B,) bool: the response ended with an end token
-    rewards: torch.Tensor | None = None  # (B,) of whole responses
+    scores: torch.Tensor | None = None  # (B,) of whole responses, as the scorer gives them
+    rewards: torch.Tensor | None = None  # (B,) r(x, y): the same normalised, less the penalty
     old_logprobs: torch.Tensor | None = None  # log pi_old, as all below (B, R)
+    entropies: torch.Tensor | None = None  # of pi_old
     ref_logprobs: torch.Tensor | None = None  # log pi_0
     old_values: torch.Tensor | None = None  # V_old
-    advantages: torch.Tensor | None = None  # A
-    returns: torch.Tensor | None = None  # A, not whitened, + V_old
+    advantages: torch.Tensor | None = None  # A, whitened
+    returns: torch.Tensor | None = None  # R = A, not whitened, + V_old
+
+    def in_batch(self, x, batch):
+        """The (B, R) of the documents of a batch, laid out as the batch has them: (B', T-1)."""
+        rows = [document.number for document in batch.documents]
+        of_tokens = x[rows][self.mask[rows]].to(batch.input_ids.device)
+        return torch.zeros(batch.action_mask.shape).to(of_tokens).masked_scatter(batch.action_mask, of_tokens)
 
 
 def blocks_of(documents, rows, args):
     """The documents of some rows, packed into rows of at most --max-length tokens."""
     return make_blocks([documents[i] for i in sorted(rows)], args.max_length, args.packing)
-
-
-def in_batch(x, mask, batch):
-    """What is known of the response tokens, (B, R), laid out as the batch has them: (B', T-1)."""
-    rows = [document.number for document in batch.documents]
-    known = x[rows][mask[rows]].to(batch.input_ids.device)
-    return torch.zeros(batch.action_mask.shape).to(known).masked_scatter(batch.action_mask, known)
 
 
 def normalise(scores, statistics, kind):
@@ -244,6 +232,12 @@ def normalise(scores, statistics, kind):
         return scores
     deviation = max((statistics[2] / total) ** 0.5, 1e-4) if kind == "mean_std" else 1.0
     return (scores - statistics[1]) / deviation
+
+
+def minibatches_of(n_responses, iteration, args):
+    """The minibatches of each epoch: lists of responses' numbers, in an order of its own."""
+    orders = [dist.shuffled(n_responses, args.seed, "minibatches", iteration, i) for i in range(args.epochs)]
+    return [split(order, args.minibatch_size) for order in orders]
 
 
 def estimate_advantages(rollout, args):
@@ -264,39 +258,30 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
     {"ptx" or "rehearsal": documents}. Returns sums over tokens and the gradient norms, by name. Where a loss or
     a gradient is not finite neither model moves, and the run stops."""
     n = int(rollout.mask[minibatch].sum())  # response tokens of all micro-batches and ranks
+    blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
-    for batch in my_micro_batches(
-        blocks_of(rollout.documents, minibatch, args), policy, args.micro_batch_size
-    ):
+    for batch in my_micro_batches(blocks, policy, args.micro_batch_size):
         mask = batch.action_mask
-        loss, value_metrics = ppo_value_loss(
-            models.state_values(value, batch),
-            in_batch(rollout.old_values, rollout.mask, batch),
-            in_batch(rollout.returns, rollout.mask, batch),
-            mask,
-            args.clip_value,
-            n_tokens=n,
-        )
+        values = models.state_values(value, batch)
+        old_values = rollout.in_batch(rollout.old_values, batch)
+        returns = rollout.in_batch(rollout.returns, batch)
+        loss, value_sums = ppo_value_loss(values, old_values, returns, mask, args.clip_value, n_tokens=n)
         dist.backward(loss)
-        sums.add(value_metrics, "value/")
+        sums.add(value_sums, "value/")
         if policy_learns:
-            loss, policy_metrics = ppo_policy_loss(
-                models.logprobs(policy, batch, args.temperature),
-                in_batch(rollout.old_logprobs, rollout.mask, batch),
-                in_batch(rollout.advantages, rollout.mask, batch),
-                mask,
-                args.clip_ratio,
-                n_tokens=n,
-            )
+            logprobs = models.logprobs(policy, batch, args.temperature)
+            old = rollout.in_batch(rollout.old_logprobs, batch)
+            advantages = rollout.in_batch(rollout.advantages, batch)
+            loss, policy_sums = ppo_policy_loss(logprobs, old, advantages, mask, args.clip_ratio, n_tokens=n)
             dist.backward(loss)
-            sums.add(policy_metrics, "policy/")
+            sums.add(policy_sums, "policy/")
     if policy_learns:
         for name, documents in extra.items():
             nll_backward(policy, name, documents, sums, args)
     totals = sums.over_ranks()
-    learning = [policy, value] if policy_learns else [value]
-    steppers = [optimizers["policy"], optimizers["value"]] if policy_learns else [optimizers["value"]]
-    norms = dist.optimizer_step(learning, steppers, sum(totals.values()), args.max_grad_norm)
+    learning = slice(0 if policy_learns else 1, 2)  # both models, or the value model alone
+    loss = sum(totals.values())
+    norms = dist.optimizer_step([policy, value][learning], optimizers[learning], loss, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
@@ -304,62 +289,63 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
 def nll_backward(policy, name, documents, sums, args):
     """Add the gradient of the pretrained loss ("ptx": a mean over tokens) or of selective rehearsal (eq. 9: a
     sum over a row's tokens, a mean over rows)."""
-    n = n_response_tokens([documents])
+    coef = args.ptx_coef if name == "ptx" else args.rehearsal_coef
     blocks = blocks_of(documents, range(len(documents)), args)
     for batch in my_micro_batches(blocks, policy, args.micro_batch_size):
         logprobs = models.logprobs(policy, batch)
         if name == "ptx":
-            loss, _ = sft_loss(logprobs, batch.action_mask, n_tokens=n)
-            coef = args.ptx_coef
+            loss, _ = sft_loss(logprobs, batch.action_mask, n_tokens=n_response_tokens([documents]))
         else:
             weights = 1 / response_lengths(batch) if args.rehearsal_norm == "mean" else 1.0
             loss = -masked_sum(logprobs * weights, batch.action_mask) / len(documents)
-            coef = args.rehearsal_coef
         dist.backward(coef * loss)
-        sums.add({name: loss})
+        sums.add({f"{name}/loss": loss, f"{name}/n_tokens": batch.action_mask.sum()})
 
 
-def figures_of(rollout, steps, entropies, kl):
+def figures_of(rollout, steps):
     """The figures of an iteration: means over the tokens of its optimiser steps; of the first minibatch alone,
     where the policy has not moved yet, the largest ratio and the approximate KL."""
-    n = sum(step["n"] for step in steps)
-    mean = lambda name: sum(step[name] for step in steps) / n  # noqa: E731
-    returns, old_values = rollout.returns[rollout.mask], rollout.old_values[rollout.mask]
+    total = {name: sum(step[name] for step in steps) for name in steps[0]}
+    n = total["n"]
+    returns = rollout.returns[rollout.mask]
+    errors = returns - rollout.old_values[rollout.mask]
     row = {
-        "loss/value": mean("value/loss_sum"),
-        "value/clipped": mean("value/n_clipped"),
-        "value/explained_variance": 1 - ((returns - old_values).var() / returns.var().clamp(min=1e-8)).item(),
-        "optim/value_grad_norm": sum(step["value/grad_norm"] for step in steps) / len(steps),
-        "policy/entropy": entropies[rollout.mask].mean().item(),
-        "kl/per_response": kl,
+        "reward/score": rollout.scores.mean().item(),
+        "reward/deviation": rollout.scores.std().item(),
+        "reward/normalised": rollout.rewards.mean().item(),
         "rollout/finished": rollout.finished.float().mean().item(),
         "rollout/length": sum(len(response.ids) for _, response in rollout.pairs) / len(rollout.pairs),
+        "loss/value": total["value/loss_sum"] / n,
+        "value/clipped": total["value/n_clipped"] / n,
+        "value/explained_variance": 1 - (errors.var() / returns.var().clamp(min=1e-8)).item(),
+        "optim/value_grad_norm": total["value/grad_norm"] / len(steps),
+        "policy/entropy": rollout.entropies[rollout.mask].mean().item(),
     }
-    if "policy/loss_sum" in steps[0]:  # else it stands still: the value model's warm-up
-        row["loss/policy"] = mean("policy/loss_sum")
-        row["policy/ratio_mean"] = mean("policy/ratio_sum")
+    if "policy/loss_sum" in total:  # else it stands still: the value model's warm-up
+        row["loss/policy"] = total["policy/loss_sum"] / n
+        row["policy/ratio_mean"] = total["policy/ratio_sum"] / n
         row["policy/ratio_max"] = max(step["policy/ratio_max"] for step in steps)
-        row["policy/clipped"] = mean("policy/n_clipped")
-        row["policy/approx_kl"] = mean("policy/approx_kl_sum")
+        row["policy/clipped"] = total["policy/n_clipped"] / n
+        row["policy/approx_kl"] = total["policy/approx_kl_sum"] / n
         row["policy/first_ratio_max"] = steps[0]["policy/ratio_max"]
         row["policy/first_approx_kl"] = steps[0]["policy/approx_kl_sum"] / steps[0]["n"]
-        row["optim/policy_grad_norm"] = sum(step["policy/grad_norm"] for step in steps) / len(steps)
-    for name in ("ptx", "rehearsal"):
-        if name in steps[0]:
-            row[f"loss/{name}"] = sum(step[name] for step in steps) / len(steps)
+        row["optim/policy_grad_norm"] = total["policy/grad_norm"] / len(steps)
+    if "ptx/loss" in total:
+        row["loss/ptx"] = total["ptx/loss"] / len(steps)
+        row["ptx/tokens_ratio"] = total["ptx/n_tokens"] / n
+    if "rehearsal/loss" in total:
+        row["loss/rehearsal"] = total["rehearsal/loss"] / len(steps)
     return row
 
 
+PANELS = {
+    "reward": ["reward/score", "eval/score", "reward/gold", "gold/score"],
+    "KL per response": ["kl/per_response", "eval/kl"],
+    "entropy": ["policy/entropy"],
+    "value": ["value/explained_variance", "loss/value"],
+}
 PLOTS = [
-    partial(
-        metrics.plot_metrics,
-        panels={
-            "reward": ["reward/score", "eval/score", "reward/gold", "gold/score"],
-            "KL per response": ["kl/per_response", "eval/kl"],
-            "entropy": ["policy/entropy"],
-            "value": ["value/explained_variance", "loss/value"],
-        },
-    ),
+    partial(metrics.plot_metrics, panels=PANELS),
     partial(metrics.plot_frontier, x="eval/kl", ys={"scorer": "eval/score", "true reward": "gold/score"}),
     metrics.plot_categories,
 ]
@@ -379,6 +365,8 @@ def main(args: Args):
 
     # models: policy and value learn; the reference and the scorer, with --safety-scorer a pair, are asked
     scorer = scorers.load_gated(args, tokenizer, run.device)
+    if run.resumed and dist.checkpoint_state(run.checkpoint).get("scorer") != scorer.version:
+        raise InputError("--resume with another scorer, or one whose files have changed: begin anew")
     policy = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     policy = dist.shard(models.freeze(policy, args.freeze_layers), run.device)
     reference = models.load_policy(args.reference or args.model, tokenizer, seed=args.seed)
@@ -386,115 +374,93 @@ def main(args: Args):
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     for model in (policy, reference, value) if args.packing else ():
         models.check_packing(model)
-    optimizers = {
-        "policy": dist.adamw(policy, args.lr, args),
-        "value": dist.adamw(value, args.value_lr, args),
-    }
+    dist.put_away(args.offload, reference, *scorer.models)  # until they are asked
+    optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]
 
     # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
-    modules = {"policy": (policy, optimizers["policy"]), "value": (value, optimizers["value"])}
+    modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
     fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0], "scorer": scorer.version}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
     state = run.begin(modules, fresh, evaluate.fingerprint())
     run.log_before(evaluate, policy, keep_samples=True)
-    best = state.setdefault("best", [state["before"].get("eval/score", 0.0), 0])  # score, evaluations since
+    best = state.setdefault("best", {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0})
 
     for iteration in run.steps(args.iterations):
-        if args.patience and best[1] >= args.patience:
+        if args.patience and best["evaluations_since"] >= args.patience:
             break
 
         # 1. sample: n responses to each of this iteration's prompts
         batch_prompts = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
         pairs = generate.sample_pairs(
-            policy,
-            tokenizer,
-            batch_prompts,
-            n=args.n_samples,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            slots=args.slots,
+            policy, tokenizer, batch_prompts, n=args.n_samples, max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature, top_p=args.top_p, slots=args.slots,
             seed=dist.seed_of(args.seed, "rollout", iteration),
-        )
+        )  # fmt: skip
         documents = generate.documents(pairs)
         finished = torch.tensor([response.finished for _, response in pairs])
+        rollout = Rollout(pairs, documents, response_mask(documents), finished)
         if not finished.any() and args.missing_eos_penalty:  # all would pay the penalty alike
-            why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens"
-            run.log(
-                run.skip(f"{why} (--max-new-tokens, --missing-eos-penalty 0)"),
-                state["value_steps"],
-                iteration,
-            )
+            why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
+            why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
+            run.log(run.skip(why), state["value_steps"], iteration)
             continue
         state["skipped"] = 0
-        rollout = Rollout(pairs, documents, response_mask(documents), finished)
         run.lap("rollout")
 
         # 2. score: one number a response, normalised; a response that did not end pays a penalty
-        scores, gated = scorer.score(pairs)
-        rewards = normalise(scores, state["score_statistics"], args.reward_norm)
+        rollout.scores, gated = scorer.score(pairs)
+        rewards = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
         rollout.rewards = rewards - args.missing_eos_penalty * (~finished).float()
         run.lap("score")
 
         # 3. estimate: log pi_old, log pi_0 and V of each response token, in the micro-batches of the first
         # epoch, so that the ratio is exactly 1 there; from them KL penalty, GAE and whitened advantages
-        epochs = [
-            dist.shuffled(len(pairs), args.seed, "minibatches", iteration, epoch)
-            for epoch in range(args.epochs)
-        ]
-        minibatches = [split(order, args.minibatch_size) for order in epochs]
-        plan = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
-        per_token = partial(
-            models.per_token, plan=plan, mask=rollout.mask, micro_batch_size=args.micro_batch_size
+        epochs = minibatches_of(len(pairs), iteration, args)
+        plan = [blocks_of(documents, minibatch, args) for minibatch in epochs[0]]
+        per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
+        rollout.old_logprobs, rollout.entropies = per_token(
+            models.logprobs_and_entropies, policy, args.temperature
         )
-        rollout.old_logprobs, entropies = per_token(models.logprobs_and_entropies, policy, args.temperature)
         with dist.at_hand(run.device, args.offload, reference):
             [rollout.ref_logprobs] = per_token(models.logprobs, reference, args.temperature)
         [rollout.old_values] = per_token(models.state_values, value)
         kl = estimate_advantages(rollout, args)
         if not kl <= args.max_kl:
-            raise InputError(
-                f"iteration {iteration}: the KL to the reference is {kl:.1f} nats per response (--max-kl "
-                f"{args.max_kl:g}): raise --kl-coef or lower --lr; {run.last_checkpoint}"
-            )
+            why = f"iteration {iteration}: the KL is {kl:.1f} nats per response (--max-kl {args.max_kl:g})"
+            raise InputError(f"{why}: raise --kl-coef or lower --lr; {run.last_checkpoint}")
         run.lap("estimate")
 
         # 4. update: one optimiser step a minibatch; at first the value model learns alone
-        policy_learns, steps = state["value_steps"] >= args.value_warmup_steps, []
-        for rows in [minibatch for epoch in minibatches for minibatch in epoch]:
-            extra = data.next_extra(extra_data, state["policy_steps"], args)
-            steps.append(update(policy, value, optimizers, rollout, rows, extra, policy_learns, args))
-            state["value_steps"] += 1
-            state["policy_steps"] += policy_learns
+        policy_learns = state["value_steps"] >= args.value_warmup_steps
+        steps = []
+        for minibatches in epochs:
+            for minibatch in minibatches:
+                extra = data.next_extra(extra_data, state["policy_steps"], args)
+                steps.append(
+                    update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args)
+                )
+                state["value_steps"] += 1
+                state["policy_steps"] += policy_learns
         run.lap("update")
 
-        row = figures_of(rollout, steps, entropies, kl)
-        row["reward/score"] = scores.mean().item()
-        row["reward/normalised"] = rollout.rewards.mean().item()
-        row["reward/deviation"] = scores.std().item()
-        row["reward/gated"] = gated
+        row = {**figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
         row.update(evaluation.true_rewards(pairs, args))
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every):
             row.update(evaluate(policy))
             score = row.get("eval/score", 0.0)
-            best[:] = [score, 0] if score > best[0] else [best[0], best[1] + 1]
-        run.log(
-            row, state["value_steps"], iteration, shown=("reward/score", "kl/per_response", "policy/entropy")
-        )
+            best["evaluations_since"] = 0 if score > best["score"] else best["evaluations_since"] + 1
+            best["score"] = max(score, best["score"])
+        shown = ("reward/score", "kl/per_response", "policy/entropy")
+        run.log(row, state["value_steps"], iteration, shown)
 
     run.round_weights(policy)
+    after = evaluate(policy)
     run.finish(
-        policy,
-        tokenizer,
-        after=evaluate(policy),
-        samples=evaluate.samples,
-        step=state["value_steps"],
-        iteration=state["step"],
-        summary={"iterations": state["step"]},
-        shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
-        plots=PLOTS,
-    )
+        policy, tokenizer, after, evaluate.samples,
+        step=state["value_steps"], iteration=state["step"], summary={"iterations": state["step"]},
+        shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"), plots=PLOTS,
+    )  # fmt: skip
 
 
 LARGE = dict(  # what no paper says, for 7B: lengths and memory
@@ -502,25 +468,15 @@ LARGE = dict(  # what no paper says, for 7B: lengths and memory
     eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
-    "tiny": (
-        "the tiny world: the default, about a minute on two CPU cores",
-        Args(),
-    ),
+    "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
             epochs=1,  # Llama 2 and Qwen: one step a minibatch
-            kl_coef=0.04,  # Qwen (arXiv:2309.16609), section 3.2.2, as the learning rates
-            lr=1e-6,
-            value_lr=5e-6,
-            prompts_per_iteration=32,  # ours, as all below
-            minibatch_size=32,
-            micro_batch_size=4,
-            score_batch_size=8,
-            max_new_tokens=256,
-            max_length=1024,
-            slots=32,
-            eval_prompts=200,
+            kl_coef=0.04, lr=1e-6, value_lr=5e-6,  # Qwen (arXiv:2309.16609), section 3.2.2
+            # ours:
+            prompts_per_iteration=32, minibatch_size=32, micro_batch_size=4, score_batch_size=8,
+            max_new_tokens=256, max_length=1024, slots=32, eval_prompts=200,
         ),
     ),
     "llama2": (
@@ -528,23 +484,12 @@ RECIPES = {
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # theirs starts from rejection sampling
             dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
-            iterations=200,  # section 3.2.3, as all below: 200 to 400
-            prompts_per_iteration=512,  # batch of 512
-            n_samples=1,
-            reward_norm="whiten",
+            iterations=200,  # section 3.2.3, as what follows: 200 to 400
+            prompts_per_iteration=512, n_samples=1, epochs=1, minibatch_size=64,  # one step per minibatch
             kl_coef=0.01,  # 0.005 for 34B and 70B
-            epochs=1,  # one gradient step per minibatch
-            minibatch_size=64,
-            clip_ratio=0.2,
-            lr=1e-6,
-            value_lr=1e-6,
-            adam_eps=1e-5,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            clip_value=0.2,  # not said
-            value_warmup_steps=0,  # not said
-            max_length=4096,  # not said
-            **LARGE,
+            reward_norm="whiten", clip_ratio=0.2, lr=1e-6, value_lr=1e-6,
+            adam_eps=1e-5, weight_decay=0.1, max_grad_norm=1.0,
+            clip_value=0.2, value_warmup_steps=0, max_length=4096, **LARGE,  # not said
         ),
     ),
     "qwen": (
@@ -552,19 +497,9 @@ RECIPES = {
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # an SFT model of theirs
             dataset="Anthropic/hh-rlhf",  # its prompts; theirs are not public
-            n_samples=2,  # section 3.2.2, as all below
-            top_p=0.9,
-            reward_norm="mean",
-            kl_coef=0.04,
-            lr=1e-6,
-            value_lr=5e-6,
-            clip_value=0.15,
-            value_warmup_steps=50,
-            iterations=200,  # not said, as all below
-            prompts_per_iteration=256,
-            epochs=1,
-            minibatch_size=64,
-            max_length=2048,
+            n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, as the next line
+            lr=1e-6, value_lr=5e-6, clip_value=0.15, value_warmup_steps=50,
+            iterations=200, prompts_per_iteration=256, epochs=1, minibatch_size=64, max_length=2048,  # not said
             **LARGE,
         ),
     ),
@@ -572,26 +507,15 @@ RECIPES = {
         "AM-PPO-SR of Advantage Model + Selective Rehearsal",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's own SFT model is not public
-            scorer="runs/advantage_model",
-            dataset="Anthropic/hh-rlhf",  # section 4.1, as all below
-            lr=5e-7,
-            iterations=100,  # 100 optimiser steps of 256
-            prompts_per_iteration=256,
-            n_samples=1,
-            minibatch_size=256,
-            epochs=1,
-            value_warmup_steps=0,
-            kl_coef=0.04,  # not said
-            rehearsal_coef=0.01,
-            rehearsal_norm="sum",
+            scorer="runs/advantage_model", reward_norm="none",  # not said: an advantage needs none
+            dataset="Anthropic/hh-rlhf", lr=5e-7,  # section 4.1, as the next line
+            iterations=100, prompts_per_iteration=256, n_samples=1,  # 100 optimiser steps of 256
+            minibatch_size=256, epochs=1, value_warmup_steps=0, rehearsal_coef=0.01, rehearsal_norm="sum",
             rehearsal_data="runs/rehearsal.jsonl",  # python -m common.rehearsal makes it (section 3.2)
-            reward_norm="none",  # an advantage needs none; not said, as what follows
-            value_lr=5e-6,
-            max_length=2048,
-            **LARGE,
+            kl_coef=0.04, value_lr=5e-6, max_length=2048, **LARGE,  # not said
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

@@ -529,7 +529,7 @@ def text_documents(args, tokenizer):
     """Rows of `text` -> documents in which every token but the first is learnt, the end token included."""
     documents, dropped, rows = [], {}, load_rows(args.ptx_dataset, "text")
     for row in rows:
-        text = row.get("text")
+        text = row.data.get("text")
         try:
             if not isinstance(text, str) or not text.strip():
                 raise ValueError("no text")
@@ -564,6 +564,10 @@ def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], li
     extra, held_out_text = {}, []
     if args.ptx_dataset:
         extra["ptx"], held_out_text = hold_out(text_documents(args, tokenizer), share=0.1, most=200)
+    for path, _ in sources(args.rehearsal_data) if args.rehearsal_data else ():
+        if path.endswith(".jsonl") and not Path(path).exists():
+            by = f"python -m common.rehearsal --model {args.model} --scorer {args.scorer} --output {path}"
+            raise InputError(f"--rehearsal-data {path}: there is no such file; this makes it: {by}")
     if args.rehearsal_data:
         extra["rehearsal"] = load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
     return extra, held_out_text

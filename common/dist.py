@@ -256,14 +256,18 @@ def _tie(model):
 def at_hand(device, offload, *models):
     """Inside, `models` (None is left out) are on `device`; with `offload` they are in the CPU's memory
     outside. Every rank must call it; around a whole step, for moving costs as much as reading the weights."""
-    models = [model for model in models if model is not None] if offload else []
-    for model in models:
+    for model in filter(None, models) if offload else ():
         model.to(device)
     try:
         yield
     finally:
-        for model in models:
-            model.to("cpu")
+        put_away(offload, *models)
+
+
+def put_away(offload, *models):
+    """With `offload`, models (None is left out) go to the CPU's memory."""
+    for model in filter(None, models) if offload else ():
+        model.to("cpu")
 
 
 @contextlib.contextmanager

@@ -131,7 +131,6 @@ class HeldOutPrompts:
         per_token = partial(
             models.per_token,
             plan=[make_blocks(documents, args.max_length, args.packing)],
-            mask=response_mask(documents),
             micro_batch_size=args.micro_batch_size,
         )
         logprobs, entropies = per_token(models.logprobs_and_entropies, policy)

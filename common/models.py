@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from common import dist, losses, tiny
-from common.batches import collate, my_micro_batches, n_response_tokens
+from common.batches import collate, my_micro_batches, n_response_tokens, response_mask
 from common.errors import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -488,11 +488,13 @@ def state_values(model, batch):
 
 
 @torch.no_grad()
-def per_token(forward, model, *options, plan, mask, micro_batch_size) -> list[torch.Tensor]:
+def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Tensor]:
     """What forward(model, batch, *options) gives at each response token, one or several (B', T-1), as (B, R)
-    tensors on every rank: row i is that of the document with the number i, 0 where `mask` (B, R) is False.
+    tensors on every rank: row i is that of the document with the number i of B, R the longest response, 0
+    behind shorter ones.
     plan: lists of blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
-    results = []
+    documents = [document for blocks in plan for block in blocks for document in block]
+    mask, results = response_mask(sorted(documents, key=lambda document: document.number)), []
     for blocks in plan:
         for batch in my_micro_batches(blocks, model, micro_batch_size):
             outputs = forward(model, batch, *options)

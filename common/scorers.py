@@ -251,6 +251,7 @@ class Gated:
 
     def __init__(self, scorer, safety, args, device):
         self.scorer, self.safety, self.args, self.device = scorer, safety, args, device
+        self.models = [scorer.model, safety and safety.model]
         self.version = [scorer.version, safety and safety.version]
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
@@ -286,7 +287,7 @@ def load_gated(args, tokenizer, device) -> Gated:
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model the row r of its head, with
-    the bias -mean e(x); for a function, or a scorer with other tokens, the first policy's body and a head
+    the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's body and a head
     of 0."""
     scorer = scorer.scorer
     name, checkpointing = args.scorer, args.gradient_checkpointing
@@ -301,7 +302,7 @@ def load_value_model(scorer, tokenizer, prompts, args, device):
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])
-            head.bias.fill_(-mean_expected_reward(scorer, prompts, args, device))
+            head.bias.fill_(-mean_expected_reward(scorer, generate.a_part(prompts, 256), args, device))
         model.score, model.config.num_labels = head, 1
     return dist.shard(model, device)
 
