@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import re
-import statistics
+from functools import partial
 from types import SimpleNamespace
 
 import processes
@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import flags
-from safetensors.torch import load_file
-from scorers import CPU, TOKENIZER, assert_error, contents, read_json, succeeds, write_rows
+from scorers import CPU, TOKENIZER, assert_error, column, contents, read_json, succeeds, weights, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
-from common import data, dist, generate, metrics, models, scorers, tiny
-from common.batches import Row, collate
-from common.errors import InputError
+from common import data, dist, evaluation, generate, models, scorers, tiny
+from common.batches import Row, collate, make_blocks, my_micro_batches, response_mask
+from common.errors import InputError, NotFinite
 from common.metrics import read_jsonl
 from common.run import parse
 
@@ -48,16 +47,8 @@ PAIRS = [  # prompts and responses of different lengths; the third one was cut
     (prompt("last ant bear cat dog"), response("dog dog")),
     (prompt("copy eel fox ant"), response("eel fox ant ant ant")),
 ]
-DOCUMENTS = [generate.document(*pair) for pair in PAIRS]
+DOCUMENTS = generate.documents(PAIRS)
 LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
-
-
-def tensors(*rows):
-    return [torch.tensor(row) for row in rows]
-
-
-def lists(rows):
-    return [row.tolist() for row in rows]
 
 
 def policy(seed=0):
@@ -120,66 +111,66 @@ def test_running_statistics_survive_a_checkpoints_json():
 
 
 # -- from rows to batches and back -------------------------------------------------------
-def test_spread_puts_each_rows_numbers_where_its_actions_are():
-    mask = torch.tensor([[False, True, True, False], [True, False, False, False], [False, False, True, True]])
-    got = ppo.spread(tensors([1.0, 2.0], [3.0], [4.0, 5.0]), mask)
-    assert got.tolist() == [[0, 1, 2, 0], [3, 0, 0, 0], [0, 0, 4, 5]]
-    nothing = torch.zeros(1, 1, dtype=torch.bool)
-    assert ppo.spread([], nothing).tolist() == [[0]]
+def rows_of_tokens(rows):
+    """Lists of numbers, one for each token of a response -> (B, R)."""
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row) for row in rows], True)
+
+
+def rollout_of(pairs=PAIRS, **fields):
+    documents = generate.documents(pairs)
+    finished = torch.tensor([response.finished for _, response in pairs])
+    return ppo.Rollout(pairs, documents, response_mask(documents), finished, **fields)
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_micro_batches_hold_every_row_once(size, packing):
+def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size, packing):
     longest = max(len(document.ids) for document in DOCUMENTS)
-    args, indices = make_args(micro_batch_size=size, packing=packing, max_length=2 * longest), [4, 0, 2, 3]
-    found = list(ppo.micro_batches(DOCUMENTS, indices, PAD, args, CPU))
-    assert sorted(i for some, _ in found for i in some) == sorted(indices)
+    args, indices = make_args(packing=packing, max_length=2 * longest), [4, 0, 2, 3]
+    batches = list(my_micro_batches(ppo.blocks_of(DOCUMENTS, indices, args), policy(), size))
+    assert sorted(d.number for batch in batches for d in batch.documents) == sorted(indices)
     rows = 2 if packing else 4  # of --max-length tokens, each with two documents
-    assert [len(batch.input_ids) for _, batch in found] == [min(size, rows - i) for i in range(0, rows, size)]
-    for some, batch in found:
-        width = batch.input_ids.shape[1]
-        starts = iter((batch.position_ids == 0).nonzero().tolist())
-        for i, (row, start) in zip(some, starts, strict=True):
-            ids, mask = batch.input_ids[row], batch.action_mask[row]
-            end = start + len(DOCUMENTS[i].ids)
-            assert ids[start:end].tolist() == DOCUMENTS[i].ids.tolist() and end <= width
-            # The end token, where there is one, is an action
-            assert ids[1:end][mask[: end - 1] & (torch.arange(end - 1) >= start)].tolist() == PAIRS[i][1].ids
+    assert [len(batch.input_ids) for batch in batches] == [min(size, rows - i) for i in range(0, rows, size)]
+    of_tokens = rows_of_tokens([response.ids for _, response in PAIRS])
+    for batch in batches:  # end tokens are actions; what is known stands where they do, and is 0 elsewhere
+        got = rollout_of().in_batch(of_tokens, batch)
+        assert got.tolist() == (batch.input_ids[:, 1:] * batch.action_mask).tolist()
+        assert batch.action_mask.sum() == sum(LENGTHS[d.number] for d in batch.documents)
+    nothing = collate([], PAD)
+    assert rollout_of().in_batch(of_tokens, nothing).tolist() == [[0]]
 
 
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
 def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
-    model = policy() if what == "log probabilities" else scorer()
-
-    def forward(batch):
-        if what == "values":
-            return (ppo.state_values(model, batch),)
-        return ppo.log_probabilities(model, batch, 0.7, entropy=True)
-
-    of = lambda plan, size, **options: list(
-        ppo.per_token(forward, plan, DOCUMENTS, PAD, make_args(micro_batch_size=size, **options), CPU)
+    model, mask = policy() if what == "log probabilities" else scorer(), response_mask(DOCUMENTS)
+    forward = (
+        (models.state_values, model) if what == "values" else (models.logprobs_and_entropies, model, 0.7)
     )
+
+    def of(plan, size, **options):
+        args = make_args(**options)
+        plan = [ppo.blocks_of(DOCUMENTS, rows, args) for rows in plan]
+        return models.per_token(*forward, plan=plan, micro_batch_size=size)
+
     want = of([range(5)], 5)
-    assert all([len(row) for row in rows] == LENGTHS for rows in want)
+    assert all(rows.shape == mask.shape and not rows[~mask].any() for rows in want)
     plans = ([range(5)], 1), ([[4, 1], [0, 3, 2]], 2), ([[3], [2], [1], [4, 0]], 64)
     unpacked = of([range(5)], 5, packing=False)
     for got in (unpacked, of([range(5)], 5, max_length=24), *(of(*plan) for plan in plans)):
         for rows, others in zip(want, got, strict=True):
-            for a, b in zip(rows, others, strict=True):
-                torch.testing.assert_close(a, b, atol=2e-6, rtol=2e-6)
+            torch.testing.assert_close(rows, others, atol=2e-6, rtol=2e-6)
     with torch.no_grad():  # of each row alone, by plain transformers
         for i, document in enumerate(DOCUMENTS):
             ids, first = document.ids.long(), len(PAIRS[i][0].ids)
+            mine = [rows[i][mask[i]] for rows in want]
             if what == "values":  # read at the token before the action
                 hidden = model.base_model(input_ids=ids[None]).last_hidden_state[0]
-                plain = model.score(hidden)[first - 1 : -1, 0]
-                torch.testing.assert_close(want[0][i], plain, atol=1e-5, rtol=1e-5)
-                continue
-            p = (model(input_ids=ids[None]).logits[0, first - 1 : -1] / 0.7).softmax(-1)
-            logprobs = p.gather(1, ids[first:, None])[:, 0].log()
-            torch.testing.assert_close(want[0][i], logprobs, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(want[1][i], -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
+                plain = [model.score(hidden)[first - 1 : -1, 0]]
+            else:
+                p = (model(input_ids=ids[None]).logits[0, first - 1 : -1] / 0.7).softmax(-1)
+                plain = [p.gather(1, ids[first:, None])[:, 0].log(), -(p * p.log()).sum(-1)]
+            for a, b in zip(mine, plain, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
@@ -201,17 +192,20 @@ TWO = [
     (PAIRS[0][0], generate.Response([5, 6, END], "", True)),
     (PAIRS[1][0], generate.Response([5, 6], "", False)),
 ]
-OLD = tensors([-1.0, -2.0, -3.0], [-1.0, -1.0])
-REF = tensors([-1.2, -1.6, -3.6], [-2.0, -2.0])
+OLD = rows_of_tokens([[-1.0, -2.0, -3.0], [-1.0, -1.0]])
+REF = rows_of_tokens([[-1.2, -1.6, -3.6], [-2.0, -2.0]])
 TO_COME = [[9.8, 9.9, 9.7], [-2.0, -1.5]]
 
 
-def estimate(values=([0.0] * 3, [0.0] * 2), old=OLD, **options):
+def estimate(values=([0.0] * 3, [0.0] * 2), **options):
+    """(advantages, returns, the mean KL of a response)."""
     options = {"kl_coef": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False, **options}
-    ends = torch.tensor([10.0, -1.0])
-    return [
-        lists(x) for x in ppo.estimate_advantages(TWO, ends, old, REF, tensors(*values), make_args(**options))
-    ]
+    rollout = rollout_of(TWO, rewards=torch.tensor([10.0, -1.0]), old_logprobs=OLD, ref_logprobs=REF)
+    rollout.old_values = rows_of_tokens(values)
+    kl = ppo.estimate_advantages(rollout, make_args(**options))
+    assert not rollout.advantages[1, 2] and not rollout.returns[1, 2]  # behind the shorter response
+    lists = lambda rows: [row[mask].tolist() for row, mask in zip(rows, rollout.mask)]
+    return lists(rollout.advantages), lists(rollout.returns), kl
 
 
 def near(got, want):
@@ -219,9 +213,9 @@ def near(got, want):
 
 
 def test_the_score_is_the_last_tokens_and_kl_is_taken_off_at_every_token_with_its_sign():
-    advantages, returns, k1 = estimate()
+    advantages, returns, kl = estimate()
     assert near(advantages, TO_COME) and near(returns, TO_COME)
-    assert near(k1, [[0.2, -0.4, 0.6], [1.0, 1.0]])
+    assert kl == pytest.approx((0.2 - 0.4 + 0.6 + 1 + 1) / 2)
     no_sum = estimate(lam=0.0)[0]  # with values of 0 the rewards themselves
     assert near(no_sum, [[-0.1, 0.2, 9.7], [-0.5, -1.5]])  # clamped at 0 it would be 0 in place of 0.2
 
@@ -267,19 +261,19 @@ def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(c
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
 def test_a_stream_passes_over_all_documents_before_any_returns(size):
     documents, steps = list("abcde"), 10
-    found = [x for step in range(steps) for x in ppo.stream(documents, size, step, 0, "ptx")]
+    found = [x for step in range(steps) for x in data.stream(documents, size, step, 0, "ptx")]
     assert len(found) == size * steps
     passes = [found[i : i + 5] for i in range(0, len(found) - 4, 5)]
     assert all(sorted(some) == documents for some in passes)
-    assert found == [x for step in range(steps) for x in ppo.stream(documents, size, step, 0, "ptx")]
+    assert found == [x for step in range(steps) for x in data.stream(documents, size, step, 0, "ptx")]
     # a step's place does not depend on how the steps before it were asked for
-    assert found == ppo.stream(documents, size * steps, 0, 0, "ptx")
+    assert found == data.stream(documents, size * steps, 0, 0, "ptx")
     if size > 2:
-        assert len(set(map(tuple, passes))) > 1 and found != ppo.stream(documents, size * steps, 0, 1, "ptx")
+        assert len(set(map(tuple, passes))) > 1 and found != data.stream(documents, size * steps, 0, 1, "ptx")
 
 
 def texts_of(folder, *rows, **options):
-    return ppo.text_documents(
+    return data.text_documents(
         make_args(ptx_dataset=str(write_rows(folder / "text.jsonl", rows)), **options), TOKENIZER
     )
 
@@ -300,24 +294,22 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
         texts_of(tmp_path, *rows[1:3])
 
 
-def test_a_long_text_is_cut_at_max_length(tmp_path):
+def test_a_long_text_is_cut_at_max_length_and_not_taught_to_end_there(tmp_path):
     (document,) = texts_of(tmp_path, {"text": "ant bear " * 50}, max_length=16, max_new_tokens=4)
-    assert (
-        len(document.ids) <= 16
-        and document.ids[:15].tolist() == TOKENIZER("ant bear " * 50)["input_ids"][:15]
-    )
-
-
-def test_a_text_that_was_cut_is_not_taught_to_end_there(tmp_path):
-    (document,) = texts_of(tmp_path, {"text": "ant bear " * 50}, max_length=16, max_new_tokens=4)
+    assert document.ids.tolist() == TOKENIZER("ant bear " * 50)["input_ids"][:16]
     assert END not in document.ids.tolist()
 
 
 # -- scores ------------------------------------------------------------------------------
+def gated(scorer, safety=None, **options):
+    """(scores of the pairs, share of the safety scorer)."""
+    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options), CPU).score(pairs)
+
+
 def test_scores_are_those_of_the_scorer_where_there_is_no_safety_scorer():
     judge = of_function(lambda prompts, responses, rows: [len(text.split()) for text in responses])
-    scores, gated = ppo.score(PAIRS, judge, None, make_args(score_batch_size=2), CPU)
-    assert scores.tolist() == [3, 1, 6, 2, 5] and gated == 0
+    scores, share = gated(judge, score_batch_size=2)(PAIRS)
+    assert scores.tolist() == [3, 1, 6, 2, 5] and share == 0
 
 
 def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
@@ -326,10 +318,10 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
     logits = {r.text: x for (_, r), x in zip(pairs, [1.0, -1.74, -1.73, -5.0, 2.0])}
     helpful = of_function(lambda prompts, responses, rows: [10.0] * len(prompts))
     safety = of_function(lambda prompts, responses, rows: [logits[text] for text in responses])
-    scores, gated = ppo.score(pairs, helpful, safety, make_args(), CPU)
-    assert scores.tolist() == pytest.approx([1.0, -1.74, 10.0, -5.0, 10.0]) and gated == pytest.approx(3 / 5)
-    scores, gated = ppo.score(pairs, helpful, safety, make_args(safety_threshold=0.0), CPU)
-    assert scores.tolist() == [1.0, 10, 10, 10, 10] and gated == pytest.approx(1 / 5)  # the tagged one alone
+    scores, share = gated(helpful, safety)(pairs)
+    assert scores.tolist() == pytest.approx([1.0, -1.74, 10.0, -5.0, 10.0]) and share == pytest.approx(3 / 5)
+    scores, share = gated(helpful, safety, safety_threshold=0.0)(pairs)
+    assert scores.tolist() == [1.0, 10, 10, 10, 10] and share == pytest.approx(1 / 5)  # the tagged one alone
 
 
 def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
@@ -337,18 +329,23 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
     plain = scorers.Scorer("safety", "1", None, model, TOKENIZER)
     raw = torch.tensor(scorers.score(plain, PAIRS, 8, CPU))
     helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
-    scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
+    scores, _ = gated(helpful, plain, safety_threshold=1.0)(PAIRS)
     torch.testing.assert_close(scores, raw)
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
-    scores, _ = ppo.score(PAIRS, helpful, plain, make_args(safety_threshold=1.0), CPU)
+    scores, _ = gated(helpful, plain, safety_threshold=1.0)(PAIRS)
     torch.testing.assert_close(scores, 2 * raw - 0.5)
     assert scorers.safety_logits(plain, PAIRS, 8, CPU) == pytest.approx((2 * raw - 0.5).tolist())
     assert scorers.safety_logits(helpful, PAIRS, 8, CPU) == [99.0] * len(PAIRS)
 
 
 # -- the value model ---------------------------------------------------------------------
+def value_model(loaded, prompts=(), **options):
+    args = make_args(**options)
+    return scorers.load_value_model(scorers.Gated(loaded, None, args, CPU), TOKENIZER, prompts, args, CPU)
+
+
 def of_models(folder, n_outputs):
-    """A scorer on disk as rollout.load_scorer reads it."""
+    """A scorer on disk as load_scorer reads it."""
     model = scorer(n_outputs)
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 1, "n_others": 0}
@@ -358,7 +355,7 @@ def of_models(folder, n_outputs):
 
 def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
     model, loaded = of_models(tmp_path / "reward", 1)
-    value = ppo.load_value(loaded, TOKENIZER, [], make_args(scorer=str(tmp_path / "reward")), CPU)
+    value = value_model(loaded, scorer=str(tmp_path / "reward"))
     a, b = model.state_dict(), value.state_dict()
     assert set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
     assert value is not loaded.model and all(p.requires_grad for p in value.parameters())
@@ -368,8 +365,7 @@ def test_the_value_model_begins_as_the_reward_model_head_included(tmp_path):
 def test_the_value_of_an_advantage_models_response_begins_at_r_less_the_mean_expectation(tmp_path):
     model, loaded = of_models(tmp_path / "advantage", 2)
     prompts = [p for p, _ in PAIRS]
-    args = make_args(scorer=str(tmp_path / "advantage"), score_batch_size=2)
-    value = ppo.load_value(loaded, TOKENIZER, prompts, args, CPU)
+    value = value_model(loaded, prompts, scorer=str(tmp_path / "advantage"), score_batch_size=2)
     outputs = lambda ids: model(input_ids=torch.tensor([ids])).logits[0].tolist()  # at the last token
     with torch.no_grad():
         mean = sum(outputs(p.ids)[1] for p in prompts) / len(prompts)
@@ -380,44 +376,43 @@ def test_the_value_of_an_advantage_models_response_begins_at_r_less_the_mean_exp
             assert v == pytest.approx(outputs(p.ids + r.ids)[0] - mean, abs=1e-4)
 
 
-def test_the_value_of_a_function_begins_at_0_on_the_policys_body():
-    value = ppo.load_value(of_function(len), TOKENIZER, [], make_args(), CPU)
+@pytest.mark.parametrize("foreign", [False, True])
+def test_the_value_of_a_function_and_of_a_scorer_with_other_tokens_begins_at_0_on_the_policys_body(foreign):
+    other = scorers.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
+    value = value_model(other if foreign else of_function(len))
     body = tiny.model(0).model.state_dict()
     assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
-    batch = collate([[d] for d in DOCUMENTS], PAD)
-    values = models.values(value, batch.input_ids, batch.action_mask)
-    assert values.shape == batch.action_mask.shape and not values.any() and values.requires_grad
-
-
-def test_the_value_of_a_scorer_with_other_tokens_begins_at_0_on_the_policys_body():
-    foreign = scorers.Scorer("foreign", "1", None, scorer(), TOKENIZER, same_tokens=False)
-    value = ppo.load_value(foreign, TOKENIZER, [], make_args(), CPU)
-    body = tiny.model(0).model.state_dict()
-    assert all(torch.equal(x, body[name]) for name, x in value.base_model.state_dict().items())
-    assert not value.score.weight.any()
+    values = models.state_values(value, collate([[d] for d in DOCUMENTS], PAD))
+    assert not values.any() and values.requires_grad
 
 
 # -- one optimiser step ------------------------------------------------------------------
-def known(**changes):
-    """What update is told of the rows: the policy's own log probabilities, so that the ratio is 1."""
+def known(temperature=1.0):
+    """A rollout: the policy's own log probabilities, so that the ratio is 1, and random numbers."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda: [torch.randn(n, generator=generator) for n in LENGTHS]
-    names = ("old_logprobs", "old_values", "advantages", "returns")
-    rest = ([range(5)], DOCUMENTS, PAD, make_args(), CPU)
-    model = policy()
-    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(model, batch), *rest)
-    return dict(zip(names, (old, draw(), draw(), draw()))) | changes
+    draw = lambda: rows_of_tokens([torch.randn(n, generator=generator) for n in LENGTHS])
+    rollout = rollout_of(old_values=draw(), advantages=draw(), returns=draw())
+    plan = [make_blocks(DOCUMENTS, 64)]
+    forward = partial(models.per_token, models.logprobs, policy(), temperature)
+    [rollout.old_logprobs] = forward(plan=plan, micro_batch_size=64)
+    return rollout
 
 
-def one_step(extra=None, moves=True, told=None, lr=0.0, indices=range(5), **options):
+class SGD(torch.optim.SGD):
+    """It keeps the gradients, to look at."""
+
+    def zero_grad(self, set_to_none=True):
+        pass
+
+
+def one_step(extra=None, policy_learns=True, rollout=None, lr=0.0, **options):
     """(result of ppo.update, policy, value)."""
-    both = policy(), scorer()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=lr) for model in both]
+    learners = policy(), scorer()
+    optimizers = [SGD(model.parameters(), lr=lr) for model in learners]
     args = make_args(**{"micro_batch_size": 2, "max_grad_norm": 0.0, **options})
-    result = ppo.update(
-        both, optimizers, DOCUMENTS, indices, told or known(), extra or {}, moves, PAD, args, CPU
-    )
-    return result, *both
+    rows, rollout = list(range(5)), rollout or known()
+    result = ppo.update(*learners, optimizers, rollout, rows, extra or {}, policy_learns, args)
+    return result, *learners
 
 
 def gradients(model):
@@ -429,80 +424,89 @@ def assert_close_gradients(got, want, tolerance=1e-5):
         torch.testing.assert_close(got[name], want[name], atol=tolerance, rtol=1e-3)
 
 
+def global_norm(model):
+    return math.sqrt(sum(g.square().sum().item() for g in gradients(model).values()))
+
+
 def test_a_step_is_the_papers_losses_on_rows_of_their_own():
     """At ratio 1 the policy's gradient is that of -(1/n) sum A log pi, the value's of the clipped errors."""
-    told, plain, value = known(), policy(), scorer()
-    result, ours, our_value = one_step(told=told)
+    rollout, plain, value = known(), policy(), scorer()
+    result, ours, our_value = one_step(rollout=rollout)
     policy_loss = value_loss = 0.0
     for i, document in enumerate(DOCUMENTS):
-        ids, first = document.ids.long(), len(PAIRS[i][0].ids)
-        nll = F.cross_entropy(
-            plain(input_ids=ids[None]).logits[0, first - 1 : -1], ids[first:], reduction="none"
-        )
-        policy_loss = policy_loss + (told["advantages"][i] * nll).sum() / 21
+        ids, first, kept = document.ids.long(), len(PAIRS[i][0].ids), rollout.mask[i]
+        logits = plain(input_ids=ids[None]).logits[0, first - 1 : -1]
+        nll = F.cross_entropy(logits, ids[first:], reduction="none")
+        policy_loss = policy_loss + (rollout.advantages[i][kept] * nll).sum() / 21
         hidden = value.base_model(input_ids=ids[None]).last_hidden_state[0, first - 1 : -1]
-        v, old, returns = value.score(hidden)[:, 0], told["old_values"][i], told["returns"][i]
+        v, old, returns = value.score(hidden)[:, 0], rollout.old_values[i][kept], rollout.returns[i][kept]
         near_old = torch.maximum(torch.minimum(v, old + 0.15), old - 0.15)
         value_loss = value_loss + torch.maximum((v - returns) ** 2, (near_old - returns) ** 2).sum() / 42
     (policy_loss + value_loss).backward()
     assert_close_gradients(gradients(ours), gradients(plain))
     assert_close_gradients(gradients(our_value), gradients(value))
-    norms = [math.sqrt(sum(g.square().sum().item() for g in gradients(m).values())) for m in (plain, value)]
-    assert result["norms"] == pytest.approx(norms, rel=1e-4) and result["n"] == 21
-    assert result["sums"][0] == pytest.approx(21 * value_loss.item(), rel=1e-4)
-    assert result["sums"][2] == pytest.approx(-sum(a.sum().item() for a in told["advantages"]), abs=1e-4)
-    assert result["sums"][4:6] == pytest.approx([21, 0], abs=1e-4)
+    assert result["policy/grad_norm"] == pytest.approx(global_norm(plain), rel=1e-4)
+    assert result["value/grad_norm"] == pytest.approx(global_norm(value), rel=1e-4) and result["n"] == 21
+    assert result["value/loss_sum"] == pytest.approx(21 * value_loss.item(), rel=1e-4)
+    assert result["policy/loss_sum"] == pytest.approx(-rollout.advantages.sum().item(), abs=1e-4)
+    ratio = result["policy/ratio_sum"], result["policy/approx_kl_sum"]
+    assert ratio == pytest.approx((21, 0), abs=1e-4)
 
 
 @pytest.mark.parametrize("rehearsal_norm", ["sum", "mean"])
 @pytest.mark.parametrize("size, packing", [(1, True), (3, True), (64, True), (64, False)])
 def test_micro_batches_change_neither_gradients_nor_figures(size, packing, rehearsal_norm):
     options = {"extra": {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}, "rehearsal_norm": rehearsal_norm}
-    a, *ours = one_step(micro_batch_size=size, packing=packing, told=known(), **options)
+    a, *ours = one_step(micro_batch_size=size, packing=packing, **options)
     b, *others = one_step(**options)
-    assert a["sums"] == pytest.approx(b["sums"], rel=1e-4, abs=1e-4)
-    assert a["norms"] == pytest.approx(b["norms"], rel=1e-5)
+    assert a == pytest.approx(b, rel=1e-4, abs=1e-4)
     for x, y in zip(ours, others):
         assert_close_gradients(gradients(x), gradients(y))
 
 
+def assert_stands_still(model, first):
+    before = first.state_dict()
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
 def test_during_warm_up_the_value_model_alone_moves():
-    result, ours, value = one_step(moves=False, lr=0.1, extra={"ptx": DOCUMENTS})
-    before = policy().state_dict()
-    assert all(torch.equal(x, before[name]) for name, x in ours.state_dict().items())
-    assert all(p.grad is None for p in ours.parameters()) and result["norms"][0] == 0 < result["norms"][1]
+    result, ours, value = one_step(policy_learns=False, lr=0.1, extra={"ptx": DOCUMENTS})
+    assert_stands_still(ours, policy())
+    assert all(p.grad is None for p in ours.parameters())
+    assert result["policy/grad_norm"] == 0 < result["value/grad_norm"]
     before = scorer().state_dict()
     assert not any(torch.equal(x, before[name]) for name, x in value.state_dict().items())
-    assert result["sums"][6] == 0 and result["ratio_max"] == 1
+    assert not {"ptx/loss", "policy/loss_sum"} & set(result)
 
 
 @pytest.mark.parametrize("name", ["advantages", "returns"])
-def test_neither_model_moves_where_a_loss_is_not_finite(name):
-    told = known()
-    told[name] = [*told[name][:4], told[name][4] * math.nan]
-    result, *both = one_step(told=told, lr=0.1)
-    assert not all(map(math.isfinite, [*result["sums"], *result["norms"]]))
-    for model, before in zip(both, (policy(), scorer())):
-        before = before.state_dict()
-        assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
+def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
+    rollout, kept = known(), []
+    getattr(rollout, name)[4] *= math.nan
+    step = dist.optimizer_step
+    monkeypatch.setattr(
+        dist, "optimizer_step", lambda models, *rest: (kept.extend(models), step(models, *rest))
+    )
+    with pytest.raises(NotFinite, match="loss nan"):
+        one_step(rollout=rollout, lr=0.1)
+    for model, first in zip(kept, (policy(), scorer()), strict=True):
+        assert_stands_still(model, first)
 
 
 def test_each_models_gradient_is_clipped_to_the_norm_by_itself():
-    result, *both = one_step(max_grad_norm=0.01)
-    for model, norm in zip(both, result["norms"]):
-        clipped = math.sqrt(sum(g.square().sum().item() for g in gradients(model).values()))
-        assert norm > 0.02 and clipped == pytest.approx(0.01, rel=1e-3)
+    result, ours, value = one_step(max_grad_norm=0.01)
+    for model, norm in ((ours, result["policy/grad_norm"]), (value, result["value/grad_norm"])):
+        assert norm > 0.02 and global_norm(model) == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_ratio_is_1_at_the_temperature_of_the_old_probabilities_alone(temperature):
-    model, args = policy(), make_args(micro_batch_size=2, temperature=temperature)
-    rest = ([range(5)], DOCUMENTS, PAD, args, CPU)
-    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(model, batch, temperature), *rest)
-    told = known(old_logprobs=old)
-    result = one_step(told=told, temperature=temperature)[0]
-    assert result["ratio_max"] == 1.0 and result["sums"][5] == 0
-    assert one_step(told=told, temperature=1.5 - temperature)[0]["ratio_max"] > 1.05
+    rollout = known(temperature)
+    rollout_in_twos = {"plan": [make_blocks(DOCUMENTS, 128)], "micro_batch_size": 2}
+    [rollout.old_logprobs] = models.per_token(models.logprobs, policy(), temperature, **rollout_in_twos)
+    result = one_step(rollout=rollout, temperature=temperature)[0]
+    assert result["policy/ratio_max"] == 1.0 and result["policy/approx_kl_sum"] == 0
+    assert one_step(rollout=rollout, temperature=1.5 - temperature)[0]["policy/ratio_max"] > 1.05
 
 
 def nll_of(model, documents, per_row):
@@ -527,50 +531,31 @@ EXTRA = {
 @pytest.mark.parametrize("size", [1, 2, 64])
 def test_the_other_losses_add_their_gradient_with_their_weight(name, size):
     kind, options, weight, per_row = EXTRA[name]
-    told = known()
     plain = policy()
     loss = nll_of(plain, DOCUMENTS[:3], per_row)
     (weight * loss).backward()
-    alone = gradients(one_step(told=told, micro_batch_size=size)[1])
-    result, ours, _ = one_step({kind: DOCUMENTS[:3]}, told=told, micro_batch_size=size, **options)
+    alone = gradients(one_step(micro_batch_size=size)[1])
+    result, ours, _ = one_step({kind: DOCUMENTS[:3]}, micro_batch_size=size, **options)
     added = {key: g - alone[key] for key, g in gradients(ours).items()}
     assert_close_gradients(added, gradients(plain))
-    told = dict(zip(("ptx", "rehearsal"), result["sums"][6:]))  # before its weight
-    assert told == pytest.approx({"ptx": 0, "rehearsal": 0, kind: loss.item()}, rel=1e-4)
+    assert result[f"{kind}/loss"] == pytest.approx(loss.item(), rel=1e-4)  # before its weight
+    assert result[f"{kind}/n_tokens"] == 12
     assert max(g.abs().max() for g in added.values()) > 1e-3
 
 
 def test_both_other_losses_are_counted_apart():
-    extra = {"ptx": DOCUMENTS[:3], "rehearsal": DOCUMENTS[3:]}
-    result, ours, _ = one_step(extra, ptx_coef=0.3)
+    result, ours, _ = one_step({"ptx": DOCUMENTS[:3], "rehearsal": DOCUMENTS[3:]}, ptx_coef=0.3)
     with torch.no_grad():
-        want = [
-            nll_of(ours, DOCUMENTS[:3], lambda x: x.sum() / 12),
-            nll_of(ours, DOCUMENTS[3:], lambda x: x.sum() / 2),
-        ]
-    assert result["sums"][6:] == pytest.approx([x.item() for x in want], rel=1e-4)
+        text = nll_of(ours, DOCUMENTS[:3], lambda nll: nll.sum() / 12).item()
+        rows = nll_of(ours, DOCUMENTS[3:], lambda nll: nll.sum() / 2).item()
+    assert (result["ptx/loss"], result["rehearsal/loss"]) == pytest.approx((text, rows), rel=1e-4)
 
 
-def test_frozen_layers_are_the_first_ones(tmp_path):
-    model = ppo.load_policy("tiny", TOKENIZER, make_args(freeze_layers=2), CPU)
+def test_frozen_layers_are_the_first_ones():
+    model = models.freeze(policy(), 2)
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    assert frozen == {
-        name
-        for name, _ in model.named_parameters()
-        if name.startswith(("model.layers.0.", "model.layers.1."))
-    }
-    reference = ppo.load_policy("tiny", TOKENIZER, make_args(), CPU, frozen=True)
-    assert not any(p.requires_grad for p in reference.parameters())
-
-
-def test_foreign_prompts_beside_the_tiny_world_have_no_true_reward():
-    """--forget-dataset FILE with the tiny world's prompts."""
-    asked, judge = (
-        [prompt("how are you today")],
-        of_function(lambda prompts, responses, rows: [1.0] * len(rows)),
-    )
-    _, rows = ppo.answers(policy(), TOKENIZER, asked, "some.jsonl", (judge, None), make_args(), CPU)
-    assert rows[0]["score"] == 1.0 and "gold" not in rows[0]
+    first = ("model.layers.0.", "model.layers.1.")
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(first)}
 
 
 # -- runs --------------------------------------------------------------------------------
@@ -594,7 +579,7 @@ def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ppo")
     rows = {"sft": tiny.rows("sft", "train")[:2000], "sft_eval": tiny.rows("sft", "test")[:20]}
     rows |= {"prompts": tiny.rows("prompts", "train")[:40], "asked": tiny.rows("prompts", "test")[:6]}
-    rows |= {"forget": tiny.rows("prompts", "test")[6:11], "text": tiny.rows("text", "train")[:240]}
+    rows |= {"rehearsal": tiny.rows("sft", "train")[:8], "text": tiny.rows("text", "train")[:240]}
     files = {name: str(write_rows(folder / f"{name}.jsonl", some)) for name, some in rows.items()}
     (folder / "ppo_judges.py").write_text(JUDGES)
     options = {"dataset": files["sft"], "eval_dataset": files["sft_eval"], "max_steps": 60, "lr": 5e-3}
@@ -626,23 +611,14 @@ def run(small, folder, *more, moment=None, plots=False, **options):
     return processes.script("ppo", *given, *more, moment=moment, cwd=small.folder, plots=plots)
 
 
-def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
-
-
 def metrics_rows(folder, key="kl/per_response"):
     return [row for row in read_jsonl(folder / "metrics.jsonl") if key in row]
-
-
-def column(folder, key):
-    return [row[key] for row in metrics_rows(folder, key)]
 
 
 def all_options(small):
     """Of a run that uses everything."""
     options = {"ptx_dataset": small.files["text"], "ptx_coef": 0.1, "ptx_batch_size": 3}
-    options |= {"rehearsal_clusters": 2, "rehearsal_per_cluster": 4, "rehearsal_prompts": 30}
-    options |= {"rehearsal_batch_size": 3, "forget_dataset": small.files["forget"]}
+    options |= {"rehearsal_data": small.files["rehearsal"], "rehearsal_batch_size": 3}
     return options | {"save_dtype": "bfloat16"}
 
 
@@ -654,12 +630,14 @@ def undisturbed(small, tmp_path_factory):
 
 
 FILES = ["args.json", "categories.png", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
-FILES += ["rehearsal.jsonl", "samples.jsonl", "summary.json"]
+FILES += ["samples.jsonl", "summary.json"]
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
     policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
     optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
     kl/per_response rollout/finished rollout/length time/rollout_s time/score_s time/estimate_s time/update_s
     perf/tokens_per_s step iteration time_s"""
+OF_THE_POLICY = """loss/policy loss/ptx loss/rehearsal ptx/tokens_ratio optim/policy_grad_norm policy/first_approx_kl
+    policy/first_ratio_max policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl"""
 HELD_OUT = "eval/score eval/kl eval/entropy eval/ptx_nll sample/length sample/finished"
 
 
@@ -683,11 +661,14 @@ def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed)
         (0, 0), *zip(STEPS, range(1, ITERATIONS + 1)), (20, ITERATIONS),
     ]  # fmt: skip
     assert all(set(row) >= set(TRAINING.split()) for row in rows[2:-1])
-    assert set(TRAINING.split()) - set(rows[1]) == ppo.OF_THE_POLICY  # in warm-up there is none of these
+    assert set(TRAINING.split()) - set(rows[1]) == set(
+        OF_THE_POLICY.split()
+    )  # in warm-up there is none of these
     assert [row["iteration"] for row in rows if "eval/ptx_nll" in row] == [0, 2, 4, 5]
     assert all(set(HELD_OUT.split()) <= set(row) for row in rows if "eval/score" in row)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     summary = read_json(undisturbed.folder / "summary.json")
+    assert not any(key.startswith(("gold/", "reward/gold")) for row in rows for key in row)  # not of a file
     plain = lambda row: {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
     assert summary["iterations"] == ITERATIONS
     assert summary["before"] == plain(rows[0]) and summary["after"] == plain(rows[-1])
@@ -738,15 +719,11 @@ def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
             model.to(torch.float64)
 
     monkeypatch.setattr(dist, "at_hand", at_hand)
+    monkeypatch.setattr(ppo, "PLOTS", [])
     monkeypatch.chdir(small.folder)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    ppo.main(
-        parse(
-            ppo.RECIPES,
-            ["tiny"] + flags(**options_of(small, tmp_path / "run", **all_options(small), offload=True)),
-        )
-    )
+    ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **all_options(small), offload=True)))
     torch.set_num_threads(before)
     ours, theirs = weights(tmp_path / "run"), weights(undisturbed.folder)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and len(uses) > 2 * ITERATIONS
@@ -784,30 +761,20 @@ def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step
 
 
 def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturbed):
-    rows, after = (
-        read_jsonl(undisturbed.folder / "samples.jsonl"),
-        read_json(undisturbed.folder / "summary.json")["after"],
-    )
-    for name, count in (("held-out", 6), ("forget", 5)):
-        of = lambda when: [row for row in rows if (row["set"], row["when"]) == (name, when)]
-        a, b = of("before"), of("after")
-        assert len(a) == len(b) == count and [r["prompt"] for r in a] == [r["prompt"] for r in b]
-        gains = [y["score"] - x["score"] for x, y in zip(a, b)]
-        assert after[f"{name}/score_gain"] == pytest.approx(sum(gains) / count)
-        margin = 0.1 * statistics.pstdev(r["score"] for r in a)
-        assert after[f"{name}/score_tie_margin"] == pytest.approx(margin)
-        assert after[f"{name}/score_win"] == pytest.approx(sum(g > margin for g in gains) / count)
-        assert after[f"{name}/score_tie"] == pytest.approx(sum(abs(g) <= margin for g in gains) / count)
-    held_out = [row for row in rows if row["set"] == "held-out" and row["when"] == "after"]
-    assert after["eval/score"] == pytest.approx(sum(row["score"] for row in held_out) / 6)
-    assert after["eval/kl"] == pytest.approx(sum(row["kl"] for row in held_out) / 6)
+    rows = read_jsonl(undisturbed.folder / "samples.jsonl")
+    after = read_json(undisturbed.folder / "summary.json")["after"]
+    a, b = ([row for row in rows if row["when"] == when] for when in ("before", "after"))
+    assert len(a) == len(b) == 6 and [r["prompt"] for r in a] == [r["prompt"] for r in b]
+    assert rows == a + b
+    assert after["eval/score_gain"] == pytest.approx(sum(y["score"] - x["score"] for x, y in zip(a, b)) / 6)
+    assert after["eval/score"] == pytest.approx(sum(row["score"] for row in b) / 6)
+    assert after["eval/kl"] == pytest.approx(sum(row["kl"] for row in b) / 6)
 
 
 def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
     ours = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "model", dtype=torch.float32)
     first = AutoModelForCausalLM.from_pretrained(small.folder / "sft" / "model")
-    rows = read_jsonl(undisturbed.folder / "samples.jsonl")
-    rows = [row for row in rows if (row["set"], row["when"]) == ("held-out", "after")]
+    rows = [row for row in read_jsonl(undisturbed.folder / "samples.jsonl") if row["when"] == "after"]
     assert len(rows) == 6
     for row in rows:
         p, r = prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])
@@ -831,48 +798,37 @@ def copy_of(model):
 def watched(small, tmp_path_factory):
     """A run in this process, with two warm-up iterations of four, a frozen layer and few texts."""
     seen = SimpleNamespace(steps=[], references=[], held_out=[], texts=[], first=None)
-    update, evaluate = ppo.update, ppo.evaluate
+    update, figures_of_held_out = ppo.update, evaluation.HeldOutPrompts.__call__
 
-    def watched_update(both, optimizers, documents, indices, known, extra, moves, *rest):
-        before = [copy_of(model) for model in both]
+    def watched_update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args):
+        before = [copy_of(policy), copy_of(value)]
         seen.first = seen.first or before[0]
         seen.texts += [tuple(d.ids.tolist()) for d in extra["ptx"]]
-        result = update(both, optimizers, documents, indices, known, extra, moves, *rest)
+        result = update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args)
         changed = [
-            {k for k, x in model.state_dict().items() if not torch.equal(x, b[k])}
-            for model, b in zip(both, before)
+            {name for name, x in model.state_dict().items() if not torch.equal(x, old[name])}
+            for model, old in zip((policy, value), before)
         ]
-        seen.steps.append((moves, *changed, optimizers[0].state_dict()["state"] != {}))
+        seen.steps.append((policy_learns, *changed, optimizers[0].state_dict()["state"] != {}))
         return result
 
-    def watched_evaluate(policy, reference, scorers, tokenizer, held_out, text, *rest):
-        seen.references.append(copy_of(reference))
-        seen.held_out += [tuple(d.ids.tolist()) for d in text]
-        return evaluate(policy, reference, scorers, tokenizer, held_out, text, *rest)
+    def watched_evaluate(self, policy):
+        seen.references.append(copy_of(self.reference))
+        seen.held_out += [tuple(d.ids.tolist()) for block in self.blocks_of_text for d in block]
+        return figures_of_held_out(self, policy)
 
     text = write_rows(small.folder / "few.jsonl", tiny.rows("text", "train")[:30])
     options = {"iterations": 4, "value_warmup_steps": 5, "freeze_layers": 1, "save_every": 0, "eval_every": 0}
     options |= {"ptx_dataset": str(text), "ptx_coef": 0.1, "ptx_batch_size": 2, "lr": 1e-3}
     patch = pytest.MonkeyPatch()
     patch.setattr(ppo, "update", watched_update)
-    patch.setattr(ppo, "evaluate", watched_evaluate)
-    patch.setattr(ppo.metrics, "plot_metrics", lambda *_: None)
-    patch.setattr(ppo.metrics, "plot_frontier", lambda *_: None)
-    patch.setattr(ppo.metrics, "plot_categories", lambda *_: None)
+    patch.setattr(evaluation.HeldOutPrompts, "__call__", watched_evaluate)
+    patch.setattr(ppo, "PLOTS", [])
     folder = tmp_path_factory.mktemp("watched")
     ppo.main(ppo.Args(**options_of(small, folder, **options)))
     patch.undo()
     seen.folder = folder
     return seen
-
-
-def test_prompts_of_the_forget_set_are_neither_trained_on_nor_rehearsed(small, tmp_path):
-    known = [{"prompt": row["prompt"], "completion": "ant"} for row in tiny.rows("prompts", "train")[:7]]
-    forget, rehearsal = write_rows(tmp_path / "a.jsonl", known[:3]), write_rows(tmp_path / "b.jsonl", known)
-    options = {"forget_dataset": forget, "rehearsal_data": rehearsal, "eval_prompts": 9} | SHORT
-    out = succeeds(run(small, tmp_path / "run", **options)).out
-    assert "dropped 3 of 40 rows" in out and "dropped 3 of 7 rows" in out
-    assert out.count("3: the prompt is in the held-out set") == 2
 
 
 def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value_model_moves(watched):
@@ -923,10 +879,7 @@ def learnt(small, tmp_path_factory):
 
 def test_the_true_reward_of_held_out_prompts_rises(learnt):
     before, after = column(learnt, "gold/score")
-    assert (
-        after > before + 0.2
-        and metrics_rows(learnt, "held-out/gold_gain_low")[0]["held-out/gold_gain_low"] > 0
-    )
+    assert after > before + 0.2 and column(learnt, "gold/score_gain_low")[0] > 0
     assert after == pytest.approx(column(learnt, "eval/score")[-1])  # the scorer is the true reward
 
 
@@ -934,35 +887,6 @@ def test_of_the_tiny_world_the_true_reward_of_rollouts_is_logged(learnt):
     rows = metrics_rows(learnt)
     assert [row["reward/gold"] for row in rows] == pytest.approx([row["reward/score"] for row in rows])
     assert sum(row["reward/gold"] for row in rows[-3:]) > sum(row["reward/gold"] for row in rows[:3])
-
-
-# -- what is made of figures -------------------------------------------------------------
-def test_win_tie_and_lose_by_hand():
-    """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean
-    is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
-    scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)] * 2
-    before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
-    got, half = metrics.against(before, after, 0.15, "x/"), 1.96 * math.sqrt(1.864 / 90)
-    shares = {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6}
-    ends = {"x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
-    assert got == pytest.approx({**shares, **ends, "x/score_gain": 0.16, "x/score_tie_margin": 0.15})
-    # Nine prompts are too few for an interval
-    few = metrics.against(before[:9], after[:9], 0.15)
-    assert few["score_gain_n"] == 9 and not {"score_gain_low", "score_gain_high"} & set(few)
-    assert metrics.interval(few, "score_gain") == "+0.18 (n = 9)"
-    got = metrics.against([{"score": 0.0, "gold": 2.0}], [{"score": 0.25, "gold": 1.0}], 0.25)
-    assert (got["score_tie"], got["gold_lose"], got["gold_gain"]) == (1, 1, -1)  # at the margin it is a tie
-
-
-@pytest.mark.parametrize("unit", [1.0, 1e-3])
-def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
-    """0.1 of a deviation of 1: 0.11 wins, 0.09 ties. Of scores that are all the same it is 0."""
-    scores = [(0.0, 0.11), (1.0, 1.09), (2.0, 2.11), (0.5, 0.59), (-1.0, -0.89)]
-    before = [{"score": unit * x, "gold": 3.0} for x, _ in scores]
-    after = [{"score": unit * x, "gold": 3.001} for _, x in scores]
-    got = metrics.against(before, after, None)
-    assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
-    assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)
 
 
 # -- resume ------------------------------------------------------------------------------
@@ -979,13 +903,7 @@ def assert_same_result(folder, undisturbed):
     assert not list(folder.rglob("*.tmp"))
 
 
-MOMENTS = {
-    "rehearsal": None,
-    "row 12": "step_2",
-    "tensors 4": "step_2",
-    "pointer 4": "step_2",
-    "older 4": "step_4",
-}
+MOMENTS = {"row 12": "step_2", "tensors 4": "step_2", "pointer 4": "step_2", "older 4": "step_4"}
 MOMENTS |= {"export": "step_4", "summary": "step_4"}
 
 
@@ -994,15 +912,9 @@ def test_a_killed_run_resumes_to_the_same_bits(small, undisturbed, tmp_path, mom
     options = all_options(small)
     killed = run(small, tmp_path, moment=moment, **options)
     assert killed.code == -9 and f"killed at {moment}" in killed.err
-    latest = tmp_path / "checkpoint" / "latest"
-    assert (latest.read_text() if latest.exists() else None) == MOMENTS[moment]
-    rows = tmp_path / "rehearsal.jsonl"
-    written = rows.stat().st_mtime_ns
+    assert (tmp_path / "checkpoint" / "latest").read_text() == MOMENTS[moment]
     succeeds(run(small, tmp_path, "--resume", **options))
     assert_same_result(tmp_path, undisturbed.folder)
-    # the first policy's responses: made once
-    assert (rows.stat().st_mtime_ns == written) == (moment != "rehearsal")
-    assert rows.read_text() == (undisturbed.folder / "rehearsal.jsonl").read_text()
 
 
 def test_resuming_changes_nothing_where_layers_are_frozen_and_scores_have_running_statistics(small, tmp_path):
@@ -1030,13 +942,6 @@ def test_overwriting_never_removes_the_reference_before_it_is_read(small, tmp_pa
     before = contents(tmp_path)
     assert run(small, tmp_path, "--overwrite", reference=str(tmp_path), **SHORT | {"iterations": 1}).code == 2
     assert contents(tmp_path) == before
-
-
-def test_overwriting_leaves_no_rehearsal_rows_of_the_old_run(small, tmp_path):
-    options = {**SHORT, "iterations": 1}
-    succeeds(run(small, tmp_path, rehearsal_clusters=2, rehearsal_prompts=12, **options))
-    succeeds(run(small, tmp_path, "--overwrite", **options))
-    assert not (tmp_path / "rehearsal.jsonl").exists()
 
 
 # -- variants ----------------------------------------------------------------------------
@@ -1129,30 +1034,19 @@ def test_a_minibatch_size_must_divide_the_rollout_and_one_that_does_is_named():
         (["--top-p 0"], {"top_p": 0.0}),
         (["--top-p 1.5"], {"top_p": 1.5}),
         (["--ptx-coef 0.1", "--ptx-dataset"], {"ptx_coef": 0.1}),
-        (["--rehearsal-clusters 3", "rows given"], {"rehearsal_clusters": 3, "rehearsal_data": "rows.jsonl"}),
         (["--max-length 8", "--max-new-tokens"], {"max_length": 8, "max_new_tokens": 8}),
         (["--n-samples 0", "1 or more"], {"n_samples": 0}),
         (["--iterations 0", "1 or more"], {"iterations": 0}),
         # 4 steps an iteration: the third begins after 8
-        (
-            ["--value-warmup-steps 9", "--iterations 3 begins after 8"],
-            {"value_warmup_steps": 9, "iterations": 3},
-        ),
+        (["--value-warmup-steps 9", "8 steps", "--iterations 3"], {"value_warmup_steps": 9, "iterations": 3}),
     ],
 )
 def test_arguments_outside_their_limits_are_named(words, options):
     assert_refused(words, **options)
 
 
-WRONG = [{"clip_ratio": -0.1}, {"gamma": 1.5}, {"lam": -0.5}, {"kl_coef": -1.0}]
-WRONG += [
-    {"patience": 2, "eval_every": 0},
-    {"value_lr": -1.0},
-    {"freeze_layers": -1},
-    {"value_warmup_steps": -1},
-]
-
-WRONG += [{"rehearsal_clusters": -1}, {"rehearsal_per_cluster": 0, "rehearsal_clusters": 2}]
+WRONG = [{"clip_ratio": -0.1}, {"gamma": 1.5}, {"lam": -0.5}, {"kl_coef": -1.0}, {"value_lr": -1.0}]
+WRONG += [{"patience": 2, "eval_every": 0}, {"freeze_layers": -1}, {"value_warmup_steps": -1}]
 
 
 @pytest.mark.parametrize("options", WRONG, ids=lambda options: " ".join(options))
@@ -1187,20 +1081,19 @@ def assert_stops(ended, *words):
 @pytest.fixture
 def cut(small, tmp_path, monkeypatch):
     """(the rollouts of which responses end, more options) -> a run in this process."""
-    sample = ppo.sample_responses
-    for name in ("plot_metrics", "plot_frontier", "plot_categories"):
-        monkeypatch.setattr(metrics, name, lambda *_: None)
+    sample = generate.sample_pairs
+    monkeypatch.setattr(ppo, "PLOTS", [])
 
     def go(whole, **options):
         rollouts = iter(range(1, 99))
 
-        def sample_cut(policy, tokenizer, prompts, n, *rest):
-            pairs = sample(policy, tokenizer, prompts, n, *rest)
+        def sample_cut(policy, tokenizer, prompts, n=1, **rest):
+            pairs = sample(policy, tokenizer, prompts, n=n, **rest)
             evaluates = n == 1
             ended = evaluates or next(rollouts) in whole
             return pairs if ended else [(p, r._replace(finished=False)) for p, r in pairs]
 
-        monkeypatch.setattr(ppo, "sample_responses", sample_cut)
+        monkeypatch.setattr(generate, "sample_pairs", sample_cut)
         ppo.main(ppo.Args(**options_of(small, tmp_path, **{**SHORT, "prompts_per_iteration": 4, **options})))
 
     return go
@@ -1260,7 +1153,7 @@ def test_a_policy_that_has_gone_too_far_stops_the_run_and_keeps_the_checkpoint(s
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(small, tmp_path):
-    words = ["iteration 1", "not finite", "--lr", "--value-lr"]
+    words = ["step 1", "loss nan", "the step was not taken", "--lr", "checkpoint"]
     assert_error(run(small, tmp_path, moment="nan 3", **SHORT), *words)
     assert not (tmp_path / "model").exists()
 
@@ -1279,8 +1172,7 @@ PAPERS = {
                "epochs": 1, "top_p": 1.0},
     "qwen": {"kl_coef": 0.04, "lr": 1e-6, "value_lr": 5e-6, "clip_value": 0.15, "value_warmup_steps": 50,
              "n_samples": 2, "top_p": 0.9, "reward_norm": "mean"},
-    "advantage_model": {"lr": 5e-7, "rehearsal_coef": 0.01, "rehearsal_norm": "sum", "iterations": 100,
-                        "rehearsal_encoder": "princeton-nlp/sup-simcse-roberta-base"},
+    "advantage_model": {"lr": 5e-7, "rehearsal_coef": 0.01, "rehearsal_norm": "sum", "iterations": 100},
 }  # fmt: skip
 
 
