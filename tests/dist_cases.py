@@ -45,7 +45,7 @@ from common import (
     scorers,
     tiny,
 )
-from common.batches import Row, make_blocks
+from common.batches import Row, make_blocks, response_mask
 from common.errors import InputError
 from common.sampler import sample
 
@@ -115,7 +115,7 @@ def dpo_main(folder, output_dir, **options):
 PPO_RUN = {"iterations": 2, "prompts_per_iteration": 6, "n_samples": 2, "minibatch_size": 3, "max_length": 64}
 PPO_RUN |= {"max_new_tokens": 16, "micro_batch_size": 1, "value_warmup_steps": 2, "eval_every": 1}
 PPO_RUN |= {"save_every": 1, "freeze_layers": 1, "ptx_coef": 0.1, "ptx_batch_size": 3, "slots": 8}
-PPO_RUN |= {"rehearsal_clusters": 2, "rehearsal_per_cluster": 2, "rehearsal_prompts": 9, "lr": 1e-4}
+PPO_RUN |= {"rehearsal_batch_size": 3, "lr": 1e-4}
 
 
 def ppo_main(folder, output_dir, **options):
@@ -125,7 +125,7 @@ def ppo_main(folder, output_dir, **options):
         "dataset": "prompts.jsonl",
         "eval_dataset": "asked.jsonl",
     }
-    files |= {"ptx_dataset": "text.jsonl", "output_dir": output_dir}
+    files |= {"ptx_dataset": "text.jsonl", "rehearsal_data": "train.jsonl", "output_dir": output_dir}
     given = PPO_RUN | {name: str(folder / file) for name, file in files.items()}
     ppo.main(ppo.Args(**given | options))
 
@@ -360,30 +360,27 @@ PPO_STEPS = [range(5), [2], [6, 0, 3], range(7)]
 
 
 def ppo_steps(folder):
-    """(what is known of the rows, [[sums, norms, largest ratio] of each step], the models after them)."""
+    """(what is known of the tokens, what update returns of each step, the models after them)."""
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
     prompts = generate.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
-    answers, end = (
-        [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] for i in range(7)],
-        [TOKENIZER.eos_token_id],
-    )
-    pairs = [(p, generate.Response(ids + end, "", True)) for p, ids in zip(prompts, answers)]
-    documents, pad_id = [generate.document(*pair) for pair in pairs], TOKENIZER.pad_token_id
-    both = policy()[0], scorer(1)[0]
-    rest = (PPO_STEPS[-1:], documents, pad_id, args, CPU)
-    (old,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch), *rest)
-    (ref,) = ppo.per_token(lambda batch: ppo.log_probabilities(both[0], batch, 1.3), *rest)
-    (values,) = ppo.per_token(lambda b: (ppo.state_values(both[1], b),), *rest)
-    advantages, returns, _ = ppo.estimate_advantages(pairs, torch.arange(7.0) - 3, old, ref, values, args)
-    known = dict(zip(ppo.KNOWN, (old, values, advantages, returns)))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in both]
+    answers = [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] + [TOKENIZER.eos_token_id] for i in range(7)]
+    pairs = [(p, generate.Response(ids, "", True)) for p, ids in zip(prompts, answers)]
+    documents = generate.documents(pairs)
+    rollout = ppo.Rollout(pairs, documents, response_mask(documents), torch.ones(7, dtype=torch.bool))
+    learners = policy()[0], scorer(1)[0]
+    options = {"plan": [ppo.blocks_of(documents, range(7), args)], "micro_batch_size": 2}
+    [rollout.old_logprobs] = models.per_token(models.logprobs, learners[0], **options)
+    [rollout.ref_logprobs] = models.per_token(models.logprobs, learners[0], 1.3, **options)
+    [rollout.old_values] = models.per_token(models.state_values, learners[1], **options)
+    rollout.rewards = torch.arange(7.0) - 3
+    ppo.estimate_advantages(rollout, args)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in learners]
     steps = []
-    for number, indices in enumerate(PPO_STEPS):
+    for number, rows in enumerate(PPO_STEPS):
         extra = {"ptx": documents[:3], "rehearsal": documents[number : number + 1]}
-        rows = (documents, list(indices), known, extra, True, pad_id, args, CPU)
-        result = ppo.update(both, optimizers, *rows)
-        steps.append([result["n"], *result["sums"], *result["norms"], result["ratio_max"]])
-    return {key: [x.tolist() for x in rows] for key, rows in known.items()}, steps, both
+        steps.append(ppo.update(*learners, optimizers, rollout, list(rows), extra, True, args))
+    names = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns")
+    return {name: getattr(rollout, name).tolist() for name in names}, steps, learners
 
 
 def echo(model, prompts, n=1, **options):

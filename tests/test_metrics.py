@@ -502,3 +502,32 @@ def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right
     assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
     assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
     assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
+
+
+# -- two policies' responses ---------------------------------------------------------------
+def test_win_tie_and_lose_by_hand():
+    """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean
+    is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
+    scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)] * 2
+    before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
+    got, half = metrics.against(before, after, 0.15, "x/"), 1.96 * math.sqrt(1.864 / 90)
+    shares = {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6}
+    ends = {"x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
+    assert got == pytest.approx({**shares, **ends, "x/score_gain": 0.16, "x/score_tie_margin": 0.15})
+    # Nine prompts are too few for an interval
+    few = metrics.against(before[:9], after[:9], 0.15)
+    assert few["score_gain_n"] == 9 and not {"score_gain_low", "score_gain_high"} & set(few)
+    assert metrics.interval(few, "score_gain") == "+0.18 (n = 9)"
+    got = metrics.against([{"score": 0.0, "gold": 2.0}], [{"score": 0.25, "gold": 1.0}], 0.25)
+    assert (got["score_tie"], got["gold_lose"], got["gold_gain"]) == (1, 1, -1)  # at the margin it is a tie
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-3])
+def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
+    """0.1 of a deviation of 1: 0.11 wins, 0.09 ties. Of scores that are all the same it is 0."""
+    scores = [(0.0, 0.11), (1.0, 1.09), (2.0, 2.11), (0.5, 0.59), (-1.0, -0.89)]
+    before = [{"score": unit * x, "gold": 3.0} for x, _ in scores]
+    after = [{"score": unit * x, "gold": 3.001} for _, x in scores]
+    got = metrics.against(before, after, None)
+    assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
+    assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)

@@ -374,7 +374,6 @@ FEEDS = [  # script, argument, kind of rows
     ("ppo", "dataset", "prompts"),
     ("ppo", "ptx_dataset", "text"),
     ("ppo", "rehearsal_data", "sft"),
-    ("ppo", "forget_dataset", "prompts"),
     ("dpo_iterative", "dataset", "prompts"),
     ("dpo_iterative", "offline_data", "preferences"),
     ("common.ai_feedback", "dataset", "preferences"),
