@@ -133,9 +133,9 @@ class Args:
     value_lr: float = 1e-3
     """Of the value model, constant."""
     adam_eps: float = 1e-8
-    """AdamW's epsilon, of both."""
+    """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's, of both."""
+    """AdamW's."""
     max_grad_norm: float = 1.0
     """Gradients of each model are scaled down to this global norm; 0: never."""
     value_warmup_steps: int = 10
