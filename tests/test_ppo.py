@@ -1,9 +1,13 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
 import contextlib
+import importlib
 import json
 import math
 import re
+import shutil
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,7 +15,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import flags
+from processes import ROOT, flags
 from scorers import CPU, TOKENIZER, assert_error, column, contents, read_json, succeeds, weights, write_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -1193,3 +1197,41 @@ def test_the_papers_rollouts_are_of_these_sizes():
     llama2, am = ppo.RECIPES["llama2"][1], ppo.RECIPES["advantage_model"][1]
     assert llama2.prompts_per_iteration * llama2.n_samples == 512 and 200 <= llama2.iterations <= 400
     assert am.prompts_per_iteration * am.n_samples == am.minibatch_size == 256 and am.epochs == 1
+
+
+# -- docs/grpo.patch -----------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def grpo(tmp_path_factory):
+    """A copy of ppo.py with the patch."""
+    folder = tmp_path_factory.mktemp("grpo")
+    shutil.copy(ROOT / "ppo.py", folder)
+    subprocess.run(["git", "apply", ROOT / "docs" / "grpo.patch"], cwd=folder, check=True)
+    return folder
+
+
+def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo, monkeypatch):
+    """Of rewards 1, 3 and 2, 2 the means are 2, the deviations sqrt 2 and 0."""
+    monkeypatch.syspath_prepend(str(grpo))
+    monkeypatch.delitem(sys.modules, "ppo")
+    script = importlib.import_module("ppo")
+    rollout = rollout_of(PAIRS[:4], rewards=torch.tensor([1.0, 3.0, 2.0, 2.0]))
+    rollout.old_logprobs, rollout.ref_logprobs = rollout.mask * -1.0, rollout.mask * -1.5
+    kl = script.estimate_advantages(rollout, script.Args(n_samples=2))
+    advantages = torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0, 0.0])[:, None] * rollout.mask
+    torch.testing.assert_close(rollout.advantages, advantages, atol=1e-4, rtol=0)
+    assert kl == pytest.approx(0.5 * sum(LENGTHS[:4]) / 4)
+
+
+def test_grpo_runs_without_a_value_model(grpo, small, tmp_path):
+    options = {"iterations": 2, "eval_every": 0, "save_every": 1, "value_warmup_steps": None}
+    given = flags(**options_of(small, tmp_path, **options))
+    assert processes.python("ppo.py", "tiny", *given, cwd=grpo).code == 0
+    rows = metrics_rows(tmp_path)
+    assert [row["policy/first_ratio_max"] for row in rows] == [1.0, 1.0]
+    assert rows[1]["loss/kl"] > 0 and not any(key.startswith("value/") for key in rows[0])
+    assert read_json(tmp_path / "args.json")["stage"] == "grpo"
+
+
+def test_the_grpo_patch_is_short():
+    lines = (ROOT / "docs" / "grpo.patch").read_text().splitlines()
+    assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= 60
