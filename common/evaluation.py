@@ -104,7 +104,7 @@ class HeldOutPrompts:
         self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
         self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
-        self.samples, self.before = [], None
+        self.samples = []
 
     def fingerprint(self) -> list:
         text = [document.ids.tolist() for block in self.blocks_of_text for document in block]

@@ -2,13 +2,11 @@
 
 import contextlib
 import importlib
-import json
 import math
 import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import processes
@@ -67,13 +65,6 @@ def of_function(function):
     return scorers.Scorer("a function", "1", function=function)
 
 
-def test_the_pairs_are_of_these_lengths():
-    assert [len(response.ids) for _, response in PAIRS] == LENGTHS
-    assert all(
-        END not in response.ids[:-1] and TOKENIZER.unk_token_id not in response.ids for _, response in PAIRS
-    )
-
-
 # -- normalise ---------------------------------------------------------------------------
 # Two rollouts. 1, 3: count 2, mean 2, squares 2. Then 5, 7, 6: of all five the mean is 22 / 5 = 4.4 and the
 # squares are 3.4^2 + 1.4^2 + 0.6^2 + 2.6^2 + 1.6^2 = 23.2, the population variance 4.64
@@ -105,13 +96,6 @@ def test_equal_scores_stay_finite_and_a_large_offset_does_not_blur_the_deviation
     for scores in (FIRST, SECOND):
         rewards = ppo.normalise(scores.double() + 1e7, running, "mean_std")
     assert rewards.tolist() == pytest.approx([x / math.sqrt(4.64) for x in (0.6, 2.6, 1.6)], abs=1e-5)
-
-
-def test_running_statistics_survive_a_checkpoints_json():
-    running = [0, 0.0, 0.0]
-    ppo.normalise(FIRST / 3, running, "mean")
-    again = json.loads(json.dumps(running))
-    assert torch.equal(ppo.normalise(SECOND, again, "mean_std"), ppo.normalise(SECOND, running, "mean_std"))
 
 
 # -- from rows to batches and back -------------------------------------------------------
@@ -242,10 +226,6 @@ def test_gamma_and_lambda_are_those_of_the_arguments():
     """gamma = 0.5: 9.7; 0.2 + 4.85; -0.1 + 2.525. lambda = 0.5: the same with values of 0."""
     want = [[2.425, 5.05, 9.7], [-1.25, -1.5]]
     assert near(estimate(gamma=0.5)[0], want) and near(estimate(lam=0.5)[0], want)
-
-
-def test_no_kl_is_counted_where_its_coefficient_is_0():
-    assert near(estimate(kl_coef=0.0)[0], [[10.0] * 3, [-1.0] * 2])
 
 
 # -- prompts, text -----------------------------------------------------------------------
@@ -396,9 +376,8 @@ def known(temperature=1.0):
     generator = torch.Generator().manual_seed(0)
     draw = lambda: rows_of_tokens([torch.randn(n, generator=generator) for n in LENGTHS])
     rollout = rollout_of(old_values=draw(), advantages=draw(), returns=draw())
-    plan = [make_blocks(DOCUMENTS, 64)]
-    forward = partial(models.per_token, models.logprobs, policy(), temperature)
-    [rollout.old_logprobs] = forward(plan=plan, micro_batch_size=64)
+    options = {"plan": [make_blocks(DOCUMENTS, 64)], "micro_batch_size": 2}
+    [rollout.old_logprobs] = models.per_token(models.logprobs, policy(), temperature, **options)
     return rollout
 
 
@@ -489,7 +468,7 @@ def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
     getattr(rollout, name)[4] *= math.nan
     step = dist.optimizer_step
     monkeypatch.setattr(
-        dist, "optimizer_step", lambda models, *rest: (kept.extend(models), step(models, *rest))
+        dist, "optimizer_step", lambda models, *rest: step(kept.extend(models) or models, *rest)
     )
     with pytest.raises(NotFinite, match="loss nan"):
         one_step(rollout=rollout, lr=0.1)
@@ -506,8 +485,6 @@ def test_each_models_gradient_is_clipped_to_the_norm_by_itself():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_ratio_is_1_at_the_temperature_of_the_old_probabilities_alone(temperature):
     rollout = known(temperature)
-    rollout_in_twos = {"plan": [make_blocks(DOCUMENTS, 128)], "micro_batch_size": 2}
-    [rollout.old_logprobs] = models.per_token(models.logprobs, policy(), temperature, **rollout_in_twos)
     result = one_step(rollout=rollout, temperature=temperature)[0]
     assert result["policy/ratio_max"] == 1.0 and result["policy/approx_kl_sum"] == 0
     assert one_step(rollout=rollout, temperature=1.5 - temperature)[0]["policy/ratio_max"] > 1.05
@@ -547,21 +524,6 @@ def test_the_other_losses_add_their_gradient_with_their_weight(name, size):
     assert max(g.abs().max() for g in added.values()) > 1e-3
 
 
-def test_both_other_losses_are_counted_apart():
-    result, ours, _ = one_step({"ptx": DOCUMENTS[:3], "rehearsal": DOCUMENTS[3:]}, ptx_coef=0.3)
-    with torch.no_grad():
-        text = nll_of(ours, DOCUMENTS[:3], lambda nll: nll.sum() / 12).item()
-        rows = nll_of(ours, DOCUMENTS[3:], lambda nll: nll.sum() / 2).item()
-    assert (result["ptx/loss"], result["rehearsal/loss"]) == pytest.approx((text, rows), rel=1e-4)
-
-
-def test_frozen_layers_are_the_first_ones():
-    model = models.freeze(policy(), 2)
-    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    first = ("model.layers.0.", "model.layers.1.")
-    assert frozen == {name for name, _ in model.named_parameters() if name.startswith(first)}
-
-
 # -- runs --------------------------------------------------------------------------------
 JUDGES = """
 def constant(prompts, responses, rows):
@@ -593,13 +555,8 @@ def small(tmp_path_factory):
     dist.save_model(scorer(), TOKENIZER, folder / "reward")
     options = {"model": folder / "sft", "scorer": folder / "reward", "dataset": files["prompts"]}
     options |= {"eval_dataset": files["asked"], "prompts_per_iteration": 8, "n_samples": 2, "epochs": 2}
-    options |= {
-        "minibatch_size": 8,
-        "micro_batch_size": 5,
-        "max_new_tokens": 10,
-        "max_length": 64,
-        "slots": 64,
-    }
+    options |= {"minibatch_size": 8, "micro_batch_size": 5, "max_new_tokens": 10, "max_length": 64}
+    options |= {"slots": 64}
     options |= {"iterations": ITERATIONS, "value_warmup_steps": 3, "save_every": 2, "eval_every": 2}
     options = {key: str(value) if key in ("model", "scorer") else value for key, value in options.items()}
     return SimpleNamespace(folder=folder, files=files, options=options)
@@ -665,9 +622,7 @@ def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed)
         (0, 0), *zip(STEPS, range(1, ITERATIONS + 1)), (20, ITERATIONS),
     ]  # fmt: skip
     assert all(set(row) >= set(TRAINING.split()) for row in rows[2:-1])
-    assert set(TRAINING.split()) - set(rows[1]) == set(
-        OF_THE_POLICY.split()
-    )  # in warm-up there is none of these
+    assert set(TRAINING.split()) - set(rows[1]) == set(OF_THE_POLICY.split())  # none of these in warm-up
     assert [row["iteration"] for row in rows if "eval/ptx_nll" in row] == [0, 2, 4, 5]
     assert all(set(HELD_OUT.split()) <= set(row) for row in rows if "eval/score" in row)
     assert all(math.isfinite(value) for row in rows for value in row.values())
@@ -700,11 +655,8 @@ def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
     rows = metrics_rows(undisturbed.folder)[1:]
     assert len(rows) == ITERATIONS - 1
     for row in rows:
-        responses = 2 * row["rollout/length"] * 16  # 16 responses, twice
-        assert 3 * 4 * 2 <= row["ptx/tokens_ratio"] * responses <= 3 * 4 * 63
-        assert row["ptx/tokens_ratio"] * responses == pytest.approx(
-            round(row["ptx/tokens_ratio"] * responses), abs=1e-6
-        )
+        tokens = row["ptx/tokens_ratio"] * 2 * row["rollout/length"] * 16  # 16 responses, twice
+        assert 3 * 4 * 2 <= tokens <= 3 * 4 * 63 and tokens == pytest.approx(round(tokens), abs=1e-6)
 
 
 def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
@@ -844,12 +796,6 @@ def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value
         assert value and bool(policy) == moves == stepped
 
 
-def test_frozen_layers_stay_as_they_are_and_all_others_change(watched):
-    saved = weights(watched.folder)
-    for name, x in saved.items():
-        assert torch.equal(x, watched.first[name]) == name.startswith("model.layers.0."), name
-
-
 def test_the_reference_never_changes(watched):
     first, *others = watched.references
     assert len(others) == 1 and all(
@@ -874,12 +820,8 @@ def learnt(small, tmp_path_factory):
     """Ten iterations towards the true reward, on the tiny world's own prompts."""
     folder = tmp_path_factory.mktemp("learnt")
     options = {"scorer": GOLD, "dataset": "tiny", "eval_dataset": None, "eval_prompts": 250, "iterations": 10}
-    options |= {
-        "prompts_per_iteration": 64,
-        "minibatch_size": 32,
-        "micro_batch_size": 32,
-        "value_warmup_steps": 8,
-    }
+    options |= {"prompts_per_iteration": 64, "minibatch_size": 32, "micro_batch_size": 32}
+    options |= {"value_warmup_steps": 8}
     succeeds(run(small, folder, save_every=0, eval_every=0, **options))
     return folder
 
@@ -937,9 +879,8 @@ def test_resuming_changes_nothing_where_layers_are_frozen_and_scores_have_runnin
 
 def test_a_finished_run_is_neither_redone_nor_replaced_unasked(small, undisturbed):
     before = contents(undisturbed.folder)
-    assert (
-        "finished already" in succeeds(run(small, undisturbed.folder, "--resume", **all_options(small))).out
-    )
+    again = succeeds(run(small, undisturbed.folder, "--resume", **all_options(small)))
+    assert "finished already" in again.out
     assert_error(run(small, undisturbed.folder, **all_options(small)), "holds a finished run", "--overwrite")
     assert contents(undisturbed.folder) == before
 
@@ -1016,49 +957,35 @@ def test_the_rehearsal_loss_is_logged_as_such_beside_text_that_is_evaluated_alon
 
 
 # -- bad input ---------------------------------------------------------------------------
-def assert_refused(words, **options):
-    with pytest.raises(InputError) as error:
-        ppo.check(make_args(**options))
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_a_minibatch_size_must_divide_the_rollout_and_one_that_does_is_named():
-    assert_refused(
-        ["--minibatch-size 48", "128 responses", "try 16"],
-        minibatch_size=48,
-        prompts_per_iteration=64,
-        n_samples=2,
-    )
-    assert_refused(["--minibatch-size 129", "128 responses"], minibatch_size=129)
-    assert_refused(["--minibatch-size 0"], minibatch_size=0)
-    ppo.check(make_args(minibatch_size=16, prompts_per_iteration=64, n_samples=2))
-
-
 @pytest.mark.parametrize(
     "words, options",
     [
+        (["--minibatch-size 48", "128 responses", "try 16"], {"minibatch_size": 48}),
+        (["--minibatch-size 129", "128 responses"], {"minibatch_size": 129}),
+        (["--minibatch-size 0"], {"minibatch_size": 0}),
         (["--temperature 0", "greedy"], {"temperature": 0.0}),
         (["--top-p 0"], {"top_p": 0.0}),
         (["--top-p 1.5"], {"top_p": 1.5}),
         (["--ptx-coef 0.1", "--ptx-dataset"], {"ptx_coef": 0.1}),
         (["--max-length 8", "--max-new-tokens"], {"max_length": 8, "max_new_tokens": 8}),
-        (["--n-samples 0", "1 or more"], {"n_samples": 0}),
-        (["--iterations 0", "1 or more"], {"iterations": 0}),
+        (["--n-samples 0"], {"n_samples": 0}),
+        (["--iterations 0"], {"iterations": 0}),
+        (["--clip-ratio"], {"clip_ratio": -0.1}),
+        (["--gamma"], {"gamma": 1.5}),
+        (["--lam"], {"lam": -0.5}),
+        (["--kl-coef"], {"kl_coef": -1.0}),
+        (["--value-lr"], {"value_lr": -1.0}),
+        (["--patience"], {"patience": 2, "eval_every": 0}),
+        (["--freeze-layers"], {"freeze_layers": -1}),
+        (["--value-warmup-steps"], {"value_warmup_steps": -1}),
         # 4 steps an iteration: the third begins after 8
         (["--value-warmup-steps 9", "8 steps", "--iterations 3"], {"value_warmup_steps": 9, "iterations": 3}),
     ],
 )
 def test_arguments_outside_their_limits_are_named(words, options):
-    assert_refused(words, **options)
-
-
-WRONG = [{"clip_ratio": -0.1}, {"gamma": 1.5}, {"lam": -0.5}, {"kl_coef": -1.0}, {"value_lr": -1.0}]
-WRONG += [{"patience": 2, "eval_every": 0}, {"freeze_layers": -1}, {"value_warmup_steps": -1}]
-
-
-@pytest.mark.parametrize("options", WRONG, ids=lambda options: " ".join(options))
-def test_more_arguments_outside_their_limits_are_named(options):
-    assert_refused([f"--{next(iter(options)).replace('_', '-')}"], **options)
+    with pytest.raises(InputError) as error:
+        ppo.check(make_args(**options))
+    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -1066,10 +993,7 @@ def test_more_arguments_outside_their_limits_are_named(options):
     [
         ({"scorer": "ppo_judges:not_a_number"}, ["ppo_judges:not_a_number", "nan", "ant"]),
         ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-        (
-            {"rehearsal_data": "no.jsonl"},
-            ["no.jsonl: there is no such file", "common.rehearsal", "--output no.jsonl"],
-        ),
+        ({"rehearsal_data": "no.jsonl"}, ["no such file", "common.rehearsal", "--output no.jsonl"]),
         ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
         ({"minibatch_size": 5}, ["--minibatch-size 5", "16 responses", "try 1"]),
     ],
@@ -1083,9 +1007,7 @@ def test_bad_input_ends_with_one_line(small, tmp_path, options, words):
 
 def assert_stops(ended, *words):
     """As assert_error, but the line may stand behind a progress bar."""
-    assert ended.code == 2 and "Traceback" not in ended.err and ended.err.count("error: ") == 1, ended.err[
-        -2000:
-    ]
+    assert ended.code == 2 and "Traceback" not in ended.err and ended.err.count("error: ") == 1, ended.err
     assert all(word in ended.err.split("error: ")[1].splitlines()[0] for word in words), ended.err[-2000:]
 
 
@@ -1170,33 +1092,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(small, tmp_path)
 
 
 # -- recipes -----------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ppo.RECIPES)
-def test_recipes_are_in_their_own_limits(name):
-    args = ppo.RECIPES[name][1]
-    for key in ("gamma", "lam"):
-        assert getattr(args, key) == {"gamma": 1.0, "lam": 0.95}[key]
-
-
 PAPERS = {
     "llama2": {"kl_coef": 0.01, "clip_ratio": 0.2, "lr": 1e-6, "adam_eps": 1e-5, "weight_decay": 0.1,
                "max_grad_norm": 1.0, "minibatch_size": 64, "reward_norm": "whiten", "safety_threshold": 0.15,
-               "epochs": 1, "top_p": 1.0},
+               "epochs": 1, "top_p": 1.0, "prompts_per_iteration": 512, "n_samples": 1, "iterations": 200},
     "qwen": {"kl_coef": 0.04, "lr": 1e-6, "value_lr": 5e-6, "clip_value": 0.15, "value_warmup_steps": 50,
              "n_samples": 2, "top_p": 0.9, "reward_norm": "mean"},
-    "advantage_model": {"lr": 5e-7, "rehearsal_coef": 0.01, "rehearsal_norm": "sum", "iterations": 100},
+    "advantage_model": {"lr": 5e-7, "rehearsal_coef": 0.01, "rehearsal_norm": "sum", "iterations": 100,
+                        "prompts_per_iteration": 256, "n_samples": 1, "minibatch_size": 256, "epochs": 1},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAPERS)
-def test_recipes_have_the_papers_numbers(name):
-    args = vars(ppo.RECIPES[name][1])
-    assert {key: args[key] for key in PAPERS[name]} == PAPERS[name]
-
-
-def test_the_papers_rollouts_are_of_these_sizes():
-    llama2, am = ppo.RECIPES["llama2"][1], ppo.RECIPES["advantage_model"][1]
-    assert llama2.prompts_per_iteration * llama2.n_samples == 512 and 200 <= llama2.iterations <= 400
-    assert am.prompts_per_iteration * am.n_samples == am.minibatch_size == 256 and am.epochs == 1
+@pytest.mark.parametrize("name", ppo.RECIPES)
+def test_recipes_have_the_papers_numbers_within_their_limits(name):
+    args, numbers = ppo.RECIPES[name][1], {"gamma": 1.0, "lam": 0.95, **PAPERS.get(name, {})}
+    assert {key: getattr(args, key) for key in numbers} == numbers
+    ppo.check(args)
 
 
 # -- docs/grpo.patch -----------------------------------------------------------------------
