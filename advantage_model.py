@@ -32,9 +32,9 @@ import torch
 
 from common import comparisons, dist, evaluation, metrics, models
 from common.batches import labelled_pairs, my_comparison_batches
+from common.cli import check_flags
 from common.errors import InputError
 from common.losses import advantage_model_loss, advantage_score
-from common.cli import check_flags
 from common.run import Run, launch
 
 

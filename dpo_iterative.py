@@ -31,10 +31,10 @@ import torch
 
 from common import comparisons, data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
+from common.cli import check_flags
 from common.errors import InputError
 from common.losses import dpo_loss, length_penalty
 from common.pool import Pool, References, Versions
-from common.cli import check_flags
 from common.run import Run, launch
 
 

@@ -32,9 +32,9 @@ import torch
 
 from common import data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
+from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
 from common.pool import Pool, Versions, take
-from common.cli import check_batch_size, check_flags
 from common.run import Run, launch
 
 

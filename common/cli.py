@@ -17,7 +17,7 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
     "1 or more": (
         lambda x: x >= 1,
         "batch_size micro_batch_size ptx_batch_size rehearsal_batch_size score_batch_size max_steps slots "
-        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration n_samples "
+        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration "
         "chunk_prompts chunk_rows offline_pairs chains clusters per_cluster",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
@@ -27,7 +27,7 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
     ),
     "0 or more": (
         lambda x: x >= 0,
-        "iterations lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm freeze_layers "
+        "iterations n_samples lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm freeze_layers "
         "kl_coef ptx_coef rehearsal_coef missing_eos_penalty length_penalty tie_margin temperature "
         "eval_every save_every patience eval_prompts sample_prompts length_prompts sweep_prompts "
         "min_score_gap n_others expected_reward_samples",

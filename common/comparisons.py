@@ -7,6 +7,7 @@ import math
 import zlib
 
 import torch
+
 from common import data, dist, metrics, models
 from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, prompt_key
 from common.errors import InputError

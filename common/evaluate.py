@@ -34,8 +34,8 @@ import torch
 
 from common import data, dist, evaluation, generate, metrics, models, pool, scorers
 from common.batches import a_part
-from common.errors import InputError
 from common.cli import check_flags
+from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run
 

@@ -25,7 +25,8 @@ import transformers
 from common import data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import turns_key
 from common.errors import InputError
-from common.run import skip, write_json
+from common.metrics import write_json
+from common.run import skip
 
 
 # -- the pool --------------------------------------------------------------------------------------
@@ -376,7 +377,7 @@ class Versions:
             if self.first in same:
                 categories = metrics.regressions(same[self.first], same[self.last])
                 metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
-            run.show_samples([row for row in rows if row["version"] == self.last])
+            metrics.print_results({}, {}, (), [row for row in rows if row["version"] == self.last])
             write_json(
                 folder / "summary.json",
                 {**summary, "steps": self.step, "versions": figures, "categories": categories},

@@ -20,8 +20,8 @@ import torch
 
 from common import dist, generate, metrics, models, scorers
 from common.batches import a_part, collate
-from common.errors import InputError
 from common.cli import check_flags
+from common.errors import InputError
 from common.run import launch
 
 
