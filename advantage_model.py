@@ -10,8 +10,9 @@ then sees r and e only through their difference, and pulls e to the middle betwe
 responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
 policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have the same loss for any c.
 
-Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/advantage_model: model/,
-metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json.
+Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/advantage_model: model/,
+metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights,
+optimiser and the number of steps done.
 
     python advantage_model.py                               the tiny world, about a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
@@ -42,8 +43,7 @@ from common.run import Run, launch
 class Args:
     # models and data
     model: str = "tiny"
-    """Where to start: a causal LM (run directory, folder, hub name; tiny: its random weights) or an advantage
-    model, head included."""
+    """Where to start: tiny, a hub name, a folder or run directory, of a causal LM or an advantage model."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -68,13 +68,11 @@ class Args:
     ratio_clip: float = 1.0
     """Ratios pi / pi'_k are at most this; K times it must stay below N."""
     policy: str | None = None
-    """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if it is a causal
-    LM."""
+    """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if a causal LM."""
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
     expected_reward_samples: int = 0
-    """Responses of the policy to each training prompt, to whose mean reward e is regressed; 0: eq. 6
-    alone."""
+    """Responses of the policy to each training prompt, to whose mean reward e is regressed; 0: none."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
@@ -104,8 +102,7 @@ class Args:
     eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
     length_prompts: int = 50
-    """Held-out prompts with 8 sampled responses each, for the correlation of length and score, and e; 0:
-    none."""
+    """Held-out prompts with 8 of its samples each, for what e is, and length and score; 0: none."""
     max_new_tokens: int = 32
     """Longest of these responses."""
     slots: int = 64
@@ -151,32 +148,27 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
     sizes = torch.tensor(batch.sizes, device=device)
     ratios = torch.cat([c.ratios for c in batch.comparisons]).to(device)  # (responses, K)
     advantages = advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
-    single_pairs, start = (
-        [],
-        0,
-    )  # (better, worse) of the comparisons that are one pair: these go through one call
-    for c, size in zip(batch.comparisons, batch.sizes):
-        pairs = [(start + better, start + worse) for better, worse in labelled_pairs(c)]
-        start += size
+    single = []  # the comparisons of one pair, which go through one call
+    for c, of_responses in zip(batch.comparisons, advantages.split(batch.sizes)):
+        pairs = labelled_pairs(c)
         if len(pairs) == 1:
-            single_pairs += pairs
+            single.append(of_responses[list(pairs[0])])
         elif pairs:
-            better, worse = torch.tensor(pairs, device=device).T
-            mean_loss, loss_metrics = advantage_model_loss(advantages[better], advantages[worse], args.bound)
+            chosen, rejected = of_responses[torch.tensor(pairs, device=device)].T
+            mean_loss, loss_metrics = advantage_model_loss(chosen, rejected, args.bound)
             loss = loss + mean_loss / n
             sums.add(loss_metrics)
-    if single_pairs:
-        better, worse = torch.tensor(single_pairs, device=device).T
-        pair_loss, loss_metrics = advantage_model_loss(
-            advantages[better], advantages[worse], args.bound, n_rows=n
-        )
+    if single:
+        chosen, rejected = torch.stack(single).T
+        pair_loss, loss_metrics = advantage_model_loss(chosen, rejected, args.bound, n_rows=n)
         loss = loss + pair_loss
         sums.add(loss_metrics)
     return loss
 
 
 def regression_loss(rewards, expected, batch, n):
-    """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7."""
+    """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7. A
+    comparison without samples counts nothing."""
     loss = expected.sum() * 0
     for c, response_rewards, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
         of_samples = response_rewards[len(c.response_ids) :]
@@ -188,31 +180,18 @@ def regression_loss(rewards, expected, batch, n):
 def update(model, optimizer, batch, args):
     """One optimiser step on a batch of comparisons, over all ranks: (loss, squared error of e, share of pairs
     that are ranked as labelled, gradient norm). Every rank has all comparisons and computes its share."""
-    n, sums = len(batch), dist.Sums("loss", "regression", "n_correct", "n_rows")
+    n = len(batch)
+    sums = dist.Sums("loss", "regression", "n_correct", "n_rows")
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
         rewards, expected = models.rewards_and_expected(model, micro_batch)
         loss = comparison_loss(rewards, expected, micro_batch, n, sums, args)
-        regression = expected.sum() * 0
-        if args.expected_reward_samples:
-            regression = regression_loss(rewards, expected, micro_batch, n)
+        regression = regression_loss(rewards, expected, micro_batch, n)
         dist.backward(loss + regression)
         sums.add({"loss": loss, "regression": regression})
     totals = sums.over_ranks()
-    finite = totals["loss"] + totals["regression"]
-    [grad_norm] = dist.optimizer_step([model], [optimizer], finite, args.max_grad_norm)
+    whole_loss = totals["loss"] + totals["regression"]
+    [grad_norm] = dist.optimizer_step([model], [optimizer], whole_loss, args.max_grad_norm)
     return totals["loss"], totals["regression"], totals["n_correct"] / max(1, totals["n_rows"]), grad_norm
-
-
-PLOTS = [
-    partial(
-        metrics.plot_metrics,
-        panels={
-            "loss": ["loss/advantage", "eval/nll"],
-            "accuracy": ["train/accuracy", "eval/accuracy"],
-            "norm": ["optim/grad_norm"],
-        },
-    ),
-]
 
 
 def main(args: Args):
@@ -223,7 +202,7 @@ def main(args: Args):
     # data: comparisons, the same on every rank; with K > 0 each response has its ratios to K other policies
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = evaluation.check_sft_model(args.policy, tokenizer, args)
-    train, held_out, table = comparisons.load_split(args, tokenizer)
+    train, held_out = comparisons.load_split(args, tokenizer)
     train = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
@@ -239,7 +218,7 @@ def main(args: Args):
     model = dist.shard(model, run.device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
-    evaluate = evaluation.HeldOutComparisons(held_out, models.scores_of, args)
+    evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin({"advantage": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
@@ -270,29 +249,24 @@ def main(args: Args):
 
     # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy itself do as well
     run.round_weights(model)
-    after = evaluate(model)
-    after.update(evaluate.known_figures())
+    after = {**evaluate(model), **evaluate.known_figures()}
     figures, correlations = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
-    after.update(figures)
     models.read_at_end_token(model, tokenizer)
     run.finish(
         model,
         tokenizer,
-        after=after,
+        after={**after, **figures},
         samples=evaluate.samples,
         step=total_steps,
         iteration=(total_steps - 1) // steps_per_epoch,
-        summary={"steps": total_steps, "data": table},
+        summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
-        plots=[partial(metrics.plot_scores, length=correlations), *PLOTS],
+        plots=[partial(metrics.plot_scorer, loss="loss/advantage", length=correlations)],
     )
 
 
 RECIPES = {
-    "tiny": (
-        "the tiny world, from random weights: the default, under a minute on two CPU cores",
-        Args(),
-    ),
+    "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(

@@ -5,16 +5,16 @@
 A language model's body with a linear head in place of the unembedding, read at the response's end token
 (InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
 arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
-is one batch element, its loss the mean over its pairs.
-(RLHF Workflow's pairwise preference model is another program: python -m common.train_pairwise.)
+is one batch element, its loss the mean over its pairs. (RLHF Workflow's other preference model, which reads
+two responses at once, is python -m common.train_pairwise.)
 
-Reads a model and comparisons (README, "Data"), and runs/sft; writes runs/reward: model/, metrics.jsonl,
-samples.jsonl with the held-out scores, plots, summary.json.
+Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/reward: model/, metrics.jsonl,
+samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights, optimiser and the
+number of steps done.
 
     python reward.py                                        the tiny world, about a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
-    python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2
-                                                            Qwen's second stage, from the first, head included
+    python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2   Qwen's second stage
     torchrun --nproc-per-node 8 reward.py llama2
 
 Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
@@ -30,23 +30,16 @@ from typing import Literal
 import torch
 
 from common import comparisons, dist, evaluation, metrics, models, scorers
-from common.batches import RATINGS, my_comparison_batches
-from common.errors import InputError
+from common.batches import my_comparison_batches
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
-
-MARGINS = {  # Llama 2, table 27: m by rating
-    "small": dict(zip(RATINGS, (1, 2 / 3, 1 / 3, 0))),
-    "large": dict(zip(RATINGS, (3, 2, 1, 0))),
-}
 
 
 @dataclass
 class Args:
     # models and data
     model: str = "tiny"
-    """Where to start: a causal LM (run directory, folder, hub name; tiny: its random weights) or a reward
-    model, head included."""
+    """Where to start: tiny, a hub name, a folder or a run directory, of a causal LM or of a reward model."""
     dataset: str = "tiny"
     """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -95,10 +88,9 @@ class Args:
     eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
     sft_model: str | None = None
-    """A causal LM, for the log probability baseline and the length samples. None: runs/sft for the model
-    tiny, else --model, if it is one."""
+    """A causal LM, for baseline and samples. None: runs/sft for the model tiny, else --model, if it is one."""
     length_prompts: int = 50
-    """Held-out prompts with 8 sampled responses each, for the correlation of length and score; 0: none."""
+    """Held-out prompts with 8 of its samples each, for the correlation of length and score; 0: none."""
     max_new_tokens: int = 32
     """Longest of these responses."""
     slots: int = 64
@@ -118,73 +110,43 @@ class Args:
     """Replace a run that is in the way."""
 
 
-def margins(comparison, args, largest_gap):
-    """Llama 2's m for every two responses of a comparison, (K, K), or None without --margin."""
-    if args.margin == "none":
-        return None
-    largest = max(MARGINS[args.margin].values())
-    if comparison.rating is not None:
-        return torch.full((2, 2), MARGINS[args.margin][comparison.rating])
-    if comparison.margin is not None:
-        return torch.full((2, 2), comparison.margin)
-    if comparison.grades is None:
-        raise InputError(f"{comparison.row.where}: no rating, margin or scores for --margin {args.margin}")
-    grades = torch.tensor(comparison.grades)
-    return (grades[:, None] - grades[None, :]).abs() * (largest / largest_gap)
-
-
-def comparison_loss(scores, batch, n, sums, args, largest_gap):
+def comparison_loss(scores, batch, n, sums):
     """The sum of a batch's comparisons' losses, divided by n, the step's number of comparisons. scores:
     (responses,), comparison by comparison. All pairs go through one call, each ranking through one of its own.
     Their metrics are added to `sums`."""
     device = scores.device
-    each = list(zip(scores.split(batch.sizes), batch.comparisons))
     loss = scores.sum() * 0  # connects every weight on a rank without comparisons too
-    pairs = [(pair_scores, c) for pair_scores, c in each if len(pair_scores) == 2]
+    each = list(zip(batch.comparisons, scores.split(batch.sizes)))
+    pairs = [(c, of_pair) for c, of_pair in each if len(of_pair) == 2]
     if pairs:
-        chosen, rejected = torch.stack([pair_scores for pair_scores, _ in pairs]).T
-        margin = None
-        if args.margin != "none":
-            margin = torch.tensor([margins(c, args, largest_gap)[0, 1] for _, c in pairs], device=device)
-        labels = [1.0 if c.preference is None else c.preference for _, c in pairs]
-        preference = torch.tensor(labels, device=device)
+        chosen, rejected = torch.stack([of_pair for _, of_pair in pairs]).T
+        margin = [0.0 if c.margins is None else c.margins[0, 1] for c, _ in pairs]
+        preference = [1.0 if c.preference is None else c.preference for c, _ in pairs]
+        margin, preference = torch.tensor([margin, preference], device=device)
         pair_loss, pair_metrics = bradley_terry_loss(chosen, rejected, margin, preference, n_rows=n)
         loss = loss + pair_loss
         sums.add(pair_metrics)
-    for response_scores, c in each:
-        if len(response_scores) > 2:
-            margin = margins(c, args, largest_gap)
-            margin = None if margin is None else margin.to(device)
-            mean_loss, ranking_metrics = ranking_loss(response_scores, c.ranks.to(device), margin)
+    for c, of_ranking in each:
+        if len(of_ranking) > 2:
+            margin = None if c.margins is None else c.margins.to(device)
+            mean_loss, ranking_metrics = ranking_loss(of_ranking, c.ranks.to(device), margin)
             loss = loss + mean_loss / n
             sums.add(ranking_metrics)
     return loss
 
 
-def update(model, optimizer, batch, args, largest_gap):
+def update(model, optimizer, batch, args):
     """One optimiser step on a batch of comparisons, over all ranks: (loss, share of pairs that are ranked as
     labelled, gradient norm). Every rank has all comparisons and computes its share of them."""
     sums = dist.Sums("loss", "n_correct", "n_rows")
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
         scores = models.scores_of(model, micro_batch)  # (responses,)
-        loss = comparison_loss(scores, micro_batch, len(batch), sums, args, largest_gap)
+        loss = comparison_loss(scores, micro_batch, len(batch), sums)
         dist.backward(loss)
         sums.add({"loss": loss})
     totals = sums.over_ranks()
     [grad_norm] = dist.optimizer_step([model], [optimizer], totals["loss"], args.max_grad_norm)
     return totals["loss"], totals["n_correct"] / max(1, totals["n_rows"]), grad_norm
-
-
-PLOTS = [
-    partial(
-        metrics.plot_metrics,
-        panels={
-            "loss": ["loss/reward", "eval/nll"],
-            "accuracy": ["train/accuracy", "eval/accuracy"],
-            "norm": ["optim/grad_norm"],
-        },
-    ),
-]
 
 
 def main(args: Args):
@@ -195,11 +157,8 @@ def main(args: Args):
     # data: comparisons, the same on every rank
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     sft_model = evaluation.check_sft_model(args.sft_model, tokenizer, args)
-    train, held_out, table = comparisons.load_split(args, tokenizer)
-    gaps = [max(c.grades) - min(c.grades) for c in train if c.grades]
-    largest_gap = max(gaps, default=1.0) or 1.0
-    for c in train:
-        margins(c, args, largest_gap)  # a row without one is an error now, not in the middle of the run
+    train, held_out = comparisons.load_split(args, tokenizer)
+    train = comparisons.with_margins(train, args.margin)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -209,7 +168,7 @@ def main(args: Args):
     model = dist.shard(model, run.device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
-    evaluate = evaluation.HeldOutComparisons(held_out, models.scores_of, args)
+    evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin({"reward": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
@@ -222,7 +181,7 @@ def main(args: Args):
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
 
         lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
-        loss, accuracy, grad_norm = update(model, optimizer, batch, args, largest_gap)
+        loss, accuracy, grad_norm = update(model, optimizer, batch, args)
 
         row = {
             "loss/reward": loss,
@@ -238,35 +197,27 @@ def main(args: Args):
 
     # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
     run.round_weights(model)
-    after = evaluate(model)
-    after.update(evaluate.known_figures())
-    figures, correlations = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
-    after.update(figures)
+    after = {**evaluate(model), **evaluate.known_figures()}
+    length_figures, correlations = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
-    after.update(gate_figures)
     models.set_safety_gate(model, gate)
     models.read_at_end_token(model, tokenizer)
     run.finish(
         model,
         tokenizer,
-        after=after,
+        after={**after, **length_figures, **gate_figures},
         samples=evaluate.samples,
         step=total_steps,
         iteration=(total_steps - 1) // steps_per_epoch,
-        summary={"steps": total_steps, "data": table},
+        summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "gold/correlation"),
-        plots=[partial(metrics.plot_scores, length=correlations), *PLOTS],
+        plots=[partial(metrics.plot_scorer, loss="loss/reward", length=correlations)],
     )
 
 
-LARGE = dict(  # what no paper says, for 7B: memory
-    micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True
-)
+LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
-    "tiny": (
-        "the tiny world, from random weights: the default, under a minute on two CPU cores",
-        Args(),
-    ),
+    "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(

@@ -157,6 +157,7 @@ class Comparison(NamedTuple):
     row: Row
     rating: str | None = None  # one of RATINGS
     margin: float | None = None  # Llama 2's m as the row gives it
+    margins: torch.Tensor | None = None  # (K, K), Llama 2's m of every two responses in the loss
     grades: list[float] | None = None  # the K scores that the labels come from
     preference: float | None = None  # P(texts[0] is better), a soft label
     category: str | None = None

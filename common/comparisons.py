@@ -12,6 +12,11 @@ from common import data, dist, metrics, models
 from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, prompt_key
 from common.errors import InputError
 
+MARGINS = {  # Llama 2, table 27: m by rating
+    "small": dict(zip(RATINGS, (1, 2 / 3, 1 / 3, 0))),
+    "large": dict(zip(RATINGS, (3, 2, 1, 0))),
+}
+
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
 def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
@@ -21,36 +26,35 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
-    dropped, found, per_prompt = collections.defaultdict(list), [], collections.Counter()
+    dropped, loaded, per_prompt = collections.defaultdict(list), [], collections.Counter()
     rows = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
     n_rows = len(rows) + sum(map(len, dropped.values()))
     for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
         try:
             comparison = _comparison(row, tokenizer, max_length, min_score_gap)
-            key = prompt_key(comparison.messages)
-            if max_per_prompt and per_prompt[key] >= max_per_prompt:
+            if max_per_prompt and per_prompt[comparison.key] >= max_per_prompt:
                 raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
         except ValueError as error:
             dropped[str(error)].append(row.where)
             continue
-        per_prompt[key] += 1
-        found.append((key, comparison))
+        per_prompt[comparison.key] += 1
+        loaded.append(comparison)
     # One says that a is better than b, another that b is better than a: neither is kept
-    said = collections.defaultdict(set)
-    for key, c in found:
+    better_ones = collections.defaultdict(set)
+    for c in loaded:
         if len(c.texts) == 2:
-            said[key, frozenset(c.texts)] |= {c.texts[i] for i, _ in labelled_pairs(c)}
+            better_ones[c.key, frozenset(c.texts)].update(c.texts[i] for i, _ in labelled_pairs(c))
     kept = []
-    for key, c in found:
-        if len(c.texts) == 2 and len(said[key, frozenset(c.texts)]) > 1:
+    for c in loaded:
+        if len(c.texts) == 2 and len(better_ones[c.key, frozenset(c.texts)]) > 1:
             dropped["another row has the opposite label for the same responses"].append(c.row.where)
         else:
             kept.append(c)
     data.report(spec, n_rows, dropped)
-    left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
-    if left_out and dist.is_main():
+    n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
+    if n_left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
-        print(f"{spec}: left out {left_out:,} responses of rankings, {why}")
+        print(f"{spec}: left out {n_left_out:,} responses of rankings, {why}")
     if not kept:
         raise data.none_left(spec, n_rows, dropped)
     return kept
@@ -59,12 +63,12 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 def _with_labels_as_pairs(rows, dropped):
     """The rows; those of one completion and its `label` (KTO's) as pairs, each true one of a prompt with each
     false one. Without an equal prompt of the other label there is none."""
-    out, labelled = [], collections.defaultdict(lambda: ([], []))
+    pairs, labelled = [], collections.defaultdict(lambda: ([], []))
     for row in rows:
         values = row.data
         is_other = values.get("chosen") is not None or values.get("responses") is not None
         if is_other or "completion" not in values or "label" not in values:
-            out.append(row)
+            pairs.append(row)
         elif values["label"] not in (False, True):
             dropped["label is neither true nor false"].append(row.where)
         else:
@@ -73,27 +77,25 @@ def _with_labels_as_pairs(rows, dropped):
     for worse, better in labelled.values():
         for a, b in itertools.product(better, worse):
             sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
-            out.append(a._replace(data={**a.data, **sides}))
+            pairs.append(a._replace(data={**a.data, **sides}))
         if not (worse and better):
             reason = "a label makes a pair where its prompt has both a true and a false completion"
             dropped[reason] += [row.where for row in worse + better]
-    return out
+    return pairs
 
 
-def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison], list[dict]]:
-    """(training comparisons, held-out comparisons, a table of both, which is printed) of a command."""
-    sides = data.train_and_held_out(
-        args,
-        lambda spec, split: load(
-            spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt
-        ),
-    )
-    data.check_same(args.dataset, tuple(fingerprint(side) for side in sides))
-    if args.balance_categories and not any(c.category for c in sides[0]):
+def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
+    """The training and the held-out comparisons of a command; a table of both is printed."""
+
+    def load_one(spec, split):
+        return load(spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
+
+    train, held_out = data.train_and_held_out(args, load_one)
+    data.check_same(args.dataset, (fingerprint(train), fingerprint(held_out)))
+    if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
-    table = statistics(sides[0]) + statistics(sides[1], " (held out)")
-    metrics.print_table(table)
-    return *sides, table
+    metrics.print_table(statistics(train, held_out))
+    return train, held_out
 
 
 def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comparison]]:
@@ -126,7 +128,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     """ValueError says why a row is left out."""
     values, is_ranking = row.data, row.data.get("responses") is not None
     category = None if values.get("category") is None else str(values["category"])
-    about = {"row": row, "source": row.where.rpartition(":")[0], "category": category}
+    labels = {}
     if is_ranking:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
@@ -137,8 +139,9 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
             raise ValueError("the scores contradict the label")
         if grades and grades[0] - grades[1] < min_score_gap:
             raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
-        about |= {"rating": _rating(values), "margin": _number(values, "margin", 0, math.inf)}
-        about["preference"] = preference = _number(values, "preference", 0, 1)
+        preference = _number(values, "preference", 0, 1)
+        margin = _number(values, "margin", 0, math.inf)
+        labels = {"rating": _rating(values), "margin": margin, "preference": preference}
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     else:
@@ -161,10 +164,44 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
     texts, response_ids, ranks = ([column[i] for i in fits] for column in (texts, response_ids, ranks))
-    if len(set(ranks)) == 1 and about.get("preference") is None:
+    if len(set(ranks)) == 1 and labels.get("preference") is None:
         raise ValueError("no response is better than another")
-    about |= {"grades": grades and [grades[i] for i in fits], "kept": tuple(fits)}
-    return Comparison(messages[:-1], texts, prompt_ids, response_ids, torch.tensor(ranks), **about)
+    return Comparison(
+        messages[:-1],
+        texts,
+        prompt_ids,
+        response_ids,
+        torch.tensor(ranks),
+        source=row.where.rpartition(":")[0],
+        row=row,
+        grades=grades and [grades[i] for i in fits],
+        category=category,
+        kept=tuple(fits),
+        **labels,
+    )
+
+
+def with_margins(comparisons, size) -> list[Comparison]:
+    """With Llama 2's m for every two responses of a comparison, (K, K): MARGINS[size] by the column rating,
+    else the column margin, else by scores: the largest m, times a difference's share of the largest one. size
+    "none": unchanged. InputError names a row that has none of these."""
+    if size == "none":
+        return comparisons
+    gaps = [max(c.grades) - min(c.grades) for c in comparisons if c.grades]
+    scale = max(MARGINS[size].values()) / (max(gaps, default=1.0) or 1.0)
+    return [c._replace(margins=_margins(c, size, scale)) for c in comparisons]
+
+
+def _margins(comparison, size, scale):
+    k = len(comparison.texts)
+    if comparison.rating is not None:
+        return torch.full((k, k), float(MARGINS[size][comparison.rating]))
+    if comparison.margin is not None:
+        return torch.full((k, k), comparison.margin)
+    if comparison.grades is None:
+        raise InputError(f"{comparison.row.where}: no rating, margin or scores for --margin {size}")
+    grades = torch.tensor(comparison.grades)
+    return (grades[:, None] - grades[None, :]).abs() * scale
 
 
 def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
@@ -196,10 +233,10 @@ def column(comparison, name) -> list | None:
     rejected_`name`; None if it does not say it of all."""
     values = comparison.row.data
     if values.get("responses") is not None:
-        found = [values["responses"][i].get(name) for i in comparison.kept]
+        of_each = [values["responses"][i].get(name) for i in comparison.kept]
     else:
-        found = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in comparison.kept]
-    return None if None in found else found
+        of_each = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in comparison.kept]
+    return None if None in of_each else of_each
 
 
 def _prompt(values):
@@ -234,7 +271,8 @@ def _ranking(values):
 
 def _ranks(grades, gap):
     """Rank 0 is the best score; a score less than `gap` below the next better one shares its rank."""
-    ranks, order = [0] * len(grades), sorted(range(len(grades)), key=lambda i: -grades[i])
+    ranks = [0] * len(grades)
+    order = sorted(range(len(grades)), key=lambda i: -grades[i])
     for above, i in zip(order, order[1:]):
         fall = grades[above] - grades[i]
         ranks[i] = ranks[above] + (fall > 0 and fall >= gap)
@@ -282,18 +320,25 @@ def _number(values, name, low, high):
         raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}") from None
 
 
-def statistics(comparisons: list[Comparison], note="") -> list[dict]:
-    """One row a data set, its name and `note` first: its rows and pairs, and the mean tokens of a prompt and
-    of the two responses of a pair."""
+def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
+    """One row a data set, those held out below: its rows and pairs, and the mean tokens of a prompt and of
+    the two responses of a pair."""
     table = []
-    for source in sorted({c.source for c in comparisons}):
-        mine = [c for c in comparisons if c.source == source]
-        lengths = [[len(c.response_ids[i]) for i in pair] for c in mine for pair in labelled_pairs(c)]
-        prompt = sum(len(c.prompt_ids) for c in mine) / len(mine)
-        row = {"data": source + note, "rows": len(mine), "pairs": len(lengths), "prompt_tokens": prompt}
-        for key, side in (("chosen_tokens", 0), ("rejected_tokens", 1)):
-            row[key] = sum(pair[side] for pair in lengths) / max(1, len(lengths))
-        table.append(row)
+    for note, comparisons in (("", train), (" (held out)", held_out)):
+        for source in sorted({c.source for c in comparisons}):
+            of_source = [c for c in comparisons if c.source == source]
+            pairs = [(c, better, worse) for c in of_source for better, worse in labelled_pairs(c)]
+            n_chosen = sum(len(c.response_ids[better]) for c, better, _ in pairs)
+            n_rejected = sum(len(c.response_ids[worse]) for c, _, worse in pairs)
+            row = {
+                "data": source + note,
+                "rows": len(of_source),
+                "pairs": len(pairs),
+                "prompt_tokens": sum(len(c.prompt_ids) for c in of_source) / len(of_source),
+                "chosen_tokens": n_chosen / max(1, len(pairs)),
+                "rejected_tokens": n_rejected / max(1, len(pairs)),
+            }
+            table.append(row)
     return table
 
 
@@ -311,9 +356,9 @@ def fingerprint(comparisons) -> int:
     """A number that changes with any token or column of the comparisons, or their order."""
     number = 0
     for c in comparisons:
-        parts = [ids.numpy().tobytes() for ids in (c.prompt_ids, *c.response_ids)]
-        for part in (*parts, repr(c.row.data).encode()):
-            number = zlib.crc32(part, number)
+        for ids in (c.prompt_ids, *c.response_ids):
+            number = zlib.crc32(ids.numpy().tobytes(), number)
+        number = zlib.crc32(repr(c.row.data).encode(), number)
     return number
 
 
@@ -346,15 +391,10 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
-    documents = [
-        Document(
-            torch.cat([c.prompt_ids, ids]),
-            torch.arange(len(c.prompt_ids) + len(ids)) >= len(c.prompt_ids),
-            [],
-            c.row,
-        )
-        for c in comparisons
-        for ids in c.response_ids
-    ]
-    found = torch.tensor(models.seq_logprobs(model, documents, micro_batch_size))
-    return list(found.split([len(c.response_ids) for c in comparisons]))
+    documents = []
+    for c in comparisons:
+        for response in c.response_ids:
+            ids = torch.cat([c.prompt_ids, response])
+            documents.append(Document(ids, torch.arange(len(ids)) >= len(c.prompt_ids), [], c.row))
+    logprobs = torch.tensor(models.seq_logprobs(model, documents, micro_batch_size))
+    return list(logprobs.split([len(c.response_ids) for c in comparisons]))

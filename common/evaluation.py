@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common import comparisons, data, dist, generate, metrics, models, pairwise, scorers, tiny
 from common.batches import (
     a_part,
     labelled_pairs,
@@ -159,12 +159,12 @@ class HeldOutComparisons:
     """What reward.py and advantage_model.py evaluate: how well scores of held-out comparisons predict their
     labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
 
-    def __init__(self, held_out, scores_of, args):
-        self.held_out, self.scores_of, self.args, self.samples = held_out, scores_of, args, []
+    def __init__(self, held_out, args):
+        self.held_out, self.args, self.samples = held_out, args, []
 
     def __call__(self, model) -> dict[str, float]:
         self.samples = [comparisons.describe(c) for c in self.held_out]
-        for row, scores in zip(self.samples, scores_of_each(self.scores_of, model, self.held_out, self.args)):
+        for row, scores in zip(self.samples, scores_of_each(model, self.held_out, self.args)):
             for response, score in zip(row["responses"], scores):
                 response["score"] = score
         return metrics.pair_figures(self.samples)
@@ -177,20 +177,40 @@ class HeldOutComparisons:
         }
 
 
-def scores_of_each(scores_of, model, held_out, args) -> list[list[float]]:
+def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
     """The scores of each comparison's responses and samples, on every rank."""
 
     def by_comparison(model, batch):
-        return [scores.tolist() for scores in scores_of(model, batch).split(batch.sizes)]
+        return [scores.tolist() for scores in models.scores_of(model, batch).split(batch.sizes)]
 
-    return of_each_comparison(by_comparison, model, held_out, args.micro_batch_size, args.share_prompt)
+    return of_each_comparison(
+        by_comparison, model, some_comparisons, args.micro_batch_size, args.share_prompt
+    )
+
+
+class HeldOutPairs:
+    """The same of train_pairwise.py, whose model compares two responses: `samples` have the log odds of each
+    labelled pair, better one first, as `differences`."""
+
+    def __init__(self, held_out, tokenizer, args):
+        self.held_out, self.tokenizer, self.args, self.samples = held_out, tokenizer, args, []
+
+    def __call__(self, model) -> dict[str, float]:
+        pairs = [(c, better, worse) for c in self.held_out for better, worse in labelled_pairs(c)]
+        texts = [(c.prompt, c.texts[better], c.texts[worse]) for c, better, worse in pairs]
+        log_odds = iter(pairwise.preferences(model, self.tokenizer, texts, self.args.micro_batch_size))
+        self.samples = [
+            {**comparisons.describe(c), "differences": [next(log_odds) for _ in labelled_pairs(c)]}
+            for c in self.held_out
+        ]
+        return metrics.pair_figures(self.samples)
 
 
 # -- what a language model says of comparisons -----------------------------------------------------
-def check_sft_model(given, tokenizer, args) -> str | None:
-    """The name of the causal LM that a reward or advantage model is compared with (models.sft_model), which
-    has the tokens of --model and can be sampled."""
-    name = models.sft_model(args.model, given)
+def check_sft_model(name, tokenizer, args) -> str | None:
+    """The name of the causal LM that a reward or advantage model is compared with (models.sft_model: `name`,
+    if it is not None), which has the tokens of --model and can be sampled."""
+    name = models.sft_model(args.model, name)
     if name:
         models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
         if args.length_prompts or getattr(args, "expected_reward_samples", 0):
@@ -210,12 +230,17 @@ def length_bias(model, sft_model, held_out, tokenizer, args) -> tuple[dict[str, 
     if not (policy and held_out and args.length_prompts):
         return figures, []
     sampled = with_samples(policy, held_out, tokenizer, args, args.seed)
-    rows = []
-    for c, scores in zip(sampled, scores_of_each(models.scores_of, model, sampled, args)):
-        responses = [{"tokens": len(ids), "score": score} for ids, score in zip(c.samples, scores)]
-        rows.append({"responses": responses})
-    correlations = metrics.length_correlations(rows)
+    correlations = length_correlations(sampled, scores_of_each(model, sampled, args))
     return {**figures, **metrics.length_figures(correlations)}, correlations
+
+
+def length_correlations(sampled, scores) -> list[float]:
+    """Of each prompt: the correlation of length and score over its samples, where both vary."""
+    rows = []
+    for c, scores_of_prompt in zip(sampled, scores):
+        responses = [{"tokens": len(ids), "score": score} for ids, score in zip(c.samples, scores_of_prompt)]
+        rows.append({"responses": responses})
+    return metrics.length_correlations(rows)
 
 
 def with_samples(policy, held_out, tokenizer, args, seed):
@@ -237,45 +262,49 @@ def with_policy_answers(train, name, tokenizer, args, device):
         models.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
     policy = load_policy(name, tokenizer, args, device) if k or n else None
     ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
-    if k and args.behavior_policies:
-        others = behavior_logprobs(train, tokenizer, args, device)
-    elif k:
-        others = behavior_columns(train, args)
     if k:
-        policys = comparisons.seq_logprobs(policy, train, args.micro_batch_size)
-        ratios = [(own[:, None] - theirs).exp() for own, theirs in zip(policys, others)]
-        clipped = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
-        if dist.is_main():
-            print(f"ratios to the {k} other policies: {clipped:.1%} are clipped to {args.ratio_clip:g}")
-        ratios = [x.clamp(max=args.ratio_clip) for x in ratios]
+        ratios = ratios_to_others(policy, train, tokenizer, args)
     samples = [()] * len(train)
     if n:
-        samples = policy_samples(
-            policy, train, tokenizer, n, args.max_new_tokens, dist.seed_of(args.seed, "samples"), args.slots
-        )
+        seed = dist.seed_of(args.seed, "samples")
+        samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, args.slots)
     # Samples enter no advantage: their ratios only fill the place
     return [
-        c._replace(ratios=torch.cat([x, torch.ones(len(ids), k)]), samples=tuple(ids))
-        for c, x, ids in zip(train, ratios, samples)
+        c._replace(ratios=torch.cat([of_labelled, torch.ones(len(ids), k)]), samples=ids)
+        for c, of_labelled, ids in zip(train, ratios, samples)
     ]
+
+
+def ratios_to_others(policy, train, tokenizer, args) -> list[torch.Tensor]:
+    """pi(y | x) / pi'_k(y | x) of every response, at most --ratio-clip: (responses, K) for each comparison."""
+    if args.behavior_policies:
+        behavior = behavior_logprobs(train, tokenizer, args, policy.device)
+    else:
+        behavior = behavior_columns(train, args)
+    logprobs = comparisons.seq_logprobs(policy, train, args.micro_batch_size)
+    ratios = [(of_policy[:, None] - of_k).exp() for of_policy, of_k in zip(logprobs, behavior)]
+    clipped = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
+    if dist.is_main():
+        print(f"ratios to {args.n_others} other policies: {clipped:.1%} are clipped to {args.ratio_clip:g}")
+    return [x.clamp(max=args.ratio_clip) for x in ratios]
 
 
 def behavior_columns(train, args):
     """log pi'_k(y | x) of every response, (responses, K) for each comparison, from the columns
     chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs of each
     response), lists of K numbers or more."""
-    found = []
+    logprobs = []
     for c in train:
         try:
             values = [x[: args.n_others] for x in comparisons.column(c, "behavior_logprobs")]
-            found.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
-            if not (found[-1] <= 0).all():  # NaN, or a probability without its logarithm
+            logprobs.append(torch.tensor(values, dtype=torch.float32).reshape(len(c.texts), args.n_others))
+            if not (logprobs[-1] <= 0).all():  # NaN, or a probability without its logarithm
                 raise ValueError
         except (TypeError, ValueError, RuntimeError):
             wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
             mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
             raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
-    return found
+    return logprobs
 
 
 def behavior_logprobs(train, tokenizer, args, device):
@@ -296,45 +325,43 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     own noise is taken off the second. On the tiny world also the correlation of e with the policy's mean true
     reward on a prompt."""
     policy = policy_name and load_policy(policy_name, tokenizer, args, model.device)
-    baseline_figures = baselines(policy, held_out, args.micro_batch_size)
+    figures = baselines(policy, held_out, args.micro_batch_size)
     if not (policy and held_out and args.length_prompts):
-        return baseline_figures, []
+        return figures, []
     seed = dist.seed_of(args.seed, "held_out_samples")
     sampled = with_samples(policy, held_out, tokenizer, args, seed)
 
     def outputs(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
-        return list(zip([x.tolist() for x in rewards.split(batch.sizes)], expected.tolist()))
+        return list(zip(rewards.cpu().split(batch.sizes), expected.cpu()))
 
-    rows, errors, within, noise, gold = [], [], [], [], []
-    is_tiny = data.is_tiny(args.eval_dataset or args.dataset)
-    both = of_each_comparison(outputs, model, sampled, args.micro_batch_size, args.share_prompt)
-    for c, (rewards, e) in zip(sampled, both):
-        responses = [{"tokens": len(ids), "score": r} for ids, r in zip(c.samples, rewards)]
-        rows.append({"responses": responses})
-        rewards = torch.tensor(rewards)
-        if len(rewards) > 1:
-            errors.append(e - rewards.mean())
-            within.append(rewards.var())
-            noise.append(rewards.var() / len(rewards))  # of the mean of so few samples
-        if is_tiny and c.samples:
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in c.samples]
-            golds = [tiny.gold_score(c.prompt[-1]["content"], text) for text in texts]
-            gold.append((float(e), sum(golds) / len(golds)))
-    if not errors:
-        return baseline_figures, []
-    errors, deviation = torch.stack(errors), torch.stack(within).mean().sqrt()
-    correlations = metrics.length_correlations(rows)
-    rmse = (errors.square().mean() - torch.stack(noise).mean()).clamp(min=0).sqrt()
-    figures = {
-        **baseline_figures,
-        "expected/bias": (errors.mean() / deviation).item(),
-        "expected/rmse": (rmse / deviation).item(),
-        **metrics.length_figures(correlations),
-    }
-    if gold:
-        figures["gold/expected_correlation"] = metrics.correlation(*zip(*gold))
+    outputs = of_each_comparison(outputs, model, sampled, args.micro_batch_size, args.share_prompt)
+    rewards = [of_prompt for of_prompt, _ in outputs]
+    expected = [e for _, e in outputs]
+    several = [i for i, of_prompt in enumerate(rewards) if len(of_prompt) > 1]
+    if not several:
+        return figures, []
+    errors = torch.stack([expected[i] - rewards[i].mean() for i in several])
+    within = torch.stack([rewards[i].var() for i in several])
+    noise = torch.stack(
+        [rewards[i].var() / len(rewards[i]) for i in several]
+    )  # of the mean of so few samples
+    deviation = within.mean().sqrt()
+    rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
+    correlations = length_correlations(sampled, [of_prompt.tolist() for of_prompt in rewards])
+    figures["expected/bias"] = (errors.mean() / deviation).item()
+    figures["expected/rmse"] = (rmse / deviation).item()
+    figures.update(metrics.length_figures(correlations))
+    if data.is_tiny(args.eval_dataset or args.dataset):
+        gold = [mean_true_reward(c, tokenizer) for c in sampled]
+        figures["gold/expected_correlation"] = metrics.correlation([e.item() for e in expected], gold)
     return figures, correlations
+
+
+def mean_true_reward(comparison, tokenizer) -> float:
+    """Of a comparison's samples, on the tiny world."""
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in comparison.samples]
+    return sum(tiny.gold_score(comparison.prompt[-1]["content"], text) for text in texts) / len(texts)
 
 
 def baselines(policy, held_out, micro_batch_size) -> dict[str, float]:
@@ -355,18 +382,24 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     those that did not end: a score is read at an end token. Prompts that leave no room get none. Every rank
     must call it."""
     room = models.n_positions(model.config) - max_new_tokens
-    fits = [(i, c) for i, c in enumerate(prompts) if len(c.prompt_ids) <= room]
-    out, asked = [[] for _ in prompts], [c.prompt_ids.tolist() for _, c in fits]
-    found = generate.sample_responses(
-        model, tokenizer, asked, n=n, max_new_tokens=max_new_tokens, seed=seed, slots=slots
+    fits = [i for i, c in enumerate(prompts) if len(c.prompt_ids) <= room]
+    responses = generate.sample_responses(
+        model,
+        tokenizer,
+        [prompts[i].prompt_ids.tolist() for i in fits],
+        n=n,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        slots=slots,
     )
-    for (i, _), responses in zip(fits, found):
-        ended = [[*r.ids[:-1], tokenizer.eos_token_id] for r in responses if r.finished]
-        out[i] = [torch.tensor(ids, dtype=torch.int32) for ids in ended]
-    n_ended = sum(map(len, out))
+    samples = [()] * len(prompts)
+    for i, of_prompt in zip(fits, responses):
+        ended = [[*response.ids[:-1], tokenizer.eos_token_id] for response in of_prompt if response.finished]
+        samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
+    n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():
         print(f"{n_ended} of {n * len(prompts)} samples ended within {max_new_tokens} tokens and count")
-    return [tuple(ids) for ids in out]
+    return samples
 
 
 # -- versions of a policy: rejection sampling and iterative DPO ------------------------------------

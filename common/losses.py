@@ -72,11 +72,12 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
 def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=None, n_rows=None):
     """The reward model's loss on pairs, with Llama 2's margin and soft labels.
 
-    Delta = chosen_scores - rejected_scores - margin
-    L = -(1 / n_rows) sum_b [ preference * log sigmoid(Delta) + (1 - preference) * log sigmoid(-Delta) ]
+    Delta = chosen_scores - rejected_scores
+    L = -(1 / n_rows) sum_b [ preference * log sigmoid(Delta - margin)
+                              + (1 - preference) * log sigmoid(-Delta - margin) ]
     (InstructGPT, arXiv:2203.02155, eq. 1, without margin and preference; Llama 2, arXiv:2307.09288, eq. 2,
-    has the margin m; distilled RLAIF, arXiv:2309.00267, the soft labels.) Given both, the second term is
-    log sigmoid(rejected_scores - chosen_scores - margin): a margin asks more of the side that a term prefers.
+    has the margin m; distilled RLAIF, arXiv:2309.00267, the soft labels. Given both, a margin asks more of
+    the side that a term prefers.)
 
     chosen_scores, rejected_scores: (n,), reward units, gradient flows.
     margin: (n,) or None for 0, reward units, at least 0: m, in the loss and never in the accuracy.

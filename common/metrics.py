@@ -646,3 +646,10 @@ def plot_scores(folder, runs=None, length=()):
         title = f"length and score of samples, {len(length)} prompts"
         axis.set(title=title, xlabel="correlation of tokens and score", ylabel="prompts")
     return save(drawing, Path(folder) / "scores.png")
+
+
+def plot_scorer(folder, loss: str, length=()):
+    """The plots of a reward, advantage or preference model. loss: the key of its training loss."""
+    plot_scores(folder, length=length)
+    accuracy = ["train/accuracy", "eval/accuracy"]
+    plot_metrics(folder, {"loss": [loss, "eval/nll"], "accuracy": accuracy, "norm": ["optim/grad_norm"]})

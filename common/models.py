@@ -192,7 +192,7 @@ def is_causal_lm(name) -> bool:
 
 
 def is_preference_model(name) -> bool:
-    """True of a causal LM that reward.py trained with --kind pairwise."""
+    """True of a causal LM that common/train_pairwise.py trained."""
     return is_causal_lm(name) and name != "tiny" and hasattr(_read_config(name), "preference_model")
 
 

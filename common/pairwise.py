@@ -3,8 +3,8 @@ prompt and two responses, and whose next token, A or B, names the better one.
 
     [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
 
-reward.py trains it (`--kind pairwise`). An oracle that sees both responses at once can prefer in a circle,
-which no scalar score can.
+common/train_pairwise.py trains it. An oracle that sees both responses at once can prefer in a circle, which no
+scalar score can.
 """
 
 import math
@@ -12,7 +12,7 @@ import math
 import torch
 
 from common import data, dist
-from common.batches import Document, collate, labelled_pairs, pack
+from common.batches import Document, collate, labelled_pairs, make_blocks
 from common.errors import InputError
 
 
@@ -42,11 +42,7 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
     kept, dropped = [], {}
     for c in comparisons:
         try:
-            pairs = [(c.texts[i], c.texts[j]) for i, j in labelled_pairs(c)]
-            documents = [document(tokenizer, c.prompt, *pair, letter) for pair in pairs for letter in "AB"]
-            lengths = [len(d.ids) for d in documents]
-            if max(lengths, default=0) > max_length or not lengths:
-                raise ValueError(f"longer than {max_length} tokens (--max-length)" if lengths else "a tie")
+            check_fits(c, tokenizer, max_length)
             kept.append(c)
         except ValueError as error:
             dropped.setdefault(str(error), []).append(c.row.where)
@@ -56,23 +52,44 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
     return kept
 
 
-def batches(comparisons, tokenizer, generator, micro_batch_size, device):
-    """This rank's share of the comparisons' labelled pairs, each in an order drawn at random, as batches of
-    packed documents (data.Batch); the same number on every rank."""
-    documents = []
+def check_fits(comparison, tokenizer, max_length):
+    """ValueError if a labelled pair of the comparison cannot be written, is too long, or if there is none."""
+    if not labelled_pairs(comparison):
+        raise ValueError("a tie")
+    for better, worse in labelled_pairs(comparison):
+        for letter in "AB":
+            pair = comparison.texts[better], comparison.texts[worse]
+            if len(document(tokenizer, comparison.prompt, *pair, letter).ids) > max_length:
+                raise ValueError(f"longer than {max_length} tokens (--max-length)")
+
+
+def documents(comparisons, tokenizer, seed) -> list[Document]:
+    """Every labelled pair, in an order drawn at random, with the letter of the better response."""
+    generator = torch.Generator().manual_seed(seed)
+    written = []
     for c in comparisons:
         for better, worse in labelled_pairs(c):
-            first = bool(torch.rand((), generator=generator) < 0.5)
-            texts = (c.texts[better], c.texts[worse]) if first else (c.texts[worse], c.texts[better])
-            documents.append(document(tokenizer, c.prompt, *texts, "A" if first else "B"))
-    for some in dist.my_batches(documents, micro_batch_size, lambda d: len(d.ids)):
-        lengths = [len(d.ids) for d in some]
-        blocks = pack(lengths, max(lengths)) if some else []
-        yield collate([[some[i] for i in block] for block in blocks], tokenizer.pad_token_id, device)
+            if torch.rand((), generator=generator) < 0.5:
+                written.append(document(tokenizer, c.prompt, c.texts[better], c.texts[worse], "A"))
+            else:
+                written.append(document(tokenizer, c.prompt, c.texts[worse], c.texts[better], "B"))
+    return written
+
+
+def my_packed_batches(documents, model, size):
+    """This rank's share of the documents in batches of at most `size` for `model`, each packed into rows as
+    long as its longest document; the same number of batches on every rank."""
+    for share in dist.my_batches(documents, size, n_tokens):
+        longest = max(map(n_tokens, share), default=0)
+        yield collate(make_blocks(share, longest), model.config.pad_token_id, model.device)
+
+
+def n_tokens(document) -> int:
+    return len(document.ids)
 
 
 @torch.no_grad()
-def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float]:
+def preferences(model, tokenizer, pairs, micro_batch_size) -> list[float]:
     """log P(a beats b) / P(b beats a) for each (prompt messages, a, b) of `pairs`, the same on every rank.
 
     P is p(A) / (p(A) + p(B)), averaged over both orders, since one order alone favours a place. Every rank
@@ -80,25 +97,26 @@ def preferences(model, tokenizer, pairs, micro_batch_size, device) -> list[float
     if not pairs:
         return []
     letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
-    rows = [
-        (i, order, document(tokenizer, prompt, *((a, b) if order == 0 else (b, a))))
-        for i, (prompt, a, b) in enumerate(pairs)
-        for order in (0, 1)
-    ]
-    longest = max(len(d.ids) for _, _, d in rows)
+    rows = []  # (pair, whether b stands first, document)
+    for i, (prompt, a, b) in enumerate(pairs):
+        rows.append((i, False, document(tokenizer, prompt, a, b)))
+        rows.append((i, True, document(tokenizer, prompt, b, a)))
+    longest = max(n_tokens(row[2]) for row in rows)
     config = getattr(model, "config", None)
     room = getattr(config and config.get_text_config(), "max_position_embeddings", math.inf)
     if longest > room:
         raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
-    found = []
-    for some in dist.my_batches(rows, micro_batch_size, lambda row: len(row[2].ids)):
-        input_ids = collate([[d] for _, _, d in some], tokenizer.pad_token_id, device).input_ids
-        ends = [len(d.ids) - 2 for _, _, d in some]  # the last token before the letter, which it does not see
-        where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=device)
+    probabilities = []
+    for share in dist.my_batches(rows, micro_batch_size, lambda row: n_tokens(row[2])):
+        input_ids = collate([[d] for _, _, d in share], tokenizer.pad_token_id, model.device).input_ids
+        ends = [
+            n_tokens(d) - 2 for _, _, d in share
+        ]  # the last token before the letter, which it does not see
+        where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=model.device)
         logprobs = model.next_token_logprobs(input_ids, where)[:, letters]  # (n, 2)
-        p = torch.softmax(logprobs.double(), -1)[:, 0].tolist()  # p(A) / (p(A) + p(B))
-        found += [(i, x if order == 0 else 1 - x) for (i, order, _), x in zip(some, p)]
-    total = [0.0] * len(pairs)
-    for i, x in dist.gather(found):
-        total[i] += x / 2
-    return [math.log(max(x, 1e-12)) - math.log(max(1 - x, 1e-12)) for x in total]
+        p_first = torch.softmax(logprobs.double(), -1)[:, 0].tolist()  # p(A) / (p(A) + p(B))
+        probabilities += [(i, 1 - p if swapped else p) for (i, swapped, _), p in zip(share, p_first)]
+    mean = [0.0] * len(pairs)
+    for i, p in dist.gather(probabilities):
+        mean[i] += p / 2
+    return [math.log(max(p, 1e-12)) - math.log(max(1 - p, 1e-12)) for p in mean]

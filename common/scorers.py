@@ -171,7 +171,7 @@ def _round_robin(scorer, pairs, batch_size, device):
     plain = [_without_special(scorer.tokenizer, *pair) for pair in pairs]
     texts = [(*plain[i], plain[j][1]) for i, j in games]
     try:
-        found = pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size, device)
+        found = pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size)
     except ValueError as error:  # its template refuses a role, for one
         raise InputError(f"{scorer.name}: {error}") from None
     won, played = [0.0] * len(pairs), [0] * len(pairs)

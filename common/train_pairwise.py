@@ -1,0 +1,203 @@
+"""RLHF Workflow's preference model (arXiv:2405.07863, section 2.2): which of two responses is better, as a letter.
+
+    L(theta) = -log p_theta(letter | [CONTEXT] x [RESPONSE A] a [RESPONSE B] b)    mean over an optimiser step's pairs
+
+A causal LM reads a prompt and two responses in an order drawn at random; the loss is that of the letter, A or B,
+which names the better one (common/pairwise.py). Documents are packed, and none sees another one.
+
+Reads a model and comparisons (docs/data.md); writes runs/train_pairwise: model/, metrics.jsonl, samples.jsonl
+with the log odds of held-out pairs, plots, summary.json. dpo_iterative.py and common.evaluate take it as a
+scorer. A checkpoint holds weights, optimiser and the number of steps done.
+
+    python -m common.train_pairwise --model runs/sft --max-length 128
+    torchrun --nproc-per-node 8 -m common.train_pairwise rlhf_workflow
+
+Differs from the paper: an optimiser step counts comparisons, not packed rows; both orders are averaged when the
+model is asked; a soft label counts as its likelier side; AdamW's betas are 0.9 and 0.95.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from common import comparisons, dist, evaluation, metrics, models, pairwise
+from common.losses import sft_loss
+from common.run import Run, launch
+
+
+@dataclass
+class Args:
+    # models and data
+    model: str = "tiny"
+    """Where to start: tiny, a hub name, a folder or a run directory, of a causal LM."""
+    dataset: str = "tiny"
+    """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    eval_dataset: str | None = None
+    """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    max_length: int = 128
+    """Tokens of a prompt with both responses; longer ones are dropped."""
+    min_score_gap: float = 0.0
+    """Pairs whose scores differ by less are dropped."""
+    max_pairs_per_prompt: int | None = None
+    """Rows of one prompt beyond this many are dropped."""
+    balance_categories: bool = False
+    """Draw every category equally often, with repetition."""
+    # optimiser steps
+    epochs: float = 2.0
+    """Passes over the data; large models overfit in the second."""
+    max_steps: int | None = None
+    """This many optimiser steps instead of epochs."""
+    lr: float = 1e-3
+    """Peak learning rate."""
+    lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
+    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
+    warmup_ratio: float = 0.05
+    """Share of the steps in which the learning rate rises."""
+    min_warmup_steps: int = 0
+    """And at least this many."""
+    weight_decay: float = 0.1
+    """AdamW's, on all parameters, norms included."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this global norm; 0: never."""
+    batch_size: int = 32
+    """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
+    micro_batch_size: int = 32
+    """Pairs of a forward on one rank, at most."""
+    gradient_checkpointing: bool = False
+    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    # the run
+    eval_every: int = 250
+    """Steps between held-out accuracies; 0: only before and after training."""
+    output_dir: str = "runs/train_pairwise"
+    """The run directory."""
+    save_every: int = 250
+    """Steps between checkpoints, of which the last is kept; 0: none."""
+    save_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the weights in model/. None: the dtype of the model that training starts from."""
+    seed: int = 0
+    """Of the data order and the places of A and B."""
+    resume: bool = False
+    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+
+
+def update(model, optimizer, documents, args):
+    """One optimiser step on `documents`, over all ranks: (loss, share with p(letter) > 1/2, gradient norm). Every
+    rank has all documents and computes its share of them."""
+    n = len(documents)
+    sums = dist.Sums("loss_sum", "n_correct")
+    for batch in pairwise.my_packed_batches(documents, model, args.micro_batch_size):
+        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no letter follows
+        loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
+        dist.backward(loss)
+        right = (logprobs > math.log(0.5)) & batch.action_mask
+        sums.add({"loss_sum": loss_metrics["nll_sum"], "n_correct": right.sum()})
+    totals = sums.over_ranks()
+    loss = totals["loss_sum"] / max(1, n)
+    [grad_norm] = dist.optimizer_step([model], [optimizer], loss, args.max_grad_norm)
+    return loss, totals["n_correct"] / max(1, n), grad_norm
+
+
+def main(args: Args):
+    run = Run(args, "train_pairwise")
+    if run.finished:
+        return
+
+    # data: comparisons, the same on every rank
+    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    train, held_out = comparisons.load_split(args, tokenizer)
+    train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
+    if held_out:
+        held_out = pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
+    steps_per_epoch = math.ceil(len(train) / args.batch_size)
+    total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
+
+    # model: a causal LM
+    model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    model.config.preference_model = True  # not every language model can be asked for a letter
+    models.check_room(args.max_length, args.model, model.config)
+    model = dist.shard(model, run.device)
+    models.check_packing(model)
+    evaluate = evaluation.HeldOutPairs(held_out, tokenizer, args)
+    optimizer = dist.adamw(model, args.lr, args)
+    # only now is an old run replaced, or a checkpoint loaded
+    run.begin({"reward": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
+    run.log_before(evaluate, model)
+
+    for step in run.steps(total_steps):
+        # the same order on every rank, another one in each epoch
+        epoch, index = divmod(step - 1, steps_per_epoch)
+        order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)
+        batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        documents = pairwise.documents(batch, tokenizer, dist.seed_of(args.seed, "places", step - 1))
+
+        lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
+        loss, accuracy, grad_norm = update(model, optimizer, documents, args)
+
+        row = {
+            "loss/reward": loss,
+            "train/accuracy": accuracy,
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "data/comparisons": len(batch),
+            "perf/comparisons_per_s": len(batch) / run.seconds(),
+        }
+        if run.due(args.eval_every):
+            row.update(evaluate(model))
+        run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
+
+    run.round_weights(model)
+    after = evaluate(model)
+    run.finish(
+        model,
+        tokenizer,
+        after={**after, **evaluation.baselines(None, held_out, args.micro_batch_size)},
+        samples=evaluate.samples,
+        step=total_steps,
+        iteration=(total_steps - 1) // steps_per_epoch,
+        summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
+        shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy"),
+        plots=[partial(metrics.plot_scorer, loss="loss/reward")],
+    )
+
+
+RECIPES = {
+    "tiny": ("the tiny world, from random weights: the default, about a minute on two CPU cores", Args()),
+    "base": (
+        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        Args(
+            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+            epochs=1.0,  # as in reward.py, all below
+            lr=1e-5,
+            lr_schedule="cosine_with_min_lr",
+            warmup_ratio=0.03,
+            min_warmup_steps=5,
+            batch_size=16,
+            micro_batch_size=4,
+            max_length=2048,  # two responses
+        ),
+    ),
+    "rlhf_workflow": (
+        "RLHF Workflow's preference model",
+        Args(
+            model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
+            dataset="hendrydong/preference_700K",  # the authors' published mixture
+            epochs=1.0,  # section 2.2
+            lr=5e-6,  # the authors' code, as are batch_size and max_length
+            lr_schedule="cosine",
+            warmup_ratio=0.03,
+            weight_decay=0.0,  # not said
+            batch_size=128,
+            micro_batch_size=4,  # ours: memory
+            max_length=3072,
+            gradient_checkpointing=True,
+        ),
+    ),
+}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)
