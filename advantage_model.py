@@ -154,8 +154,10 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
         if len(pairs) == 1:
             single.append(of_responses[list(pairs[0])])
         elif pairs:
-            chosen, rejected = of_responses[torch.tensor(pairs, device=device)].T
-            mean_loss, loss_metrics = advantage_model_loss(chosen, rejected, args.bound)
+            better, worse = torch.tensor(pairs, device=device).T
+            mean_loss, loss_metrics = advantage_model_loss(
+                of_responses[better], of_responses[worse], args.bound
+            )
             loss = loss + mean_loss / n
             sums.add(loss_metrics)
     if single:
@@ -168,13 +170,13 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
 
 def regression_loss(rewards, expected, batch, n):
     """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7. A
-    comparison without samples counts nothing."""
-    loss = expected.sum() * 0
-    for c, response_rewards, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
-        of_samples = response_rewards[len(c.response_ids) :]
+    comparison without samples has none."""
+    squared_error = expected.sum() * 0
+    for c, of_responses, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
+        of_samples = of_responses[len(c.response_ids) :]
         if len(of_samples):
-            loss = loss + (e - of_samples.mean()) ** 2 / n
-    return loss
+            squared_error = squared_error + (e - of_samples.mean()) ** 2
+    return squared_error / n
 
 
 def update(model, optimizer, batch, args):
@@ -203,7 +205,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
-    train = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
+    train, ratio_figures = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -247,7 +249,7 @@ def main(args: Args):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
-    # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy itself do as well
+    # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy do as well
     run.round_weights(model)
     after = {**evaluate(model), **evaluate.known_figures()}
     figures, correlations = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
@@ -255,7 +257,7 @@ def main(args: Args):
     run.finish(
         model,
         tokenizer,
-        after={**after, **figures},
+        after={**after, **ratio_figures, **figures},
         samples=evaluate.samples,
         step=total_steps,
         iteration=(total_steps - 1) // steps_per_epoch,

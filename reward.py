@@ -14,7 +14,7 @@ number of steps done.
 
     python reward.py                                        the tiny world, about a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
-    python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2   Qwen's second stage
+    python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2   (Qwen's 2nd stage)
     torchrun --nproc-per-node 8 reward.py llama2
 
 Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
@@ -88,7 +88,7 @@ class Args:
     eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
     sft_model: str | None = None
-    """A causal LM, for baseline and samples. None: runs/sft for the model tiny, else --model, if it is one."""
+    """A causal LM for baseline and samples. None: runs/sft for the model tiny, else --model, if it is one."""
     length_prompts: int = 50
     """Held-out prompts with 8 of its samples each, for the correlation of length and score; 0: none."""
     max_new_tokens: int = 32
@@ -112,8 +112,8 @@ class Args:
 
 def comparison_loss(scores, batch, n, sums):
     """The sum of a batch's comparisons' losses, divided by n, the step's number of comparisons. scores:
-    (responses,), comparison by comparison. All pairs go through one call, each ranking through one of its own.
-    Their metrics are added to `sums`."""
+    (responses,), comparison by comparison. All pairs go through one call, each ranking through its own. Their
+    metrics are added to `sums`."""
     device = scores.device
     loss = scores.sum() * 0  # connects every weight on a rank without comparisons too
     each = list(zip(batch.comparisons, scores.split(batch.sizes)))

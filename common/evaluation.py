@@ -223,8 +223,8 @@ def load_policy(name, tokenizer, args, device):
 
 
 def length_bias(model, sft_model, held_out, tokenizer, args) -> tuple[dict[str, float], list[float]]:
-    """(figures, correlations): two baselines that a scorer must beat on the held-out pairs, and of each of some
-    held-out prompts the correlation of length and score over 8 responses that the SFT model samples."""
+    """(figures, correlations): two baselines that a scorer must beat on the held-out pairs, and of each of
+    some held-out prompts the correlation of length and score over 8 responses that the SFT model samples."""
     policy = sft_model and load_policy(sft_model, tokenizer, args, model.device)
     figures = baselines(policy, held_out, args.micro_batch_size)
     if not (policy and held_out and args.length_prompts):
@@ -244,17 +244,17 @@ def length_correlations(sampled, scores) -> list[float]:
 
 
 def with_samples(policy, held_out, tokenizer, args, seed):
-    """The first --length-prompts held-out prompts, each with the responses that ended of 8 that a policy samples
-    in place of the labelled ones."""
+    """The first --length-prompts held-out prompts, each with the responses that ended of 8 that a policy
+    samples in place of the labelled ones."""
     prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
     return [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
 
 
 def with_policy_answers(train, name, tokenizer, args, device):
-    """The training comparisons of advantage_model.py with what eq. 8 and 7 need of other policies: each
-    response's ratios to the K policies that wrote the data, and responses of the policy `name`, to whose mean
-    reward e is regressed."""
+    """(the training comparisons of advantage_model.py with what eq. 8 and 7 need of other policies, figures):
+    each response's ratios to the K policies that wrote the data, and responses of the policy `name`, to whose
+    mean reward e is regressed."""
     n, k = args.expected_reward_samples, args.n_others
     if (k or n) and name is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
@@ -262,31 +262,32 @@ def with_policy_answers(train, name, tokenizer, args, device):
         models.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
     policy = load_policy(name, tokenizer, args, device) if k or n else None
     ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
+    figures = {}
     if k:
         ratios = ratios_to_others(policy, train, tokenizer, args)
+        figures = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
     samples = [()] * len(train)
     if n:
         seed = dist.seed_of(args.seed, "samples")
         samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, args.slots)
     # Samples enter no advantage: their ratios only fill the place
-    return [
-        c._replace(ratios=torch.cat([of_labelled, torch.ones(len(ids), k)]), samples=ids)
+    train = [
+        c._replace(
+            ratios=torch.cat([of_labelled.clamp(max=args.ratio_clip), torch.ones(len(ids), k)]), samples=ids
+        )
         for c, of_labelled, ids in zip(train, ratios, samples)
     ]
+    return train, figures
 
 
 def ratios_to_others(policy, train, tokenizer, args) -> list[torch.Tensor]:
-    """pi(y | x) / pi'_k(y | x) of every response, at most --ratio-clip: (responses, K) for each comparison."""
+    """pi(y | x) / pi'_k(y | x) of every response, (responses, K) for each comparison."""
     if args.behavior_policies:
         behavior = behavior_logprobs(train, tokenizer, args, policy.device)
     else:
         behavior = behavior_columns(train, args)
     logprobs = comparisons.seq_logprobs(policy, train, args.micro_batch_size)
-    ratios = [(of_policy[:, None] - of_k).exp() for of_policy, of_k in zip(logprobs, behavior)]
-    clipped = (torch.cat(ratios) > args.ratio_clip).double().mean().item()
-    if dist.is_main():
-        print(f"ratios to {args.n_others} other policies: {clipped:.1%} are clipped to {args.ratio_clip:g}")
-    return [x.clamp(max=args.ratio_clip) for x in ratios]
+    return [(of_policy[:, None] - of_k).exp() for of_policy, of_k in zip(logprobs, behavior)]
 
 
 def behavior_columns(train, args):

@@ -3,8 +3,8 @@ prompt and two responses, and whose next token, A or B, names the better one.
 
     [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
 
-common/train_pairwise.py trains it. An oracle that sees both responses at once can prefer in a circle, which no
-scalar score can.
+common/train_pairwise.py trains it. An oracle that sees both responses at once can prefer in a circle, which
+no scalar score can.
 """
 
 import math

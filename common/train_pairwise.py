@@ -1,19 +1,19 @@
-"""RLHF Workflow's preference model (arXiv:2405.07863, section 2.2): which of two responses is better, as a letter.
+"""RLHF Workflow's preference model (arXiv:2405.07863, section 2.2): which of two responses is the better one.
 
-    L(theta) = -log p_theta(letter | [CONTEXT] x [RESPONSE A] a [RESPONSE B] b)    mean over an optimiser step's pairs
+    L(theta) = -log p_theta(letter | [CONTEXT] x [RESPONSE A] a [RESPONSE B] b)    mean over an optimiser step
 
-A causal LM reads a prompt and two responses in an order drawn at random; the loss is that of the letter, A or B,
-which names the better one (common/pairwise.py). Documents are packed, and none sees another one.
+A causal LM reads a prompt and two responses in an order drawn at random; the only token with loss is the
+letter, A or B, that names the better one (common/pairwise.py). Pairs are packed, and none sees another one.
 
-Reads a model and comparisons (docs/data.md); writes runs/train_pairwise: model/, metrics.jsonl, samples.jsonl
-with the log odds of held-out pairs, plots, summary.json. dpo_iterative.py and common.evaluate take it as a
-scorer. A checkpoint holds weights, optimiser and the number of steps done.
+Reads a model and comparisons (docs/data.md); writes runs/train_pairwise: model/, which dpo_iterative.py and
+common.evaluate take as a scorer, metrics.jsonl, samples.jsonl with the log odds of held-out pairs, plots,
+summary.json. A checkpoint holds weights, optimiser and the number of steps done.
 
-    python -m common.train_pairwise --model runs/sft --max-length 128
+    python -m common.train_pairwise --model runs/sft        the tiny world, about a minute on two CPU cores
     torchrun --nproc-per-node 8 -m common.train_pairwise rlhf_workflow
 
-Differs from the paper: an optimiser step counts comparisons, not packed rows; both orders are averaged when the
-model is asked; a soft label counts as its likelier side; AdamW's betas are 0.9 and 0.95.
+Differs from the paper: an optimiser step counts comparisons, not packed rows; both orders are averaged when
+the model is asked; a soft label counts as its likelier side; AdamW's betas are 0.9 and 0.95.
 """
 
 import math
@@ -56,8 +56,6 @@ class Args:
     """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
     warmup_ratio: float = 0.05
     """Share of the steps in which the learning rate rises."""
-    min_warmup_steps: int = 0
-    """And at least this many."""
     weight_decay: float = 0.1
     """AdamW's, on all parameters, norms included."""
     max_grad_norm: float = 1.0
@@ -86,8 +84,8 @@ class Args:
 
 
 def update(model, optimizer, documents, args):
-    """One optimiser step on `documents`, over all ranks: (loss, share with p(letter) > 1/2, gradient norm). Every
-    rank has all documents and computes its share of them."""
+    """One optimiser step on `documents`, over all ranks: (loss, share with p(letter) > 1/2, gradient norm).
+    Every rank has all documents and computes its share of them."""
     n = len(documents)
     sums = dist.Sums("loss_sum", "n_correct")
     for batch in pairwise.my_packed_batches(documents, model, args.micro_batch_size):
@@ -175,7 +173,6 @@ RECIPES = {
             lr=1e-5,
             lr_schedule="cosine_with_min_lr",
             warmup_ratio=0.03,
-            min_warmup_steps=5,
             batch_size=16,
             micro_batch_size=4,
             max_length=2048,  # two responses

@@ -128,7 +128,7 @@ def sft(*argv, moment=None, cwd=ROOT) -> Ended:
 def _serve():
     import transformers
 
-    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS):
+    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS, "common.train_pairwise"):
         importlib.import_module(name)
     # imported on first use
     for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):
@@ -228,12 +228,12 @@ def _arrange(moment, script):
             os.kill(os.getpid(), signal.SIGINT if how == "interrupt" else signal.SIGKILL)
 
     def before(owner, name, when):
-        run = getattr(owner, name)
+        plain = getattr(owner, name)
 
         def patched(*args, **options):
             if when(*args, **options):
                 die()
-            return run(*args, **options)
+            return plain(*args, **options)
 
         setattr(owner, name, patched)
 

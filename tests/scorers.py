@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import processes
+import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
@@ -26,7 +27,6 @@ CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
 PAIRS, HELD_OUT, STEPS = 160, 40, 10
 FILES = {
     "args.json",
-    "cache.json",
     "checkpoint",
     "metrics.jsonl",
     "metrics.png",
@@ -55,8 +55,9 @@ def make_small(folder):
 
 
 def run(script, small, folder, *more, moment=None, cwd=ROOT, plots=False, **options):
-    if options.get("model", "tiny") == "tiny":  # whose SFT model is runs/sft, if nothing else is said
-        options = {{"reward": "sft_model", "advantage_model": "policy"}[script]: "tiny", **options}
+    sft_flag = {"reward": "sft_model", "advantage_model": "policy"}.get(script)
+    if sft_flag and options.get("model", "tiny") == "tiny":  # whose SFT model is runs/sft otherwise
+        options = {sft_flag: "tiny", **options}
     options = {**small.options, "output_dir": folder, **options}
     given = flags(**{key: value for key, value in options.items() if value is not None})
     return processes.script(script, *given, *more, moment=moment, cwd=cwd, plots=plots)
@@ -75,9 +76,8 @@ def assert_error(ended, *words):
 
 
 def contents(folder):
-    """What an old run must not lose. The cache is no part of it."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "cache.json")
-    return {path: path.read_bytes() for path in files}
+    """What an old run must not lose."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def read_json(path):
@@ -90,6 +90,39 @@ def rows_of(folder, key="optim/lr"):
 
 def column(folder, key):
     return [row[key] for row in rows_of(folder, key)]
+
+
+def without(row, *names):
+    return {key: value for key, value in row.items() if key not in names}
+
+
+class Gradients(torch.optim.SGD):
+    """An optimiser that changes nothing and notes the gradients that it gets."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        self.model = model
+
+    def step(self):
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+
+
+def assert_same_step(got, want, tolerance=1e-4):
+    """(figures, gradients) of an optimiser step."""
+    assert got[0] == pytest.approx(want[0], abs=tolerance, rel=tolerance)
+    for name in want[1]:
+        torch.testing.assert_close(got[1][name], want[1][name], atol=tolerance, rtol=10 * tolerance)
+
+
+def norm_of(gradients):
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+def sequence_logprob(model, comparison, k):
+    """log pi(y | x) of its response k by transformers' own forward."""
+    x, start = ids(comparison, k), len(comparison.prompt_ids)
+    nll = torch.nn.functional.cross_entropy(model(input_ids=x).logits[0, :-1], x[0, 1:], reduction="none")
+    return -nll[start - 1 :].sum().item()
 
 
 def comparisons_of(folder, rows, max_length=64):
