@@ -1,0 +1,419 @@
+"""common/batches.py: comparisons whose responses share a prompt score, and have log probabilities, as rows of
+their own; a rank's share of them."""
+
+import collections
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from common import batches, comparisons, dist, losses, models
+from common.batches import Comparison, Row, collate_comparisons, my_comparison_batches
+from common.comparisons import seq_logprobs
+
+V, PAD, END = 61, 0, 2
+SMALL = {"vocab_size": V, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": END}
+
+
+class Words:  # all that load_scorer and load_policy ask of a tokenizer
+    pad_token_id, eos_token_id = PAD, END
+
+    def __len__(self):
+        return V
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request, tmp_path_factory):
+    torch.manual_seed(0)
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 32,
+        "max_position_embeddings": 64,
+    }
+    if request.param == "gpt2":
+        config = GPT2Config(**SMALL, **sizes)
+    else:
+        config = LlamaConfig(**SMALL, **sizes, intermediate_size=48, num_key_value_heads=2, pad_token_id=PAD)
+    path = tmp_path_factory.mktemp(request.param)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def scorer(folder):
+    return models.load_scorer(folder, Words(), 2)
+
+
+EMPTY = torch.zeros(1, dtype=torch.int32)
+ONE = Comparison([], ["", ""], EMPTY, [EMPTY, EMPTY], torch.tensor([0, 1]), "f", Row("f:1", {}))
+CPU_MODEL = SimpleNamespace(config=SimpleNamespace(pad_token_id=PAD), device="cpu")
+
+
+def comparison(seed, prompt, *lengths, samples=()):
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(n, last=None):
+        x = torch.randint(3, V, (n,), generator=generator, dtype=torch.int32)
+        x[-1] = x[-1] if last is None else last
+        return x
+
+    return ONE._replace(
+        prompt_ids=ids(prompt),
+        response_ids=[ids(n, END) for n in lengths],
+        texts=["t"] * len(lengths),
+        ranks=torch.arange(len(lengths)),
+        samples=tuple(ids(n) for n in samples),  # a sample that was cut has no end token
+    )
+
+
+BATCHES = {
+    "K = 2": [comparison(1, 5, 4, 7)],
+    "K = 6": [comparison(2, 6, 3, 8, 1, 5, 2, 4)],
+    "several trees a row": [
+        comparison(3, 9, 8, 10, 9),
+        comparison(4, 3, 2, 4),
+        comparison(5, 2, 1, 3),
+        comparison(6, 8, 2),
+    ],
+    "samples": [
+        comparison(7, 4, 3, 5, samples=(6, 2)),
+        comparison(8, 3, 2, 2),
+        comparison(9, 2, 1, 1, samples=(2,)),
+    ],
+    "samples alone": [comparison(10, 4, samples=(3, 5, 1))],
+}
+
+
+def outputs(scorer, batch):
+    return scorer.head_outputs(batch.input_ids, batch.response_ends, batch.position_ids, batch.attention_mask)
+
+
+def all_ids(comparisons):
+    """(prompt, response) of every response, comparison by comparison."""
+    return [(c.prompt_ids, ids) for c in comparisons for ids in (*c.response_ids, *c.samples)]
+
+
+@torch.no_grad()
+def plain_outputs(scorer, comparisons):
+    """Of every response alone, by a plain forward of the body on prompt + response without masks."""
+    rows = [torch.cat(ids).long()[None] for ids in all_ids(comparisons)]
+    hidden = [scorer.base_model(input_ids=row, use_cache=False).last_hidden_state for row in rows]
+    return torch.stack([h[0, -1] @ scorer.score.weight.T for h in hidden])
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@torch.no_grad()
+def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer, monkeypatch):
+    monkeypatch.setattr(batches, "ROW", 1)  # rows as long as the longest tree
+    comparisons = BATCHES[name]
+    expected = plain_outputs(scorer, comparisons)
+    shared = collate_comparisons(comparisons, PAD)
+    separate = collate_comparisons(comparisons, PAD, share_prompt=False)
+    assert shared.sizes == separate.sizes == [len(c.response_ids) + len(c.samples) for c in comparisons]
+    torch.testing.assert_close(outputs(scorer, shared), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs(scorer, separate), expected, rtol=0, atol=1e-5)
+    assert separate.attention_mask is None and len(separate.input_ids) == sum(shared.sizes)
+    if name == "several trees a row":
+        assert len(shared.input_ids) == 2  # the longest tree, and the three others in one row
+    # The check can fail: without the mask responses see each other, without positions they stand elsewhere
+    for damaged in (shared._replace(attention_mask=None), shared._replace(position_ids=None)):
+        if len(expected) > 2:
+            assert (outputs(scorer, damaged) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_expected_rewards_are_read_at_each_prompts_last_token(share_prompt, scorer):
+    for some in BATCHES.values():
+        batch = collate_comparisons(some, PAD, share_prompt)
+        got = scorer.head_outputs(
+            batch.input_ids, batch.prompt_ends, batch.position_ids, batch.attention_mask
+        )
+        alone = [
+            scorer.base_model(input_ids=c.prompt_ids.long()[None]).last_hidden_state[0, -1] for c in some
+        ]
+        torch.testing.assert_close(got, torch.stack(alone) @ scorer.score.weight.T, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("name", BATCHES)
+def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_prompt):
+    comparisons = BATCHES[name]
+    batch = collate_comparisons(comparisons, PAD, share_prompt)
+    ids = all_ids(comparisons)
+    assert batch.response_ends.shape == (2, len(ids)) and batch.prompt_ends.shape == (2, len(comparisons))
+    for (row, column), (prompt, response) in zip(batch.response_ends.T.tolist(), ids):
+        start = column + 1 - len(response)
+        assert batch.input_ids[row, start : column + 1].tolist() == response.tolist()
+        first = len(prompt)
+        assert batch.position_ids[row, start : column + 1].tolist() == list(
+            range(first, first + len(response))
+        )
+    labels = [response[-1] == END for _, response in ids]
+    assert (batch.input_ids[tuple(batch.response_ends)] == END).tolist() == labels
+    for (row, column), c in zip(batch.prompt_ends.T.tolist(), comparisons):
+        start = column + 1 - len(c.prompt_ids)
+        assert batch.input_ids[row, start : column + 1].tolist() == c.prompt_ids.tolist()
+        assert batch.position_ids[row, start : column + 1].tolist() == list(range(len(c.prompt_ids)))
+
+
+def test_mask_of_a_tree_by_hand(monkeypatch):
+    """A prompt of 2, responses of 1 and 2 tokens in a row as long as the other comparison's: columns x x y z
+    z and three of padding, which see themselves alone."""
+    monkeypatch.setattr(batches, "ROW", 1)
+    wide = comparison(1, 4, 2, 2)
+    batch = collate_comparisons([comparison(2, 2, 1, 2), wide], PAD)
+    assert batch.attention_mask.shape == (2, 1, 8, 8)
+    small = [row for row, _ in batch.prompt_ends.T.tolist()][0]
+    expected = """1.......
+                  11......
+                  111.....
+                  11.1....
+                  11.11...
+                  .....1..
+                  .....11.
+                  .....111"""
+    got = ["".join(".1"[int(x)] for x in row) for row in batch.attention_mask[small, 0]]
+    assert got == expected.split()
+
+
+@torch.no_grad()
+def test_a_response_changes_no_score_but_its_own(scorer):
+    comparisons = BATCHES["several trees a row"]
+    before = outputs(scorer, collate_comparisons(comparisons, PAD))
+    changed = list(comparisons)
+    ids = [x.clone() for x in changed[1].response_ids]
+    ids[0][0] = (ids[0][0] - 3 + 7) % (V - 3) + 3
+    changed[1] = changed[1]._replace(response_ids=ids)
+    difference = (outputs(scorer, collate_comparisons(changed, PAD)) - before).abs().amax(1)
+    assert difference[3] > 1e-2  # the first response of the second comparison, after three of the first
+    difference[3] = 0
+    assert difference.max() < 1e-6
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_padding_changes_nothing(share_prompt, scorer, monkeypatch):
+    monkeypatch.setattr(batches, "ROW", 1)
+    comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
+    results = []
+    for pad in (PAD, END, V - 1):  # END: padding may be the end token
+        batch = collate_comparisons(comparisons, pad, share_prompt)
+        assert (batch.input_ids == pad).any()
+        results.append(outputs(scorer, batch))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, scorer):
+    batch = collate_comparisons([], PAD, share_prompt)
+    assert batch.sizes == [] and batch.comparisons == [] and batch.input_ids.tolist() == [[PAD, PAD]]
+    assert batch.response_ends.shape == batch.prompt_ends.shape == (2, 0)
+    scorer.zero_grad()
+    got = outputs(scorer, batch)
+    assert got.shape == (0, 2)
+    losses.bradley_terry_loss(got[:, 0], got[:, 0], n_rows=3)[0].backward()
+    for name, parameter in scorer.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+def test_gradients_of_shared_and_separate_rows_are_equal(scorer):
+    comparisons = BATCHES["samples"]
+    grads = []
+    for share in (True, False):
+        scorer.zero_grad()
+        got = outputs(scorer, collate_comparisons(comparisons, PAD, share))[:, 0]
+        (got * torch.linspace(-1, 2, len(got))).sum().backward()
+        grads.append([p.grad.clone() for p in scorer.parameters()])
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, b.abs().max().item()))
+
+
+# -- batches and log probabilities over ranks -----------------------------------------------------
+def as_rank(monkeypatch, rank, of):
+    monkeypatch.setattr(dist, "rank", lambda: rank)
+    monkeypatch.setattr(dist, "world_size", lambda: of)
+
+
+@pytest.mark.parametrize("n, world, size", [(7, 1, 3), (7, 2, 3), (7, 3, 2), (2, 3, 4), (8, 2, 4), (1, 4, 1)])
+def test_batches_of_all_ranks_are_a_partition_of_equal_number(n, world, size, monkeypatch):
+    comparisons = [comparison(i, 2 + i, 1 + i % 3, 2) for i in range(n)]
+    seen, counts = [], set()
+    for rank in range(world):
+        as_rank(monkeypatch, rank, world)
+        mine = list(my_comparison_batches(comparisons, CPU_MODEL, size, True))
+        counts.add(len(mine))
+        assert all(len(batch.comparisons) <= size for batch in mine)
+        lengths = [c.n_tokens for batch in mine for c in batch.comparisons]
+        assert lengths == sorted(lengths, reverse=True)  # like lengths together
+        seen += [int(c.prompt_ids.numel()) for batch in mine for c in batch.comparisons]
+    assert len(counts) == 1 and counts == {-(-(-(-n // world)) // size)}  # ceil of ceil
+    assert sorted(seen) == [2 + i for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def policy(folder):
+    return models.load_policy(folder, Words())
+
+
+def plain_logprobs(policy, comparisons):
+    """log pi(y | x) by log-softmax over a plain forward of each row."""
+    out = []
+    for c in comparisons:
+        values = []
+        for ids in c.response_ids:
+            row = torch.cat([c.prompt_ids, ids]).long()[None]
+            with torch.no_grad():
+                logprobs = policy(input_ids=row).logits[0].double().log_softmax(-1)
+            places = range(len(c.prompt_ids), row.shape[1])
+            values.append(sum(logprobs[t - 1, row[0, t]].item() for t in places))
+        out.append(values)
+    return out
+
+
+# -- log probabilities of responses that share a prompt --------------------------------------------
+@pytest.mark.parametrize("share_prompt", [True, False])
+@pytest.mark.parametrize("name", [name for name in BATCHES if "samples" not in name])
+@torch.no_grad()
+def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt, policy, monkeypatch):
+    monkeypatch.setattr(batches, "ROW", 1)  # rows as long as the longest tree
+    comparisons = BATCHES[name]
+    batch = collate_comparisons(comparisons, PAD, share_prompt)
+    got = models.response_logprobs(policy, batch)
+    expected = plain_logprobs(policy, comparisons)
+    assert got.tolist() == pytest.approx(sum(expected, []), abs=1e-4)
+    found = torch.cat(seq_logprobs(policy, comparisons, 3))
+    torch.testing.assert_close(got, found, rtol=0, atol=1e-4)
+    if name == "several trees a row" and share_prompt:
+        assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_response_logprobs_count_samples_after_the_labelled_responses(share_prompt, policy):
+    comparisons = BATCHES["samples"]
+    got = models.response_logprobs(policy, collate_comparisons(comparisons, PAD, share_prompt))
+    whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
+    expected = sum(plain_logprobs(policy, whole), [])
+    assert len(expected) == 9 and got.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+@torch.no_grad()
+def test_the_end_token_and_the_first_token_count_in_response_logprobs(share_prompt, policy):
+    c = comparison(1, 5, 4, 7)
+    got = models.response_logprobs(policy, collate_comparisons([c], PAD, share_prompt)).tolist()
+    for k, ids in enumerate(c.response_ids):
+        assert ids[-1] == END
+        row = torch.cat([c.prompt_ids, ids]).long()
+        logprobs = policy(input_ids=row[None]).logits[0].double().log_softmax(-1)
+        each = logprobs[torch.arange(4, len(row) - 1), row[5:]]
+        assert got[k] == pytest.approx(each.sum().item(), abs=1e-4)
+        for wrong in (each[:-1].sum(), each[1:].sum(), each.mean()):  # no end, no first token, a mean
+            assert abs(got[k] - wrong.item()) > 0.1
+
+
+@torch.no_grad()
+def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_the_row(policy):
+    """The token before the second and third response is the end of another response."""
+    c = comparison(1, 5, 4, 7, 3)
+    batch, seen = collate_comparisons([c], PAD), []
+    expected = plain_logprobs(policy, [c])[0]
+
+    class Shifted:
+        def logprobs_at(self, input_ids, where, targets, *more):
+            seen.append(where.clone())
+            where[1, 4], where[1, 11] = 8, 15
+            return policy.logprobs_at(input_ids, where, targets, *more)
+
+    wrong = models.response_logprobs(Shifted(), batch).tolist()
+    columns = [4, 5, 6, 7, 4, *range(9, 15), 4, 16, 17]
+    assert [x.tolist() for x in seen] == [[[0] * 14, columns]]
+    assert wrong[0] == pytest.approx(expected[0], abs=1e-4)
+    assert min(abs(wrong[k] - expected[k]) for k in (1, 2)) > 1e-2
+
+
+def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, monkeypatch):
+    monkeypatch.setattr(batches, "ROW", 1)
+    comparisons, grads = [comparison(3, 9, 8, 10), comparison(4, 3, 2, 4), comparison(5, 2, 1, 3)], []
+    weight = torch.linspace(-1, 2, 6)
+    for share in (True, False):
+        policy.zero_grad()
+        batch = collate_comparisons(comparisons, PAD, share)
+        (models.response_logprobs(policy, batch) * weight).sum().backward()
+        grads.append([p.grad.clone() for p in policy.parameters()])
+    policy.zero_grad()
+    for (prompt, response), w in zip(all_ids(comparisons), weight):
+        row = torch.cat([prompt, response]).long()
+        logprobs = policy(input_ids=row[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        (w * logprobs.gather(-1, response.long()[:, None]).sum()).backward()
+    for *found, parameter in zip(*grads, policy.parameters()):
+        expected = parameter.grad
+        for got in found:
+            size = 1e-5 * max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=size)
+    policy.zero_grad()
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_response_logprobs_of_an_empty_batch_connect_every_weight(share_prompt, policy):
+    policy.zero_grad()
+    got = models.response_logprobs(policy, collate_comparisons([], PAD, share_prompt))
+    assert got.shape == (0,)
+    got.sum().backward()
+    for name, parameter in policy.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+    policy.zero_grad()
+
+
+@pytest.mark.parametrize("pad", [PAD, END, V - 1])
+@torch.no_grad()
+def test_padding_changes_no_response_logprob(pad, policy, monkeypatch):
+    monkeypatch.setattr(batches, "ROW", 1)
+    comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
+    for share in (True, False):
+        batch = collate_comparisons(comparisons, pad, share)
+        assert len(batch.input_ids) > 1 and (batch.input_ids == pad).any()
+        got = models.response_logprobs(policy, batch).tolist()
+        assert got == pytest.approx(sum(plain_logprobs(policy, comparisons), []), abs=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 50])
+def test_seq_logprobs_are_the_sums_of_plain_log_softmax(size, policy):
+    comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
+    got = seq_logprobs(policy, comparisons, size)
+    expected = plain_logprobs(policy, comparisons)
+    assert [len(x) for x in got] == [2, 3, 2]
+    for a, b in zip(got, expected):
+        assert a.tolist() == pytest.approx(b, abs=1e-4)
+
+
+def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
+    """What each of two ranks sends is collected by running them one after the other; one has 4 documents, the
+    other 3, but with 2 documents in a batch both make 2 forwards."""
+    comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
+    alone = seq_logprobs(policy, comparisons, 2)
+    sent, calls = [], collections.Counter()
+    plain = policy.token_logprobs
+    for rank in (0, 1):
+        as_rank(monkeypatch, rank, 2)
+        monkeypatch.setattr(policy, "token_logprobs", lambda *a, **b: calls.update([rank]) or plain(*a, **b))
+        # Before rank 1 has run its numbers are missing: zeros stand for them
+        rest = [(i, 0.0) for i in range(7)] if rank == 0 else []
+        monkeypatch.setattr(dist, "gather", lambda values: sent.extend(values) or rest or list(sent))
+        joined = seq_logprobs(policy, comparisons, 2)
+    assert calls == {0: 2, 1: 2} and sorted(i for i, _ in sent) == list(range(7))
+    assert [i for i, _ in sent] != list(range(7))  # sent in another order
+    for a, b in zip(joined, alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_with_samples_only_scores_the_samples(scorer):
+    c = comparisons.with_samples_only(comparison(1, 5, 4, 7), [[7, 8, 9], [10]])
+    batch = collate_comparisons([c], PAD)
+    assert batch.sizes == [2] and c.n_tokens == 5 + 3 + 1
+    torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)

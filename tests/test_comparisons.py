@@ -1,0 +1,453 @@
+"""common/comparisons.py: rows -> comparisons, and what is left out and why."""
+
+import collections
+import json
+
+import pytest
+import torch
+
+from common import comparisons, generate, tiny
+from common.batches import Comparison, Row, labelled_pairs
+from common.comparisons import epoch_order
+from common.errors import InputError
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+def responses(**scores):
+    return [{"text": text.replace("_", " "), "score": score} for text, score in scores.items()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny.tokenizer()
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    """load(rows, ...) -> comparisons, from a file p.jsonl that holds the rows."""
+
+    def load(rows, max_length=64, **options):
+        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return comparisons.load(str(tmp_path / "p.jsonl"), "train", tokenizer, max_length, **options)
+
+    return load
+
+
+def pair(prompt="copy ant", chosen="ant", rejected="cat", **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, **more}
+
+
+GOOD = pair("copy owl", "owl", "pig")  # a row that stays, so that not every file ends in an error
+
+# -- row formats: (row, prompt messages, texts) ------------------------------------------------
+TALK = [user("ant"), bot("bear"), user("cat")]
+HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
+SCORED = responses(dog=1, eel_fox=3.5, goat=-2)
+SYSTEM = {"role": "system", "content": "so"}
+PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "dog"}]}]
+PAIR_FORMATS = {
+    "content in parts": ({"prompt": "cat", "chosen": PARTS, "rejected": [bot("eel")]}, [user("cat")]),
+    "system column": (
+        {"system": "so", "prompt": "cat", "chosen": "dog", "rejected": "eel"},
+        [SYSTEM, user("cat")],
+    ),
+    "system column beside dialogues": (
+        {"system": "so", "chosen": HH + " dog", "rejected": HH + " eel"},
+        [SYSTEM, *TALK],
+    ),
+    "prompt + texts": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
+    "instruction + texts": ({"instruction": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
+    "prompt + answers as messages": (
+        {"prompt": "cat", "chosen": [bot("dog")], "rejected": [bot("eel")]},
+        [user("cat")],
+    ),
+    "prompt messages + texts": ({"prompt": TALK, "chosen": "dog", "rejected": "eel"}, TALK),
+    "prompt messages + answers": ({"prompt": TALK, "chosen": [bot("dog")], "rejected": [bot("eel")]}, TALK),
+    "HH prompt + texts": ({"prompt": HH, "chosen": "dog", "rejected": "eel"}, TALK),
+    "HH dialogues": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
+    "HH dialogues beside their prompt": (
+        {"prompt": HH, "chosen": HH + " dog", "rejected": HH + " eel"},
+        TALK,
+    ),
+    "message lists": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
+    "message lists beside their prompt": (
+        {"prompt": "cat", "chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]},
+        TALK,
+    ),
+}
+RANKING_FORMATS = {
+    "instruction, input, system": (
+        {"instruction": "cat", "input": "owl", "system": "so", "responses": SCORED},
+        [SYSTEM, user("cat\n\nowl")],
+    ),
+    "prompt": ({"prompt": "cat", "responses": SCORED}, [user("cat")]),
+    "instruction": ({"instruction": "cat", "responses": SCORED}, [user("cat")]),
+    "prompt messages": ({"prompt": TALK, "responses": SCORED}, TALK),
+    "HH prompt": ({"prompt": HH, "responses": SCORED}, TALK),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_FORMATS)
+def test_pairs_of_every_row_format(name, load):
+    row, prompt = PAIR_FORMATS[name]
+    (c,) = load([row])
+    assert (c.prompt, c.texts, c.ranks.tolist()) == (prompt, ["dog", "eel"], [0, 1])
+    assert (c.source, c.row.where, c.row.data) == ("p.jsonl", "p.jsonl:1", row)
+    assert (c.rating, c.margin, c.preference, c.grades, c.category) == (None,) * 5
+    assert c.messages == [*prompt, bot("dog")]
+
+
+@pytest.mark.parametrize("name", RANKING_FORMATS)
+def test_rankings_of_every_row_format_are_best_first(name, load):
+    row, prompt = RANKING_FORMATS[name]
+    (c,) = load([row])
+    assert (c.prompt, c.texts) == (prompt, ["eel fox", "dog", "goat"])
+    assert (c.ranks.tolist(), c.grades, c.kept) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
+
+
+def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load, tokenizer):
+    (c,) = load([{"prompt": TALK, "responses": SCORED}])
+    words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
+    assert tokenizer.convert_ids_to_tokens(c.prompt_ids.tolist()) == words.split()
+    texts = [tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in c.response_ids]
+    assert texts == [["eel", "fox", "<|end|>"], ["dog", "<|end|>"], ["goat", "<|end|>"]]
+    assert c.n_tokens == 11 + 3 + 2 + 2
+    assert c._replace(samples=(torch.zeros(5),)).n_tokens == 18 + 5
+    assert {ids.dtype for ids in (c.prompt_ids, *c.response_ids)} == {torch.int32}
+
+
+def test_optional_columns_are_read(load):
+    labels = {"rating": "slightly better", "margin": 2, "preference": 0.75, "category": 7}
+    scored = pair(**labels, chosen_score=3, rejected_score=1)
+    names_of_another_data_set = pair("copy eel", score_chosen=0.5, score_rejected=-1)
+    first, second = load([scored, names_of_another_data_set])
+    assert (first.rating, first.margin) == ("slightly better", 2.0)
+    assert (first.preference, first.category) == (0.75, "7")
+    assert first.grades == [3.0, 1.0] and second.grades == [0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    "preference, ranks, pairs",
+    [
+        (1, [0, 1], [(0, 1)]),
+        (0.6, [0, 1], [(0, 1)]),
+        (0.5, [0, 0], []),
+        (0.4, [1, 0], [(1, 0)]),
+        (0, [1, 0], [(1, 0)]),
+    ],
+)
+def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load):
+    (c,) = load([pair(preference=preference)])
+    assert (c.texts, c.ranks.tolist(), c.preference) == (["ant", "cat"], ranks, preference)
+    assert labelled_pairs(c) == pairs
+
+
+# -- what is left out, and why ------------------------------------------------------------------
+def why(capsys):
+    """{reason: rows} as printed."""
+    lines = capsys.readouterr().out.splitlines()
+    return {
+        line.split(": ", 1)[1].rpartition(" (")[0]: int(line.split(":")[0])
+        for line in lines
+        if line[:1] == " "
+    }
+
+
+FOUR = "significantly better, better, slightly better, negligibly better"
+REASONS = [  # (row, part of the reason)
+    (pair(chosen="cat"), "the responses are the same"),
+    (pair(chosen=" cat\n"), "the responses are the same"),
+    ({"prompt": "copy ant", "responses": responses(ant=1) + responses(ant=3)}, "are the same"),
+    ({"prompt": "copy ant", "chosen": "ant"}, "columns ['chosen', 'prompt'] are no preference row"),
+    ({"prompt": "copy ant", "completion": "ant"}, "are no preference row"),
+    ({"chosen": "ant", "rejected": "cat"}, "neither a list of messages nor a dialogue"),
+    ({"responses": SCORED}, "no prompt"),
+    (pair(prompt=" "), "no prompt"),
+    (pair(prompt=5), "not {role, content}"),
+    (pair(rating="much better"), f"rating 'much better' is none of {FOUR}"),
+    (pair(rating=3), "rating 3 is none of"),
+    (pair(preference=1.2), "preference 1.2 is no number from 0 to 1"),
+    (pair(preference=-0.1), "preference -0.1 is no number from 0 to 1"),
+    (pair(preference=float("nan")), "preference nan is no number"),
+    (pair(preference="0.7"), "preference '0.7' is no number"),
+    (pair(preference=[0.7]), "preference [0.7] is no number"),
+    (pair(margin=-1), "margin -1 is no number from 0 to inf"),
+    (pair(margin=float("inf")), "margin inf is no number"),
+    (pair(margin="1"), "margin '1' is no number"),
+    (pair(chosen_score=2, rejected_score=float("nan")), "rejected_score nan is no number"),
+    (pair(chosen_score="good", rejected_score=1), "chosen_score 'good' is no number"),
+    ({"prompt": "copy ant", "responses": responses(ant=1)}, "a ranking needs two responses or more"),
+    ({"prompt": "copy ant", "responses": []}, "a ranking needs two responses or more"),
+    ({"prompt": "copy ant", "responses": None}, "are no preference row"),
+    ({"prompt": "copy ant", "responses": 7}, "responses is no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": ["ant", "cat"]}, "responses is no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": [{"text": "ant"}, {"text": "cat"}]}, "no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": responses(ant=1, cat=float("nan"))}, "no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": [{"text": 5, "score": 1}, *SCORED]}, "no list of {text, score}"),
+    ({"prompt": "copy ant", "responses": responses(ant=1, cat=1)}, "no response is better than another"),
+    ({"chosen": HH + " dog", "rejected": HH.replace("cat", "owl") + " eel"}, "have different prompts"),
+    ({"chosen": [user("ant"), bot("dog")], "rejected": [user("owl"), bot("eel")]}, "have different prompts"),
+    (pair(chosen=""), "an empty side"),
+    (pair(rejected=[]), "an empty side"),
+    (pair(rejected=None), "an empty side"),
+    (pair(chosen=7), "an empty side"),
+    (pair(chosen="  "), "no response"),
+    ({"chosen": HH + " ", "rejected": HH + " eel"}, "no response"),
+    (pair(chosen=[bot("ant"), bot("ant")]), "chosen or rejected is not one answer"),
+    (pair(chosen="ant <|end|> ant"), "the text holds a special token"),
+    (pair(chosen="ant " * 60), "longer than 64 tokens (--max-length)"),
+    (pair(prompt="ant " * 60), "longer than 64 tokens (--max-length)"),
+    (pair(prompt=[user("ant"), bot(""), user("cat")]), "an earlier answer is empty"),
+    ({"chosen": HH.replace(" bear", "") + " dog", "rejected": HH + " eel"}, "an earlier answer is empty"),
+    (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
+    (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
+    ({"prompt": "copy ant", "completion": "ant", "label": True}, "both a true and a false completion"),
+    ({"prompt": "copy ant", "completion": "ant", "label": None}, "label is neither true nor false"),
+    (pair(chosen=["ant"], rejected=["cat"]), ""),  # a list that holds text, not messages
+    (pair(margin=10**400), "margin 1000"),  # an integer beyond float
+    ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),
+    (pair(preference=True), "preference True is no number"),
+    ({"prompt": "copy ant", "responses": responses(ant=True, cat=0)}, "no list of {text, score}"),
+    (pair(chosen_score=1, rejected_score=3), "the scores contradict the label"),
+]
+
+
+@pytest.mark.parametrize(
+    "row, reason", REASONS, ids=[f"{i} {reason[-30:]}" for i, (_, reason) in enumerate(REASONS)]
+)
+def test_rows_that_cannot_be_used_are_counted_and_named(row, reason, load, capsys):
+    (c,) = load([GOOD, row])
+    assert c.texts == ["owl", "pig"]
+    printed = capsys.readouterr().out
+    assert "p.jsonl: dropped 1 of 2 rows" in printed and "  1: " in printed
+    assert reason in printed and "(p.jsonl:2)" in printed
+
+
+def test_a_score_as_text_of_a_number_is_read(load):
+    """As data.sft_messages reads it."""
+    (c,) = load([{"prompt": "copy ant", "responses": responses(ant="3", cat="10")}])
+    assert c.texts == ["cat", "ant"] and c.grades == [10.0, 3.0]
+
+
+def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load, capsys):
+    rows = [("ant", "dog", True), ("ant", "cat", False), ("owl", "dog", True), ("ant", "eel", 1)]
+    rows += [("ant", "fox", 0), ([user("ant")], [bot("pig")], True), ([user("ant")], [bot("owl")], False)]
+    found = load([dict(zip(("prompt", "completion", "label"), row)) for row in rows])
+    of_first = [(1, "dog", "cat"), (1, "dog", "fox"), (4, "eel", "cat"), (4, "eel", "fox")]
+    expected = [(f"p.jsonl:{n}", [better, worse]) for n, better, worse in [*of_first, (6, "pig", "owl")]]
+    assert [(c.row.where, c.texts) for c in found] == expected
+    assert why(capsys) == {"a label makes a pair where its prompt has both a true and a false completion": 1}
+
+
+def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
+    with pytest.raises(InputError) as error:
+        load([pair(chosen="cat"), pair(chosen=""), pair(chosen="cat")])
+    message = str(error.value)
+    assert "none of its 3 rows can be used" in message
+    assert "the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
+
+
+def test_contradicting_rows_are_both_dropped_and_repeated_ones_stay(load, capsys):
+    opposite = "another row has the opposite label for the same responses"
+    rows = [
+        pair("copy ant", "ant", "cat"),
+        pair("copy ant", "cat", "ant"),  # against the first
+        pair("copy ant", "ant", "dog"),  # other responses
+        pair("copy bear", "ant", "cat"),  # another prompt
+        pair("copy bear", "ant", "cat"),  # says the same
+    ]
+    kept = load(rows)
+    assert [c.row.where for c in kept] == ["p.jsonl:3", "p.jsonl:4", "p.jsonl:5"]
+    assert why(capsys) == {opposite: 2}
+    # A soft label contradicts through its likelier side only, a ranking of two is a pair
+    soft = [pair(preference=0.8), pair(preference=0.3)]
+    soft += [pair("copy eel", preference=0.8), pair("copy eel", preference=0.6)]
+    assert [c.row.where for c in load(soft)] == ["p.jsonl:3", "p.jsonl:4"]
+    ranked = [pair(), {"prompt": "copy ant", "responses": responses(ant=1, cat=2)}, GOOD]
+    assert [c.row.where for c in load(ranked)] == ["p.jsonl:3"]
+    assert len(load([pair(preference=0.5), pair(), pair()])) == 3  # a half says nothing against
+
+
+@pytest.mark.parametrize("gap, kept", [(0.0, 3), (0.5, 3), (0.51, 2), (2.0, 2), (2.01, 1)])
+def test_min_score_gap_of_pairs(gap, kept, load, capsys):
+    rows = [
+        pair("copy ant", chosen_score=1.5, rejected_score=1.0),  # 0.5
+        pair("copy bear", chosen_score=1.0, rejected_score=-1.0),  # 2
+        pair("copy cat"),  # no scores: nothing to go by
+    ]
+    assert len(load(rows, min_score_gap=gap)) == kept
+    reasons = why(capsys)
+    assert reasons == (
+        {f"the scores differ by less than {gap} (--min-score-gap)": 3 - kept} if kept < 3 else {}
+    )
+
+
+@pytest.mark.parametrize(
+    "gap, scores, ranks",
+    [
+        (0.0, [3.0, 2.6, 2.6, 1.0], [0, 1, 1, 2]),  # equal scores are ties
+        (0.5, [3.0, 2.75, 1.0], [0, 0, 1]),
+        (0.25, [3.0, 2.75, 1.0], [0, 1, 2]),  # exactly the gap is enough
+        (0.5, [3.0, 2.75, 2.5, 2.25], None),  # a chain: each too close to the one before, all ties
+        (0.5, [3.0, 2.75, 2.5, 1.0], [0, 0, 0, 1]),
+    ],
+)
+def test_min_score_gap_of_rankings(gap, scores, ranks, load, capsys):
+    texts = ["dog", "eel", "fox", "goat"][: len(scores)]
+    mixed = [{"text": t, "score": s} for t, s in list(zip(texts, scores))[::-1]]
+    rows = [GOOD, {"prompt": "copy ant", "responses": mixed}]
+    found = [c for c in load(rows, min_score_gap=gap) if len(c.texts) > 2]
+    if ranks is None:
+        assert not found and why(capsys) == {"no response is better than another": 1}
+    else:
+        assert found[0].ranks.tolist() == ranks
+        assert dict(zip(found[0].texts, found[0].grades)) == dict(zip(texts, scores))
+
+
+def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys):
+    rows = [
+        pair(chosen="dog"),
+        pair(chosen="cat"),  # unusable: does not count
+        pair(chosen="eel"),
+        GOOD,
+        pair(" copy ant", chosen="fox"),  # the same prompt
+        {"prompt": "copy ant", "responses": responses(goat=1, hen=2)},
+    ]
+    where = [c.row.where[-1] for c in load(rows, max_per_prompt=2)]
+    assert where == ["1", "3", "4"]
+    reasons = why(capsys)
+    assert reasons.pop("the responses are the same") == 1
+    assert reasons == {"the prompt has 2 rows already (--max-pairs-per-prompt)": 2}
+    assert len(load(rows)) == 5
+
+
+def test_a_ranking_loses_the_later_one_of_two_equal_texts_alone(load, capsys):
+    rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
+    (c,) = load(rows)
+    assert (c.texts, c.grades, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
+    assert "left out 1 responses of rankings" in capsys.readouterr().out
+
+
+def test_a_ranking_loses_its_long_responses_alone(load):
+    long = {"text": "pig " * 60, "score": 9}
+    (c,) = load([{"prompt": "copy ant", "responses": [*SCORED[:2], long, SCORED[2]]}])
+    assert c.texts == ["eel fox", "dog", "goat"] and c.ranks.tolist() == [1, 2, 3] and c.kept == (1, 0, 3)
+    assert comparisons.column(c, "text") == c.texts
+
+
+def test_length_limit_counts_the_prompt_and_one_response(load):
+    """6 tokens of prompt (bos, user, copy, ant, end, assistant), and ant, end; cat, cat, end."""
+    row = pair(rejected="cat cat")
+    (c,) = load([row], max_length=9)
+    assert len(c.prompt_ids) == 6 and list(map(len, c.response_ids)) == [2, 3]
+    with pytest.raises(InputError, match="longer than 8 tokens"):
+        load([row], max_length=8)
+
+
+# -- columns, statistics, samples, order --------------------------------------------------------
+def test_column_and_describe_of_pairs_and_rankings(load):
+    ranking = [
+        {"text": "dog", "score": 1, "gold": 0.5, "is_safe": True},
+        {"text": "eel fox", "score": 2, "gold": 1.5},
+    ]
+    a, b = load(
+        [
+            pair(
+                chosen_gold=3.0, rejected_gold=-1.0, chosen_is_safe=True, rejected_is_safe=False, category="c"
+            ),
+            {"prompt": "copy eel", "responses": ranking},
+        ]
+    )
+    assert comparisons.column(a, "gold") == [3.0, -1.0] and comparisons.column(b, "gold") == [1.5, 0.5]
+    assert comparisons.column(a, "utility") is None and comparisons.column(b, "is_safe") is None
+    assert comparisons.describe(a) == {
+        "prompt": [user("copy ant")],
+        "source": "p.jsonl",
+        "category": "c",
+        "responses": [
+            {"text": "ant", "tokens": 2, "rank": 0, "gold": 3.0, "is_safe": True},
+            {"text": "cat", "tokens": 2, "rank": 1, "gold": -1.0, "is_safe": False},
+        ],
+    }
+    assert [r["tokens"] for r in comparisons.describe(b)["responses"]] == [3, 2]
+
+
+def test_statistics_by_hand(load):
+    """Prompts of 6 and 7 tokens, 6.5 on average; pairs better/worse of 2/4, and of the ranking eel fox (3
+    tokens), dog (2), goat (2): 3/2, 3/2, 2/2."""
+    loaded = load([pair(rejected="cat cat cat"), {"prompt": "copy eel eel", "responses": SCORED}])
+    other = [c._replace(source="a") for c in loaded[:1]]
+    table = comparisons.statistics(loaded + other, loaded)
+    assert [row["data"] for row in table] == ["a", "p.jsonl", "p.jsonl (held out)"]
+    lengths = {"chosen_tokens": (2 + 3 + 3 + 2) / 4, "rejected_tokens": (4 + 2 + 2 + 2) / 4}
+    assert table[1] == {"data": "p.jsonl", "rows": 2, "pairs": 4, "prompt_tokens": 6.5, **lengths}
+    assert table[2] == {**table[1], "data": "p.jsonl (held out)"}
+
+
+def labelled(categories):
+    empty = torch.zeros(1, dtype=torch.int32)
+    row = Row("f:1", {})
+    return [
+        Comparison([], ["", ""], empty, [empty, empty], torch.tensor([0, 1]), "f", row, category=c)
+        for c in categories
+    ]
+
+
+def test_epoch_order_is_every_comparison_once_or_every_category_equally_often():
+    mixed = labelled(["a"] * 900 + ["b"] * 90 + [None] * 10)
+
+    def order(balanced, seed=0, epoch=0):
+        return epoch_order(mixed, balanced, seed, epoch)
+
+    assert sorted(order(False)) == list(range(1000)) != order(False)
+    assert order(False) == order(False) != order(False, seed=1) != order(False, epoch=1)
+    drawn = order(True)
+    assert len(drawn) == 1000 and drawn == order(True) != order(True, epoch=1)
+    count = collections.Counter(mixed[i].category for i in drawn)
+    for category in ("a", "b", None):  # 333 +- 15 of each
+        assert abs(count[category] - 1000 / 3) < 60
+    assert len({i for i in drawn if mixed[i].category is None}) == 10
+
+
+# -- small helpers ------------------------------------------------------------------------------
+def test_one_of_each_prompt_and_fingerprint(load):
+    a, b, other, again = load([pair(), pair("copy eel"), pair(rejected="dog"), pair(" copy ant")])
+    assert comparisons.one_of_each_prompt([a, b, again]) == [again, b]  # the last one's row
+    several = ([a], [other], [a, other], [other, a], [])
+    assert len({comparisons.fingerprint(some) for some in several}) == 5
+    assert comparisons.fingerprint([a]) == comparisons.fingerprint([a._replace(prompt=[user("x")])])
+
+
+def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
+    a, b, c, d = load(
+        [
+            pair("copy ant"),
+            pair(" copy ant\n", "eel", "dog"),
+            pair("copy bear"),
+            {"chosen": HH + " dog", "rejected": HH + " eel"},
+        ]
+    )
+    assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
+    row = Row("f:1", {})
+    assert a.key == generate.Prompt([], [user("copy ant")], row).key  # one key for both
+    assert d.key == generate.Prompt([], TALK, row).key
+    assert a.ref_logprobs is None
+    before = comparisons.fingerprint([a])
+    assert comparisons.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before
+
+
+def test_a_pair_in_words_that_the_tokenizer_does_not_know_is_refused(tokenizer):
+    strange = {
+        "prompt": "please tell me what the capital of france is",
+        "chosen": "paris",
+        "rejected": "rome",
+    }
+    with pytest.raises(ValueError, match="knows few of its words: is it the right --model"):
+        comparisons._comparison(Row("f:1", strange), tokenizer, 64, 0.0)
