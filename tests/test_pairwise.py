@@ -1,17 +1,32 @@
-"""common/pairwise.py: what the model reads, which token it learns, and both orders at inference."""
+"""common/pairwise.py and common/train_pairwise.py: what the model reads, which token it learns, both orders at
+inference, and a run."""
 
 import math
 import types
 
 import pytest
 import torch
+from scorers import (
+    HELD_OUT,
+    Gradients,
+    assert_error,
+    assert_same_result,
+    column,
+    make_small,
+    named,
+    read_json,
+    run,
+    succeeds,
+)
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import comparisons, data, dist, losses, models, pairwise, tiny
+from common import comparisons, data, dist, models, pairwise, tiny, train_pairwise
 from common.batches import Row, labelled_pairs
 from common.errors import InputError
+from common.metrics import read_jsonl
+from common.run import parse
 
 PROMPT = [{"role": "user", "content": "copy ant"}]
 
@@ -82,78 +97,81 @@ def test_usable_drops_ties_and_long_pairs_and_says_so(tokenizer, capsys):
         pairwise.usable([good], tokenizer, length - 1, "name")
 
 
-# -- batches ---------------------------------------------------------------------------------------
-def contents(batches, tokenizer):
-    """The documents of some batches as (words, letter), in no order."""
-    found = []
-    for batch in batches:
-        for ids, positions in zip(batch.input_ids, batch.position_ids):
-            starts = [i for i, x in enumerate(positions.tolist()) if x == 0] + [len(ids)]
-            for start, end in zip(starts, starts[1:]):
-                words = tokenizer.convert_ids_to_tokens(ids[start:end].tolist())
-                while words[-1] == "<|pad|>":
-                    words.pop()
-                found.append((" ".join(words[:-1]), words[-1]))
-    return sorted(found)
+# -- documents and batches ---------------------------------------------------------------------------
+def words_of(documents, tokenizer):
+    """(words, letter) of each document."""
+    rows = [tokenizer.convert_ids_to_tokens(d.ids.tolist()) for d in documents]
+    return [(" ".join(row[:-1]), row[-1]) for row in rows]
 
 
 def test_every_labelled_pair_is_there_once_with_the_letter_of_the_better_one(labelled, tokenizer):
-    found = contents(pairwise.batches(labelled, tokenizer, torch.Generator(), 8, "cpu"), tokenizer)
+    written = words_of(pairwise.documents(labelled, tokenizer, seed=0), tokenizer)
     expected = {}
     for c in labelled:
         for i, j in labelled_pairs(c):
             for a, b, letter in ((i, j, "A"), (j, i, "B")):
-                document = pairwise.document(tokenizer, c.prompt, c.texts[a], c.texts[b])
-                words = tokenizer.convert_ids_to_tokens(document.ids.tolist()[:-1])
-                expected[" ".join(words)] = letter
-    assert len(found) == 19 + 2  # the ranking has two pairs, its tie none
-    assert all(expected[text] == letter for text, letter in found)
+                [(text, _)] = words_of(
+                    [pairwise.document(tokenizer, c.prompt, c.texts[a], c.texts[b])], tokenizer
+                )
+                expected[text] = letter
+    assert len(written) == 19 + 2  # the ranking has two pairs, its tie none
+    assert all(expected[text] == letter for text, letter in written)
 
 
-def test_order_is_drawn_at_random_from_the_generator(labelled, tokenizer):
-    def letters(seed):
-        generator = torch.Generator().manual_seed(seed)
-        batches = pairwise.batches(labelled * 20, tokenizer, generator, 64, "cpu")
-        return [letter for _, letter in contents(batches, tokenizer)]
-
-    first = letters(0)
-    assert first == letters(0) != letters(1)
+def test_order_is_drawn_at_random_from_the_seed(labelled, tokenizer):
+    first, again, other = (
+        [letter for _, letter in words_of(pairwise.documents(labelled * 20, tokenizer, seed), tokenizer)]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
     share = first.count("A") / len(first)  # of 420
     assert abs(share - 0.5) < 4 * math.sqrt(0.25 / len(first))
 
 
 @pytest.mark.parametrize("size", [1, 5, 100])
-def test_loss_of_packed_documents_is_that_of_separate_ones(size, labelled, tokenizer, policy):
-    n = 21
-    total = 0.0
-    for batch in pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu"):
-        with torch.no_grad():
-            logprobs = policy.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids)
-        assert batch.action_mask.sum() <= size
-        total += losses.sft_loss(logprobs, batch.action_mask, n_tokens=n)[0].item()
-    packed = pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu")
-    expected = 0.0
-    for text, letter in contents(packed, tokenizer):
-        ids = torch.tensor([tokenizer.convert_tokens_to_ids(text.split())])
-        with torch.no_grad():
-            logits = policy(input_ids=ids).logits[0, -1].double()
-        expected -= logits.log_softmax(-1)[tokenizer.convert_tokens_to_ids(letter)].item() / n
-    assert total == pytest.approx(expected, abs=1e-4)
+def test_an_update_of_packed_documents_has_the_loss_and_gradient_of_separate_ones(size, labelled, tokenizer):
+    documents = pairwise.documents(labelled, tokenizer, seed=0)
+    policy, plain = (models.load_policy("tiny", tokenizer) for _ in range(2))
+    optimizer = Gradients(policy)
+    args = train_pairwise.Args(micro_batch_size=size, max_grad_norm=0.0)
+    loss, accuracy, _ = train_pairwise.update(policy, optimizer, documents, args)
+    nll, right = [], []
+    for d in documents:
+        logprobs = plain(input_ids=d.ids[None, :-1].long()).logits[0, -1].log_softmax(-1)
+        nll.append(-logprobs[d.ids[-1]])
+        right.append(nll[-1].item() < math.log(2))
+    (sum(nll) / len(nll)).backward()
+    assert loss == pytest.approx(sum(nll).item() / len(nll), abs=1e-4)
+    assert accuracy == sum(right) / len(right)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(optimizer.gradients[name], parameter.grad, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("world, size", [(2, 4), (4, 3), (3, 100)])
-def test_ranks_share_the_documents_in_equally_many_batches(world, size, labelled, tokenizer, monkeypatch):
-    def batches():
-        return list(pairwise.batches(labelled, tokenizer, torch.Generator().manual_seed(0), size, "cpu"))
-
-    whole, parts, counts = batches(), [], set()
+def test_ranks_share_the_documents_in_equally_many_batches(
+    world, size, labelled, tokenizer, policy, monkeypatch
+):
+    documents = pairwise.documents(labelled, tokenizer, seed=0)
+    of_ranks, counts = [], set()
     for rank in range(world):
         monkeypatch.setattr(dist, "rank", lambda: rank)
         monkeypatch.setattr(dist, "world_size", lambda: world)
-        mine = batches()
-        counts.add(len(mine))
-        parts += contents((b for b in mine if b.action_mask.any()), tokenizer)
-    assert len(counts) == 1 and sorted(parts) == contents(whole, tokenizer)
+        batches = list(pairwise.my_packed_batches(documents, policy, size))
+        counts.add(len(batches))
+        of_ranks += [document for batch in batches for document in batch.documents]
+        assert all(batch.action_mask.sum() == len(batch.documents) <= size for batch in batches)
+    assert len(counts) == 1 and sorted(words_of(of_ranks, tokenizer)) == sorted(
+        words_of(documents, tokenizer)
+    )
+
+
+def test_training_on_a_small_set_lowers_its_loss(labelled, tokenizer):
+    policy = models.load_policy("tiny", tokenizer)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    args = train_pairwise.Args(micro_batch_size=32)
+    documents = pairwise.documents(labelled, tokenizer, seed=0)
+    steps = [train_pairwise.update(policy, optimizer, documents, args)[:2] for _ in range(25)]
+    assert steps[0][0] > 0.5 and steps[-1][0] < 0.5 * math.log(2) and steps[-1][1] > 0.8
 
 
 # -- preferences -----------------------------------------------------------------------------------
@@ -171,7 +189,7 @@ PAIRS = [(PROMPT, "ant", "cat"), (PROMPT, "ant bear cat dog", "owl"), (PROMPT, "
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_preferences_are_the_log_odds_of_both_orders_averaged(size, policy, tokenizer):
-    got = pairwise.preferences(policy, tokenizer, PAIRS, size, "cpu")
+    got = pairwise.preferences(policy, tokenizer, PAIRS, size)
     for value, (_, a, b) in zip(got, PAIRS, strict=True):
         first, second = plain(policy, tokenizer, a, b), 1 - plain(policy, tokenizer, b, a)
         p = (first + second) / 2
@@ -184,48 +202,44 @@ def test_preferences_are_the_log_odds_of_both_orders_averaged(size, policy, toke
 
 
 def test_exchanging_the_responses_negates_the_log_odds(policy, tokenizer):
-    forth = pairwise.preferences(policy, tokenizer, PAIRS, 3, "cpu")
-    back = pairwise.preferences(policy, tokenizer, [(p, b, a) for p, a, b in PAIRS], 3, "cpu")
+    forth = pairwise.preferences(policy, tokenizer, PAIRS, 3)
+    back = pairwise.preferences(policy, tokenizer, [(p, b, a) for p, a, b in PAIRS], 3)
     assert max(map(abs, forth)) > 0.01
     assert back == pytest.approx([-x for x in forth], abs=1e-5)
+
+
+def fake(tokenizer, logprobs_of):
+    """A model whose log p(A) and log p(B) after a text are logprobs_of(text)."""
+    letters = [tokenizer.convert_tokens_to_ids(x) for x in "AB"]
+
+    def next_token_logprobs(input_ids, where):
+        out = torch.full((where.shape[1], len(tokenizer)), -1e4)
+        for i, (row, end) in enumerate(where.T.tolist()):
+            out[i, letters] = torch.tensor(logprobs_of(tokenizer.decode(input_ids[row, : end + 1])))
+        return out
+
+    return types.SimpleNamespace(next_token_logprobs=next_token_logprobs, device="cpu")
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_preferences_by_hand_with_a_model_that_favours_a_place(size, tokenizer):
     """p(A) : p(B) is 8 : 1 when cat cat stands first and 1 : 2 when ant does, so that P(cat cat beats ant) =
     (8/9 + 2/3) / 2 = 7/9, odds of 3.5."""
-    a, b = (tokenizer.convert_tokens_to_ids(x) for x in "AB")
 
-    def next_token_logprobs(input_ids, where):
-        out = torch.full((where.shape[1], len(tokenizer)), -5.0)
-        for i, (row, column) in enumerate(where.T.tolist()):
-            words = tokenizer.convert_ids_to_tokens(input_ids[row, : column + 1].tolist())
-            assert words[-1] == "<|assistant|>"  # read where the letter comes next
-            cat_first = words[words.index("A]") + 1] == "cat"
-            out[i, a], out[i, b] = math.log(0.4 if cat_first else 0.025), math.log(0.05)
-        return out
+    def logprobs_of(text):
+        assert text.endswith("<|assistant|>")  # read where the letter comes next
+        return math.log(0.4 if "A] cat" in text else 0.025), math.log(0.05)
 
-    fake = types.SimpleNamespace(next_token_logprobs=next_token_logprobs)
-    got = pairwise.preferences(
-        fake, tokenizer, [(PROMPT, "cat cat", "ant"), (PROMPT, "ant", "cat cat")], size, "cpu"
-    )
+    pairs = [(PROMPT, "cat cat", "ant"), (PROMPT, "ant", "cat cat")]
+    got = pairwise.preferences(fake(tokenizer, logprobs_of), tokenizer, pairs, size)
     assert got == pytest.approx([math.log(3.5), -math.log(3.5)], abs=1e-5)
 
 
 def test_preferences_stay_finite_when_the_model_is_certain(tokenizer):
-    letters = [tokenizer.convert_tokens_to_ids(x) for x in "AB"]
-
-    def next_token_logprobs(input_ids, where):
-        out = torch.full((where.shape[1], len(tokenizer)), -1e4)
-        for i, (row, column) in enumerate(where.T.tolist()):
-            words = tokenizer.convert_ids_to_tokens(input_ids[row, : column + 1].tolist())
-            out[i, letters[words[words.index("A]") + 1] != "cat"]] = 0.0
-        return out
-
-    fake = types.SimpleNamespace(next_token_logprobs=next_token_logprobs)
-    (value,) = pairwise.preferences(fake, tokenizer, [(PROMPT, "cat", "ant")], 4, "cpu")
+    certain = fake(tokenizer, lambda text: (0.0, -1e4) if "A] cat" in text else (-1e4, 0.0))
+    (value,) = pairwise.preferences(certain, tokenizer, [(PROMPT, "cat", "ant")], 4)
     assert math.isfinite(value) and value > 20
-    assert pairwise.preferences(fake, tokenizer, [], 4, "cpu") == []
+    assert pairwise.preferences(certain, tokenizer, [], 4) == []
 
 
 # -- chat templates that write more around an answer than its text ------------------------------------
@@ -267,15 +281,8 @@ def test_the_letter_follows_the_opening_of_an_answer_whatever_the_template_write
         ids = pairwise.document(words, PROMPT, "x", "y", letter).ids.tolist()
         assert ids == [*data.prompt_ids(words, question), words.convert_tokens_to_ids(letter)]
 
-    def next_token_logprobs(input_ids, where):
-        out = torch.full((where.shape[1], len(words)), -20.0)
-        for i, (row, column) in enumerate(where.T.tolist()):
-            first = "A] x" in words.decode(input_ids[row, : column + 1])
-            out[i, words.convert_tokens_to_ids("A" if first else "B")] = 0.0
-        return out
-
-    fake = types.SimpleNamespace(next_token_logprobs=next_token_logprobs)
-    (value,) = pairwise.preferences(fake, words, [(PROMPT, "x", "y")], 4, "cpu")
+    model = fake(words, lambda text: (0.0, -20.0) if "A] x" in text else (-20.0, 0.0))
+    (value,) = pairwise.preferences(model, words, [(PROMPT, "x", "y")], 4)
     assert value > 10
 
 
@@ -284,5 +291,69 @@ def test_texts_longer_than_the_positions_of_the_model_are_an_error():
     fake = types.SimpleNamespace(config=config)
     with pytest.raises(ValueError, match="the model has 9 positions"):
         pairwise.preferences(
-            fake, tiny.tokenizer(), [([{"role": "user", "content": "copy ant"}], "ant", "cat")], 4, "cpu"
+            fake, tiny.tokenizer(), [([{"role": "user", "content": "copy ant"}], "ant", "cat")], 4
         )
+
+
+# -- a run -----------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    small = make_small(tmp_path_factory.mktemp("small"))
+    options = {k: v for k, v in small.options.items() if k not in ("length_prompts", "max_new_tokens")}
+    return types.SimpleNamespace(folder=small.folder, options={**options, "max_length": 96})
+
+
+def test_a_run_is_a_causal_lm_with_differences_in_its_samples(small, tmp_path):
+    succeeds(run("common.train_pairwise", small, tmp_path, lr=3e-3, plots=True))
+    assert read_json(tmp_path / "args.json")["stage"] == "train_pairwise"
+    model, words = (x.from_pretrained(tmp_path / "model") for x in (AutoModelForCausalLM, AutoTokenizer))
+    start, saved = tiny.model(0).state_dict(), model.state_dict()
+    assert set(start) == set(saved) and not [name for name in start if torch.equal(start[name], saved[name])]
+    assert model.config.preference_model and models.is_preference_model(str(tmp_path))
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    apart = [d for sample in samples for d in sample["differences"]]
+    assert len(apart) == HELD_OUT and "score" not in samples[0]["responses"][0]
+    accuracy = sum((d > 0) + (d == 0) / 2 for d in apart) / HELD_OUT
+    assert column(tmp_path, "eval/accuracy")[-1] == accuracy and len(column(tmp_path, "eval/nll")) == 4
+    assert len(column(tmp_path, "baseline/length_accuracy")) == 1
+    letters = [words.convert_tokens_to_ids(x) for x in "AB"]
+    for sample in samples[:5]:
+        texts, prompt, p = [r["text"] for r in sample["responses"]], sample["prompt"][0]["content"], []
+        for a, b in (texts, texts[::-1]):
+            text = f"[CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}"
+            x = torch.tensor([data.prompt_ids(words, [{"role": "user", "content": text}])])
+            p.append(torch.softmax(model(input_ids=x).logits[0, -1, letters], -1)[0].item())
+        mean = (p[0] + 1 - p[1]) / 2
+        assert sample["differences"] == [pytest.approx(math.log(mean / (1 - mean)), abs=1e-4)]
+    assert (tmp_path / "scores.png").exists() and (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bits(small, tmp_path):
+    succeeds(run("common.train_pairwise", small, tmp_path / "whole"))
+    assert run("common.train_pairwise", small, tmp_path / "killed", moment="row 5").code == -9
+    succeeds(run("common.train_pairwise", small, tmp_path / "killed", "--resume"))
+    assert_same_result(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"model": "reward model"}, ["reward model", "causal"]),
+        ({"max_length": 12}, ["12 tokens", "--max-length"]),
+        ({"max_length": 256}, ["--max-length 256", "128 positions"]),
+        ({"margin": "small"}, ["--margin"]),
+        ({"batch_size": 0}, ["--batch-size 0"]),
+    ],
+    ids=named,
+)
+def test_bad_input_is_one_line_that_says_what_and_where(small, tokenizer, tmp_path, options, words):
+    for part in (models.load_scorer("tiny", tokenizer, 1), tokenizer) if "model" in options else ():
+        part.save_pretrained(tmp_path / "reward model")
+    assert_error(run("common.train_pairwise", small, tmp_path / "run", cwd=tmp_path, **options), *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_recipes_have_the_papers_numbers():
+    args = parse(train_pairwise.RECIPES, ["rlhf_workflow"])
+    assert (args.lr, args.batch_size, args.max_length, args.epochs) == (5e-6, 128, 3072, 1.0)
+    assert list(train_pairwise.RECIPES) == ["tiny", "base", "rlhf_workflow"]
