@@ -444,10 +444,6 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
 
 
 def test_a_pair_in_words_that_the_tokenizer_does_not_know_is_refused(tokenizer):
-    strange = {
-        "prompt": "please tell me what the capital of france is",
-        "chosen": "paris",
-        "rejected": "rome",
-    }
+    strange = pair("please tell me what the capital of france is", "paris", "rome")
     with pytest.raises(ValueError, match="knows few of its words: is it the right --model"):
         comparisons._comparison(Row("f:1", strange), tokenizer, 64, 0.0)
