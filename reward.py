@@ -57,8 +57,6 @@ class Args:
     # the loss
     margin: Literal["none", "small", "large"] = "none"
     """Llama 2's m in the loss, up to 1 or 3: by the column rating, else margin as it is, else by scores."""
-    safety_threshold: float = 0.15
-    """ppo.py's: gate/precision and gate/recall are those of P(safe) below it."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
@@ -87,6 +85,8 @@ class Args:
     # evaluation
     eval_every: int = 250
     """Steps between held-out accuracies; 0: only before and after training."""
+    safety_threshold: float = 0.15
+    """ppo.py's: gate/precision and gate/recall are those of P(safe) below it."""
     sft_model: str | None = None
     """A causal LM for baseline and samples. None: runs/sft for the model tiny, else --model, if it is one."""
     length_prompts: int = 50

@@ -42,11 +42,11 @@ from common import (
     models,
     pairwise,
     pool,
-    scorers,
     tiny,
+    train_pairwise,
 )
-from common.batches import Row, make_blocks, response_mask
-from common.errors import InputError
+from common.batches import Row, make_blocks, of_each_comparison, response_mask
+from common.errors import InputError, NotFinite
 from common.sampler import sample
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
@@ -69,7 +69,7 @@ SCORER_RUN = {
     "max_steps": 6,
     "lr": 1e-4,
 }
-SCORER_RUN |= {"save_every": 3, "eval_every": 4, "length_prompts": 3, "max_new_tokens": 6, "compare_with": ""}
+SCORER_RUN |= {"save_every": 3, "eval_every": 4, "length_prompts": 3, "max_new_tokens": 6}
 
 
 def scorer_options(folder, script=reward):
@@ -280,46 +280,60 @@ def steps_of(comparisons, update):
     return out
 
 
-def reward_steps(folder, model=None, **options):
+def reward_steps(folder, model=None, margin="none", **options):
     """[loss, accuracy, gradient norm] of each step."""
     args = reward.Args(max_length=64, micro_batch_size=2, **options)
-    model, optimizer = (policy() if args.kind == "pairwise" else scorer(1)) if model is None else model
-    more = (TOKENIZER, args, CPU, 8.0)
-    return steps_of(pairs(folder), lambda some, step: reward.update(model, optimizer, some, *more, step))
+    model, optimizer = model or scorer(1)
+    loaded = comparisons.with_margins(pairs(folder), margin)
+    return steps_of(loaded, lambda batch, step: reward.update(model, optimizer, batch, args))
 
 
-def advantage_steps(folder, **options):
+def pairwise_steps(folder):
+    """The same of train_pairwise.py."""
+    args = train_pairwise.Args(max_length=64, micro_batch_size=2)
+    model, optimizer = policy()
+
+    def update(batch, step):
+        return train_pairwise.update(model, optimizer, pairwise.documents(batch, TOKENIZER, step), args)
+
+    return steps_of(pairs(folder), update)
+
+
+def advantage_steps(folder, n_samples=0):
     """[loss, squared error of e, accuracy, gradient norm] of each step."""
-    args = advantage_model.Args(micro_batch_size=2, n_others=1, **options)
-    (model, optimizer), more = scorer(2), (TOKENIZER.pad_token_id, args, CPU)
-    some = pairs(folder, args.expected_reward_samples)
-    return steps_of(some, lambda some, step: advantage_model.update(model, optimizer, some, *more))
+    args = advantage_model.Args(micro_batch_size=2, n_others=1)
+    model, optimizer = scorer(2)
+    loaded = pairs(folder, n_samples)
+    return steps_of(loaded, lambda batch, step: advantage_model.update(model, optimizer, batch, args))
 
 
 KINDS = {  # names of cases and of what is compared
     "reward": lambda folder: reward_steps(folder),
     "reward_margin": lambda folder: reward_steps(folder, margin="small"),
     "reward_rows": lambda folder: reward_steps(folder, share_prompt=False),
-    "reward_pairwise": lambda folder: reward_steps(folder, kind="pairwise"),
+    "pairwise": lambda folder: pairwise_steps(folder),
     "advantage": lambda folder: advantage_steps(folder),
-    "advantage_samples": lambda folder: advantage_steps(folder, expected_reward_samples=2),
+    "advantage_samples": lambda folder: advantage_steps(folder, n_samples=2),
 }
 
 
 def answers(folder):
     """What models say of held-out comparisons, of which there are 7."""
-    some, ask = pairs(folder)[:7], (TOKENIZER.pad_token_id, 2, CPU)
-    args = reward.Args(micro_batch_size=2), advantage_model.Args(micro_batch_size=2)
-    llm, texts = policy()[0], [(c.prompt, *c.texts[:2]) for c in some]
-    e = advantage_model.outputs_of(scorer(2)[0], some, ask[0], args[1], CPU)
+    loaded, args, llm = pairs(folder)[:7], reward.Args(micro_batch_size=2), policy()[0]
+    texts = [(c.prompt, *c.texts[:2]) for c in loaded]
+
+    def outputs(model, batch):
+        rewards, expected = models.rewards_and_expected(model, batch)
+        return [[*x.tolist(), e] for x, e in zip(rewards.split(batch.sizes), expected.tolist())]
+
     return {
-        "scores": reward.scores_of(scorer(1)[0], some, TOKENIZER, args[0], CPU),
-        "one_score": reward.scores_of(scorer(1)[0], some[:1], TOKENIZER, args[0], CPU),
-        "outputs": [[*rewards, e] for rewards, e in e],
-        "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, some, *ask)],
-        "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, some[:1], *ask)],
-        "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2, CPU),
-        "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2, CPU),
+        "scores": evaluation.scores_of_each(scorer(1)[0], loaded, args),
+        "one_score": evaluation.scores_of_each(scorer(1)[0], loaded[:1], args),
+        "outputs": of_each_comparison(outputs, scorer(2)[0], loaded, 2, True),
+        "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded, 2)],
+        "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded[:1], 2)],
+        "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2),
+        "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2),
     }
 
 
@@ -617,15 +631,11 @@ def samples(folder):
     """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
     some, model = pairs(folder)[:5], policy()[0]
     options = {"n": 3, "max_new_tokens": 5, "seed": 4}
-    plain = scorers.sample
-    scorers.sample = echo
-    try:
+    with mock.patch.object(generate, "sample", echo):
         out = {
             "echo": evaluation.policy_samples(model, some, TOKENIZER, **options),
             "one": evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
         }
-    finally:
-        scorers.sample = plain
     out["real"] = evaluation.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
@@ -637,10 +647,10 @@ def saved_scorer(folder):
     model = descend_scorer(folder)
     dist.save_model(model, TOKENIZER, folder / "scorer of two")
     plain = AutoModelForSequenceClassification.from_pretrained(folder / "scorer of two")
-    some = pairs(folder)[:2]
-    got = reward.scores_of(model, some, TOKENIZER, reward.Args(micro_batch_size=2), CPU)
+    some, args = pairs(folder)[:2], reward.Args(micro_batch_size=2)
+    got = evaluation.scores_of_each(model, some, args)
     again, _ = scorer(1, folder / "scorer of two")
-    loaded = reward.scores_of(again, some, TOKENIZER, reward.Args(micro_batch_size=2), CPU)
+    loaded = evaluation.scores_of_each(again, some, args)
     share = sum(p.to_local().numel() for p in again.parameters()) / plain.num_parameters()
     out = {"same": same(plain.state_dict(), state(model)), "scores": got, "loaded": loaded, "share": share}
     return dist.gather([{**out, "head": str(model.score.weight.dtype)}])
@@ -665,21 +675,19 @@ def advantage_run(folder):
 
 @case
 def nan_in_a_scorer(folder):
-    plain, calls = losses.bradley_terry_loss, []
+    plain, calls = reward.bradley_terry_loss, []
 
     def poisoned(*args, **options):
         calls.append(1)
         loss, parts = plain(*args, **options)
         return (loss * float("nan") if len(calls) == 4 and dist.rank() == 1 else loss), parts
 
-    losses.bradley_terry_loss = poisoned
-    try:
-        reward.main(reward.Args(**scorer_options(folder), output_dir=str(folder / "reward nan")))
-        message = ""
-    except InputError as error:
-        message = str(error)
-    finally:
-        losses.bradley_terry_loss = plain
+    message = ""
+    with mock.patch.object(reward, "bradley_terry_loss", poisoned):
+        try:
+            reward.main(reward.Args(**scorer_options(folder), output_dir=str(folder / "reward nan")))
+        except NotFinite as error:
+            message = str(error)
     return dist.gather([message])
 
 

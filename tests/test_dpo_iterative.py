@@ -749,14 +749,13 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
 
 @pytest.fixture(scope="module")
 def pairwise_oracle(small, tmp_path_factory):
-    """A short run of reward.py."""
+    """A short run of train_pairwise.py."""
     folder = tmp_path_factory.mktemp("pairwise") / "run"
     write_rows(small.folder / "judged.jsonl", tiny.rows("preferences", "test")[:20])
-    options = {"model": small.folder / "base", "sft_model": small.folder / "first", "kind": "pairwise"}
-    options |= {"dataset": small.folder / "pairs.jsonl", "eval_dataset": small.folder / "judged.jsonl"}
-    options |= {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 4, "length_prompts": 2}
-    options |= {"max_new_tokens": 8, "save_every": 0, "eval_every": 0, "lr": 1e-2, "output_dir": folder}
-    succeeds(processes.script("reward", *flags(**options), cwd=small.folder, plots=False))
+    options = {"model": small.folder / "base", "dataset": small.folder / "pairs.jsonl", "lr": 1e-2}
+    options |= {"eval_dataset": small.folder / "judged.jsonl", "max_length": 64, "batch_size": 8}
+    options |= {"micro_batch_size": 8, "max_steps": 4, "save_every": 0, "eval_every": 0, "output_dir": folder}
+    succeeds(processes.script("common.train_pairwise", *flags(**options), cwd=small.folder, plots=False))
     return folder
 
 

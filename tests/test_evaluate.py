@@ -164,7 +164,7 @@ def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
     oracles = {name: scorers.for_tokens(oracle, TOKENIZER) for name in pairs}
     scores, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=0.0), CPU)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
-    odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8, CPU)
+    odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8)
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
     assert games[0, 1] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]

@@ -604,7 +604,7 @@ def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path)
 def test_what_is_written_of_a_preference_model_is_one(tmp_path):
     policy = dist.shard(models.load_policy("tiny", tiny.tokenizer()), torch.device("cpu"))
     for marked in (False, True):
-        if marked:  # as reward.py --kind pairwise marks it
+        if marked:  # as train_pairwise.py marks it
             policy.config.preference_model = True
         dist.save_model(policy, tiny.tokenizer(), tmp_path / "model")
         assert models.is_preference_model(str(tmp_path / "model")) is marked

@@ -656,8 +656,8 @@ def games(monkeypatch):
     """What the oracle was asked; it says BEATS in place of a model."""
     asked = []
 
-    def preferences(model, tokenizer, pairs, batch_size, device):
-        asked.append((model, tokenizer, list(pairs), batch_size, device))
+    def preferences(model, tokenizer, pairs, batch_size):
+        asked.append((model, tokenizer, list(pairs), batch_size))
         return [math.log(BEATS[a, b] / (1 - BEATS[a, b])) for _, a, b in pairs]
 
     monkeypatch.setattr(pairwise, "preferences", preferences)
@@ -674,8 +674,8 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(g
     texts = [(a, "ant"), (b, "bear"), (a, "cat"), (c, "goat"), (b, "eel"), (a, "dog")]
     got = scorers.score(ORACLE, [(prompt, response(text)) for prompt, text in texts], 3, CPU)
     assert got == pytest.approx([0.5, 0.25, 0.575, 0.5, 0.75, 0.425])
-    ((model, tokenizer, asked, batch_size, device),) = games  # in one call
-    assert (model, tokenizer, batch_size, device) == ("a model", TOKENIZER, 3, CPU)
+    ((model, tokenizer, asked, batch_size),) = games  # in one call
+    assert (model, tokenizer, batch_size) == ("a model", TOKENIZER, 3)
     assert [turns for turns, _, _ in asked] == [a.turns] * 3 + [b.turns]
     pairs = {frozenset(pair[1:]) for pair in asked}
     assert len(asked) == len(pairs) == 4 and frozenset(("ant", "goat")) not in pairs

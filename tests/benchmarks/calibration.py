@@ -64,7 +64,7 @@ def run(args, arm, regime, seed, folder):
         "save_every": 0,
         **options,
     }
-    options |= {"length_prompts": 0 if script == "reward" else 200, "compare_with": ""}
+    options["length_prompts"] = 0 if script == "reward" else 200
     if regime == "b":
         options |= {"dataset": f"{folder}/few.jsonl", "eval_dataset": "tiny", "epochs": args.epochs}
     module.main(module.Args(**options))

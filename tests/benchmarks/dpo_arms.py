@@ -41,8 +41,8 @@ class Args:
     advantage_model: str = "runs/advantage_model"
     biased: str = "runs/reward_biased"
     """Of reward.py --dataset tiny:length_bias=0.6."""
-    pairwise: str = "runs/reward_pairwise"
-    """Of reward.py --kind pairwise."""
+    pairwise: str = "runs/train_pairwise"
+    """Of python -m common.train_pairwise."""
     pairs: int = 1480
     """About as many as the recipe trains on in its three iterations."""
     folder: str = "runs/dpo_arms"
