@@ -327,7 +327,7 @@ def main(args: Args):
 
     fingerprint = [*versions.evaluate.fingerprint(), comparisons.fingerprint(held_out_pairs)]
     run.begin({}, {}, fingerprint)  # only now is an old run replaced
-    versions.begin("loss/dpo")
+    versions.begin()
     pool = Pool(run)
     references = References(run, tokenizer, pair_logprobs)
     held_out_pairs = references.add(held_out_pairs, reference)
@@ -385,6 +385,7 @@ def main(args: Args):
             run.log(
                 row, versions.step + step, iteration, shown=("loss/dpo", "reward/margin", "train/accuracy")
             )
+        model = optimizer = None  # before another model comes
 
     versions.finish(PLOTS, {"pool": len(pool.rows)})
 

@@ -8,9 +8,13 @@ arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples f
 fine-tunes a new version from the base model. The candidates of all earlier iterations stay in a pool, from
 which the best are taken: training on the last iteration's alone forgets (Llama 2, after its third version).
 
-Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever
-sampled), versions/ (each iteration's model and its samples), model/ (the last one), metrics.jsonl,
-samples.jsonl, curves.jsonl, plots, summary.json.
+What is trained on: of the pool's responses to each prompt that ended within max_new_tokens, hold words and no
+special token, equal ones counted once, the one with the highest score; with thresholds, all that reach them.
+
+Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever sampled),
+versions/ (each iteration's model, and its study: what it does on held-out prompts), model/ (the last one),
+metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being
+trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
 
     python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds in place of the best
@@ -18,9 +22,6 @@ samples.jsonl, curves.jsonl, plots, summary.json.
     python rejection_sampling.py --model SMALL --pool runs/rejection_sampling/pool.jsonl --n-samples 0 \\
         --iterations 1 --output-dir C                        distillation: a smaller model learns from the pool
     torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
-
-Differs from the paper: a response that did not end within max_new_tokens is never selected; of equal
-responses to a prompt one counts.
 """
 
 import math
@@ -31,10 +32,10 @@ from typing import Literal
 import torch
 
 from common import data, dist, evaluation, generate, metrics, models, scorers
-from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
+from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
-from common.pool import Pool, Versions, take
+from common.pool import Pool, Versions, answers, take
 from common.run import Run, launch
 
 
@@ -67,7 +68,7 @@ class Args:
     prompts_per_iteration: int | None = 500
     """Prompts of a round, fresh ones while there are any. None: all."""
     n_samples: int = 8
-    """K: responses to a prompt; 0: none, train on the pool of --pool alone (distillation into a smaller --model)."""
+    """K: responses to a prompt; 0: none, --model does the last iteration of --pool's run once more."""
     temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
     """Tried before each round on held-out prompts; the one with the highest expected best of K is used."""
     sweep_prompts: int = 64
@@ -149,9 +150,8 @@ def check(args):
 
 
 def select(rows, prompts, iteration, threshold, args):
-    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold.
-    Responses that did not end, hold a special token (the pool's `finished` says both) or have no words are
-    none; of equal ones to a prompt the first counts. No row if there is none such."""
+    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold. The pool's
+    `finished` says of a response that it ended and holds no special token."""
     candidates = {prompt.key: {} for prompt in prompts}  # prompt -> text -> row
     for row in rows:
         prompt, text = turns_key(row["prompt"]), row["response"].strip()
@@ -173,13 +173,6 @@ def why_none(rows, prompts, iteration, threshold, args) -> str:
         f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best has "
         f"{scores[-1]:.3g}, the median {scores[len(scores) // 2]:.3g}"
     )
-
-
-def document_of(row, prompt):
-    """The prompt with the ids that were sampled, of which every one is learnt."""
-    ids = torch.tensor(prompt.ids + row["response_ids"], dtype=torch.int32)
-    messages = [*prompt.turns, {"role": "assistant", "content": row["response"]}]
-    return Document(ids, torch.arange(len(ids)) >= len(prompt.ids), messages, prompt.row)
 
 
 def plan_steps(stages, iteration, args):
@@ -234,7 +227,7 @@ def main(args: Args):
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
-        generate.check_policy(name, tokenizer, args)
+        generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     also = []
     if args.sft_dataset:
@@ -251,15 +244,16 @@ def main(args: Args):
         models.check_packing(versions.load(policy if args.start_from == "last" else args.model))
 
     run.begin({}, {}, versions.evaluate.fingerprint())  # only now is an old run replaced
-    versions.begin("loss/nll", first=max((row["iteration"] for row in earlier), default=0))
     pool = Pool(run, earlier)
+    newest = max((row["iteration"] for row in pool.rows), default=0)
+    versions.begin(first=newest if args.n_samples else max(0, newest - 1))
 
     for iteration in versions.iterations(args.iterations):
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
-        n_prompts = args.prompts_per_iteration or len(prompts)
-        chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed)
         latest = versions.path(iteration - 1)
         if args.n_samples:
+            n_prompts = args.prompts_per_iteration or len(prompts)
+            chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed)
             temperature = versions.studies[iteration - 1]["temperature"]
             pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
         run.lap("sample")
@@ -283,8 +277,7 @@ def main(args: Args):
             run.log(row, versions.step, iteration)
 
         # 4. fine-tune a new version from the base model, or from the last one
-        by_key = {prompt.key: prompt for prompt in prompts}
-        stages = [[document_of(row, by_key[turns_key(row["prompt"])]) for row in rows] for rows in selected]
+        stages = [generate.documents(answers(rows, prompts)) for rows in selected]  # with the ids sampled
         generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
         for documents in stages:  # of the other rows as many, so that neither kind drowns the other
             order = torch.randperm(len(also), generator=generator).tolist()
@@ -307,9 +300,12 @@ def main(args: Args):
                 "perf/tokens_per_s": tokens / run.seconds(),
             }
             run.log(row, versions.step + step, iteration, shown=("loss/nll", "optim/grad_norm"))
+        model = optimizer = None  # before another model comes
 
-    kl_bound = metrics.best_of_n_kl(max(1, args.n_samples))  # nats, of the best of K from the policy
-    versions.finish(PLOTS, {"pool": len(pool.rows), "kl_bound": kl_bound})
+    summary = {"pool": len(pool.rows)}
+    if args.n_samples:
+        summary["kl_bound"] = metrics.best_of_n_kl(args.n_samples)  # nats, of the best of K from the policy
+    versions.finish(PLOTS, summary)
 
 
 RECIPES = {

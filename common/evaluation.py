@@ -435,14 +435,15 @@ class Sweep:
         return [prompt.key for prompt in self.prompts]
 
     def __call__(self, policy, version, studies) -> dict:
-        samples, curves = [], []
+        samples, curves, scored = [], [], []
         with dist.consolidated(policy):  # the weights are gathered once
             if self.prompts:
                 pairs = self.answer(policy, self.prompts, version, number=0)
-            start = 1 if self.prompts else 0
+            sweep = {"n": self.args.n_samples, "top_p": self.args.top_p}
             rounds = [
-                self.answer(policy, self.swept, version, start + i, self.args.n_samples, temperature)
-                for i, temperature in enumerate(self.args.temperatures if self.swept else ())
+                self.answer(policy, self.swept, version, number, temperature=temperature, **sweep)
+                for number, temperature in enumerate(self.args.temperatures, 1 if self.prompts else 0)
+                if self.swept
             ]
         if self.prompts:
             samples = [
@@ -453,38 +454,39 @@ class Sweep:
             ]
         for temperature, pairs in zip(self.args.temperatures, rounds):
             scores = torch.tensor(self.scores(pairs, policy.device)).view(-1, self.args.n_samples)
-            largest, median = metrics.best_of_n(scores)
-            ended = sum(response.finished for _, response in pairs) / len(pairs)
-            curve = {"temperature": temperature, "finished": ended, "max": largest, "median": median}
-            curves.append((curve, scores, pairs))
-        # A response that would not be selected counts, for the choice, as the worst of all
-        lowest = min((scores.min().item() for _, scores, _ in curves), default=0.0)
-        for curve, scores, pairs in curves:
             usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in pairs]
-            usable = torch.tensor(usable).view(scores.shape)
+            scored.append((scores, torch.tensor(usable).view(scores.shape)))
+            largest, median = metrics.best_of_n(scores)
+            curve = {
+                "policy": f"version {version}",
+                "scorer": self.scorer.version,
+                "temperature": temperature,
+            }
+            curve["finished"] = sum(response.finished for _, response in pairs) / len(pairs)
+            curves.append({**curve, "max": largest, "median": median})
+        # A response that would not be selected counts, for the choice, as the worst of all
+        lowest = min((scores.min().item() for scores, _ in scored), default=0.0)
+        for curve, (scores, usable) in zip(curves, scored):
             curve["best"] = metrics.best_of_n(torch.where(usable, scores, lowest))[0][-1]
-        curves = [curve for curve, _, _ in curves]
-        best = max(
-            curves, key=lambda curve: curve["best"], default={"temperature": self.args.temperatures[0]}
-        )
+        chosen = max(curves, key=lambda curve: curve["best"], default=None)
+        for curve in curves:
+            curve["chosen"] = curve is chosen
         return {
             "samples": samples,
             "curves": curves,
-            "temperature": best["temperature"],
+            "temperature": chosen["temperature"] if chosen else self.args.temperatures[0],
             "scorer": self.scorer.version,
         }
 
-    def answer(self, policy, prompts, version, number, n=1, temperature=1.0):
+    def answer(self, policy, prompts, version, number, **options):
         return generate.sample_pairs(
             policy,
             self.tokenizer,
             prompts,
-            n=n,
             max_new_tokens=self.args.max_new_tokens,
-            temperature=temperature,
-            top_p=self.args.top_p if n > 1 or prompts is self.swept else 1.0,
             slots=self.args.slots,
             seed=dist.seed_of(self.args.seed, "study", version, number),
+            **options,
         )
 
     def scores(self, pairs, device) -> list[float]:
@@ -496,7 +498,7 @@ class Sweep:
         study = studies[version]
         figures = metrics.means(study["samples"], FIGURES)
         for curve in study["curves"]:
-            if curve["temperature"] == study["temperature"]:
+            if curve["chosen"]:
                 figures["sweep/temperature"] = curve["temperature"]
                 figures["sweep/max"] = curve["max"][-1]
                 figures["sweep/median"] = curve["median"][-1]
@@ -601,11 +603,12 @@ def one_line(figures, keys) -> str:
 
 def selection_figures(rows, selected, iteration) -> dict[str, float]:
     """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
-    new, best = [row for row in rows if row["iteration"] == iteration], {}
+    new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
+    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
+    best = {}
     for row in new:
         key = turns_key(row["prompt"])
         best[key] = max(best.get(key, -math.inf), row["score"])
-    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
     if new:
         figures["pool/temperature"] = new[0]["temperature"]
         figures["pool/finished"] = sum(row["finished"] for row in new) / len(new)

@@ -28,8 +28,10 @@ from common.errors import InputError
 from common.metrics import write_json
 from common.run import skip
 
-
 # -- the pool --------------------------------------------------------------------------------------
+COLUMNS = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
+
+
 def key_of(row) -> str:
     """generate.Prompt.key of the prompt that a row answers."""
     return turns_key(row["prompt"])
@@ -39,24 +41,24 @@ def read(path) -> list[dict]:
     """The rows of a pool file, on every rank. Its last line may be cut, by a crash in the middle of a write:
     then it is left out, and this is said."""
     rows, lines = [], []
-    if dist.is_main():
-        lines = Path(path).read_text("utf-8", errors="replace").split("\n") if Path(path).is_file() else []
-    needed = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
+    if dist.is_main() and Path(path).is_file():
+        lines = Path(path).read_text("utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line) if line else None
-            if row is not None and any(key not in row for key in needed):
-                raise ValueError("it lacks a column of " + ", ".join(needed))
-            if row and not all(isinstance(i, int) for i in row["response_ids"]):
+            row = json.loads(line or "null")
+            if row is None:
+                continue
+            if any(key not in row for key in COLUMNS):
+                raise ValueError("it lacks a column of " + ", ".join(COLUMNS))
+            if not all(isinstance(i, int) for i in row["response_ids"]):
                 raise ValueError("response_ids are no integers")
-            if row and not all(isinstance(m["content"], str) and m["role"] for m in row["prompt"]):
+            if not all(isinstance(m["content"], str) and m["role"] for m in row["prompt"]):
                 raise ValueError("prompt is no list of messages")
+            rows.append(row)
         except (ValueError, TypeError, KeyError) as error:
             if number < len(lines):
                 raise InputError(f"{path}:{number}: no row of a pool ({error}); mend or drop it") from None
             print(f"{path}:{number}: the last line is cut, a crash's trace: left out")
-            continue
-        rows += [row] if row else []
     return dist.gather(rows)  # rank 0's
 
 
@@ -65,12 +67,11 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
     longer than max_length tokens with their prompt are left out, which is said."""
     if not Path(path).is_file():
         raise InputError(f"--pool {path}: there is no such file")
-    rows, keys, n_changed = read(path), {prompt.key for prompt in prompts}, 0
-    n_strange = sum(key_of(row) not in keys for row in rows)
+    rows, n_changed = read(path), 0
+    room = {prompt.key: max_length - len(prompt.ids) for prompt in prompts}
+    n_strange = sum(key_of(row) not in room for row in rows)
     if n_strange == len(rows):
         raise InputError(f"--pool {path}: none of its {len(rows)} rows answers a prompt of --dataset")
-    if n_strange and dist.is_main():
-        print(f"{path}: {n_strange:,} of {len(rows):,} rows answer prompts not in --dataset: not used")
     for row in rows:
         if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
             try:
@@ -79,12 +80,14 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
                 raise InputError(f"--pool {path}: {row['response'][:60]!r}: {error}; drop the row") from None
             row["response_ids"] = ids if row["finished"] else ids[:-1]
             n_changed += 1
-    if n_changed and dist.is_main():
-        print(f"{path}: {n_changed:,} responses were written in other tokens, encoded anew")
-    room = {prompt.key: max_length - len(prompt.ids) for prompt in prompts}
     fits = [row for row in rows if len(row["response_ids"]) <= room.get(key_of(row), math.inf)]
-    if len(fits) < len(rows) and dist.is_main():
-        print(f"{path}: {len(rows) - len(fits):,} responses are too long for --max-length: not used")
+    for n, what in (
+        (n_strange, "rows answer prompts that are not in --dataset: not used"),
+        (n_changed, "responses were written in other tokens: encoded anew"),
+        (len(rows) - len(fits), "responses are too long for --max-length: left out"),
+    ):
+        if n and dist.is_main():
+            print(f"{path}: {n:,} of {len(rows):,} {what}")
     return fits
 
 
@@ -93,6 +96,7 @@ class Pool:
     pool.jsonl, to which they are appended chunk by chunk."""
 
     def __init__(self, run, rows=()):
+        """rows: those of an earlier run; a run that is gone on with has its own."""
         self.args, self.device, self.path = run.args, run.device, f"{run.folder}/pool.jsonl"
         self.rows = read(self.path) if run.resumed else list(rows)
         self.write()
@@ -102,9 +106,6 @@ class Pool:
         if dist.is_main():
             metrics.write_jsonl(self.path, self.rows)
         dist.barrier()
-
-    def of_iteration(self, iteration) -> list[dict]:
-        return [row for row in self.rows if row["iteration"] == iteration]
 
     def sample(self, samplers, prompts, iteration, versions):
         """Responses to each prompt, from each of the samplers [(model name, temperature, number of responses)],
@@ -127,7 +128,7 @@ class Pool:
                         slots=args.slots,
                         seed=dist.seed_of(args.seed, "sample", iteration, number),
                     )
-                    self.append(
+                    rows = [
                         {
                             "prompt": prompt.turns,
                             "response": response.text,
@@ -141,28 +142,25 @@ class Pool:
                             "scorer": None,
                         }
                         for prompt, response in pairs
-                    )
-
-    def append(self, rows):
-        rows = list(rows)
-        self.rows += rows
-        if dist.is_main():
-            metrics.append_jsonl(self.path, rows)
+                    ]
+                    self.rows.extend(rows)
+                    if dist.is_main():
+                        metrics.append_jsonl(self.path, rows)
 
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does not
         hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left out:
         a chunk is sampled whole."""
-        size, held = self.args.chunk_prompts, collections.defaultdict(list)
-        for row in self.of_iteration(iteration):
-            held[row["chunk"]].append((key_of(row), row["temperature"]))
+        size, counts = self.args.chunk_prompts, collections.defaultdict(collections.Counter)
+        for row in self.rows:
+            if row["iteration"] == iteration:
+                counts[row["chunk"]][key_of(row), row["temperature"]] += 1
         starts, whole, missing = range(0, len(prompts), size), set(), []
         for place, (_, temperature, n) in enumerate(samplers):
             missing.append([])
             for number, start in enumerate(starts, place * len(starts)):
                 chunk = prompts[start : start + size]
-                wanted = collections.Counter({(prompt.key, temperature): n for prompt in chunk})
-                if collections.Counter(held[number]) == wanted:
+                if counts[number] == {(prompt.key, temperature): n for prompt in chunk}:
                     whole.add(number)
                 else:
                     missing[-1].append((number, chunk))
@@ -175,20 +173,26 @@ class Pool:
     def score(self, scorer, prompts):
         """Score, with the current scorer, the rows that another one scored or none has: scores of different
         reward models cannot be compared. The file is replaced whole."""
-        by_key = {prompt.key: prompt for prompt in prompts}
-        old = [r for r in self.rows if r["scorer"] != scorer.version and key_of(r) in by_key]
+        keys = {prompt.key for prompt in prompts}
+        old = [row for row in self.rows if row["scorer"] != scorer.version and key_of(row) in keys]
         if not old:
             return
-        n_before = sum(r["scorer"] is not None for r in old)
+        n_before = sum(row["scorer"] is not None for row in old)
         if n_before and dist.is_main():
             print(f"pool: {n_before:,} responses that another scorer scored are scored again")
-        pairs = [
-            (by_key[key_of(r)], generate.Response(r["response_ids"], r["response"], r["finished"]))
-            for r in old
-        ]
-        for row, score in zip(old, scorers.score(scorer, pairs, self.args.score_batch_size, self.device)):
+        scores = scorers.score(scorer, answers(old, prompts), self.args.score_batch_size, self.device)
+        for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
         self.write()
+
+
+def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
+    """The (prompt, response) that each row is of; all of them answer one of the prompts."""
+    by_key = {prompt.key: prompt for prompt in prompts}
+    return [
+        (by_key[key_of(row)], generate.Response(row["response_ids"], row["response"], row["finished"]))
+        for row in rows
+    ]
 
 
 # -- pairs and their reference -------------------------------------------------------------------------
@@ -263,23 +267,45 @@ def pair_key(pair) -> str:
 # -- the versions -----------------------------------------------------------------------------------
 class Versions:
     """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json its
-    study, what it was found to do. Version `first` is the model that all began from. What a resumed run does
-    again is decided here: a version that is there is not trained again, a study that is there not made again.
+    study, what `evaluate` found that it does. Version `first` is the model that all began from.
 
-    step: the optimiser steps so far."""
+    What a resumed run does again is decided here: a version that is there is not trained again, a study that is
+    there not made again, and the last checkpoint holds the policy, its optimiser and, as JSON, {"iteration":
+    the version that is trained, "step": of its steps, "first_step": all steps before, "logged_rows"}.
+
+    evaluate: an object of evaluation.py. step: the optimiser steps of all versions so far."""
 
     def __init__(self, run, tokenizer, start: str):
         """start: the name of the model that is the first version."""
         self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
         self.folder, self.loaded, self.policy = run.folder / "versions", None, None
 
-    def begin(self, loss: str, first: int = 0):
-        """After run.begin. loss: the key of metrics.jsonl that an optimiser step has, by which a resumed run
-        knows it. first: the number of the first version, unless a resumed run has another."""
+    def begin(self, first: int = 0):
+        """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
+        number of the first version; a resumed run has one already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.studies, self.made = versions_of(self.run)
+        studies, made, rows = {}, [], []
+        if dist.is_main():
+            studies = {int(path.stem): json.loads(path.read_text()) for path in self.folder.glob("*.json")}
+            made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            rows = metrics.read_jsonl(self.run.folder / "metrics.jsonl")
+        studies, self.made, rows = dist.gather([(studies, made, rows)])[0]  # as rank 0 sees them
+        self.studies = dict(sorted(studies.items()))
         self.first = min(self.studies, default=first)
-        self.run.metrics, self.step = resume_log(self.run, self.studies, self.made, loss)
+        newest = max([*studies, *self.made], default=-1)
+        kept = [  # of a version that is there but not studied all but a study's row
+            row
+            for row in rows
+            if row["iteration"] < newest
+            or row["iteration"] == newest
+            and (newest in studies or row.keys() & {"optim/lr", "pool/score"})
+        ]
+        self.step = kept[-1]["step"] if kept else 0
+        saved = dist.checkpoint_state(self.run.checkpoint)
+        if saved.get("iteration") == newest + 1:
+            kept = rows[: saved["logged_rows"]]
+            self.step = saved["first_step"]
+        self.run.metrics = metrics.Metrics(self.run.folder, keep_rows=len(kept))
 
     def iterations(self, n: int):
         """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the version
@@ -295,7 +321,8 @@ class Versions:
         return self.start if version == self.first else str(self.folder / str(version))
 
     def load(self, name: str):
-        """The policy of this name, sharded. The one that was loaded before it is let go first."""
+        """The policy of this name, sharded. The one that was loaded before it is let go first; who calls this
+        must hold it no more."""
         if self.loaded != name:
             self.release()
             policy = models.load_policy(
@@ -309,21 +336,19 @@ class Versions:
         self.loaded = self.policy = None
         gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
 
-    def study(self, version: int) -> dict:
-        """What self.evaluate(policy, version, studies) says of a version, written to versions/N.json; its
-        figures are logged and printed."""
+    def study(self, version: int):
+        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures are
+        logged and printed."""
         if version not in self.studies:
             policy = self.load(self.path(version))
             if version == self.last:
                 self.run.round_weights(policy)  # its figures are those of what is exported
-            self.studies[version] = self.evaluate(policy, version, self.studies)
+            self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
             self.run.log(self.evaluate.figures(self.studies, version), self.step, version)
-            self.studies[version].update(step=self.step, logged_rows=self.run.metrics.n_rows)
             if dist.is_main():
                 write_json(self.folder / f"{version}.json", self.studies[version])
         if dist.is_main():
             print(f"version {version}: {self.evaluate.line(self.studies, version)}")
-        return self.studies[version]
 
     def began_training(self, version: int) -> bool:
         """Whether the last checkpoint is of this version: then what led to it is logged already."""
@@ -338,10 +363,11 @@ class Versions:
         if self.began_training(version):
             run.state = dist.load_checkpoint(run.checkpoint, run.modules)
         yield from run.steps(n_steps)
-        self.step = run.state["first_step"] + n_steps
+        self.step += n_steps
         dist.save_model(self.policy, self.tokenizer, self.path(version))
         self.loaded = self.path(version)
         self.made.append(version)
+        run.modules = {}  # the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:
         """run.skip for an iteration that gives nothing to learn from: its version is the one before."""
@@ -354,72 +380,30 @@ class Versions:
         self.study(self.last)
         self.release()
         if dist.is_main():
-            save_last(self.args, self.last, run.dtype)
+            save_last(folder, self.last, run.dtype)
             rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
             metrics.write_jsonl(folder / "samples.jsonl", rows)
-            curves = [
-                {
-                    "policy": f"version {v}",
-                    "scorer": study["scorer"],
-                    "chosen": curve["temperature"] == study["temperature"],
-                    **curve,
-                }
-                for v, study in self.studies.items()
-                for curve in study.get("curves", ())
-            ]
+            curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
             if curves:
                 metrics.write_jsonl(folder / "curves.jsonl", curves)
             for plot in plots:
                 plot(folder)
-            figures = {str(v): self.evaluate.figures(self.studies, v) for v in self.studies}
-            same = evaluation.comparable(self.studies, self.last)
-            categories = []
-            if self.first in same:
-                categories = metrics.regressions(same[self.first], same[self.last])
-                metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
             metrics.print_results({}, {}, (), [row for row in rows if row["version"] == self.last])
-            write_json(
-                folder / "summary.json",
-                {**summary, "steps": self.step, "versions": figures, "categories": categories},
-            )  # last
+            figures = {str(v): self.evaluate.figures(self.studies, v) for v in self.studies}
+            summary = {**summary, "steps": self.step, "versions": figures, "categories": []}
+            same = evaluation.comparable(self.studies, self.last)
+            if self.first in same:
+                summary["categories"] = metrics.regressions(same[self.first], same[self.last])
+                metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
+            write_json(folder / "summary.json", summary)  # last
             models.report_export(folder / "model", self.args.model, self.args.seed)
         dist.barrier()
 
 
-def versions_of(run) -> tuple[dict[int, dict], list[int]]:
-    """({version: its .json} of a run that is gone on with, the versions that are there as models), as rank 0
-    sees them."""
-    studies, made = [], []
-    for path in (run.folder / "versions").glob("*") if run.resumed and dist.is_main() else ():
-        if path.suffix == ".json" and path.stem.isdigit():
-            studies.append((int(path.stem), json.loads(path.read_text())))
-        elif path.name.isdigit():
-            made.append(int(path.name))
-    return dict(sorted(dist.gather(studies))), sorted(dist.gather(made))
-
-
-def resume_log(run, studies, made, loss):
-    """(metrics log without the rows of what has to be done again, optimiser steps taken before the iteration
-    to go on with). loss: the key that a row of an optimiser step has; of an iteration that was skipped there
-    is the row of its pool alone."""
-    newest = max([*studies, *made], default=-1)
-    saved = dist.checkpoint_state(run.checkpoint)
-    rows, keep, step = metrics.read_jsonl(run.folder / "metrics.jsonl") if dist.is_main() else [], 0, 0
-    if saved and saved["iteration"] == newest + 1:
-        keep, step = saved["logged_rows"], saved["first_step"]
-    elif newest in studies:
-        keep, step = studies[newest]["logged_rows"], studies[newest]["step"]
-    elif made:  # trained and written, but not studied
-        kept = [(i + 1, r["step"]) for i, r in enumerate(rows) if r.keys() & {loss, "pool/score"}]
-        keep, step = dist.gather(kept)[-1]
-    return metrics.Metrics(run.folder, keep_rows=keep), step
-
-
-def save_last(args, version, dtype):
+def save_last(folder, version, dtype):
     """model/ becomes versions/VERSION in `dtype`, whole or not at all; on rank 0. In float32, which versions
     have, its files are hard links where the disk has such."""
-    final, temporary = Path(args.output_dir, "model"), Path(args.output_dir, "model.tmp")
-    source = Path(args.output_dir, "versions", str(version))
+    source, temporary, final = folder / "versions" / str(version), folder / "model.tmp", folder / "model"
     shutil.rmtree(temporary, ignore_errors=True)
     if dtype == torch.float32:
         try:
