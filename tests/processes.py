@@ -282,21 +282,22 @@ def _arrange(moment, script):
             lambda self, path, **_: (f"versions/{n}.tmp" if n else "model.tmp") in str(path),
         )
     elif what == "summary":
-        before(run, "write_json", lambda path, value: str(path).endswith("summary.json"))
+        for module in (run, pool):
+            before(module, "write_json", lambda path, value: str(path).endswith("summary.json"))
     elif what == "pool":
         appends = itertools.count(1)
         name = lambda file: os.readlink(f"/proc/self/fd/{file}")
         after(os, "fsync", lambda file: name(file).endswith("/pool.jsonl") and next(appends) == int(n))
     elif what == "scored":
-        scored = lambda rows: any(row["iteration"] == int(n) and row["scorer"] for row in rows)
-        before(pool, "write", lambda path, rows: scored(rows))
+        scored = lambda pool: any(row["iteration"] == int(n) and row["scorer"] for row in pool.rows)
+        before(pool.Pool, "write", scored)
     elif what == "pairs":
         made = lambda path, rows: str(path).endswith("pairs.jsonl") and rows[-1]["iteration"] == int(n)
         after(metrics, "write_jsonl", made)
     elif what == "version":
         after(dist, "save_model", lambda model, tokenizer, path, *_: path.endswith(f"versions/{n}"))
     elif what == "studied":
-        before(script, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
+        before(pool, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
     elif what == "model":
         before(Path, "rename", lambda self, target: self.name == "model.tmp")
     elif what == "nan":

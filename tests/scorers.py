@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common import comparisons, data, dist, generate, models, scorers, tiny
+from common import comparisons, data, dist, evaluation, generate, models, scorers, tiny
 from common.batches import Document, Row
 from common.metrics import read_jsonl
 
@@ -296,13 +296,17 @@ def in_bfloat16(source, folder):
 
 def assert_only_the_last_version_is_rounded(script, args, monkeypatch):
     """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
-    rounded, study, folder = [], script.study, Path(args.output_dir)
+    rounded, folder = [], Path(args.output_dir)
 
-    def noted_study(model, *rest):
-        rounded.append(all(torch.equal(p, p.bfloat16().float()) for p in model.parameters()))
-        return study(model, *rest)
+    def noted(study):
+        def call(self, policy, *more):
+            rounded.append(all(torch.equal(p, p.bfloat16().float()) for p in policy.parameters()))
+            return study(self, policy, *more)
 
-    monkeypatch.setattr(script, "study", noted_study)
+        return call
+
+    for kind in (evaluation.Sweep, evaluation.Answers):
+        monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     script.main(args)
     assert rounded == [True, False, True]  # the source, what version 2 starts from, what is exported
     files = [folder / name / "model.safetensors" for name in ("versions/1", "versions/2", "model")]
@@ -311,7 +315,7 @@ def assert_only_the_last_version_is_rounded(script, args, monkeypatch):
     assert all(torch.equal(final[name], two[name].bfloat16()) for name in two) and set(final) == set(two)
 
 
-VERSIONS_CLOCK = {"time_s", "perf/sample_s", "perf/score_s", "perf/tokens_per_s", "perf/pairs_per_s"}
+VERSIONS_CLOCK = {"time_s", "time/sample_s", "time/score_s", "perf/tokens_per_s", "perf/pairs_per_s"}
 
 
 def question(r):

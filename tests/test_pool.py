@@ -1,4 +1,4 @@
-"""common/pool.py: its file, what is sampled again, and scores."""
+"""common/pool.py: the pool's file, an earlier run's pool, what is sampled again, scores, and the last version."""
 
 import json
 import math
@@ -9,54 +9,44 @@ import pytest
 import torch
 from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import dist, metrics, pool, scorers
+from common import dist, metrics, models, pool, scorers
 from common.errors import InputError
 from common.metrics import read_jsonl
 
 MANY = [prompt(f"copy {word}", i) for i, word in enumerate("ant bear cat dog eel fox goat".split())]
 
 
-def make_args(**options):
-    return SimpleNamespace(**{"score_batch_size": 64, **options})
+def pool_of(folder, rows, **options):
+    """A run's pool that holds these rows."""
+    args = SimpleNamespace(**{"score_batch_size": 64, "chunk_prompts": 3, **options})
+    return pool.Pool(SimpleNamespace(args=args, device=CPU, folder=folder, resumed=False), rows)
 
 
 # -- chunks ------------------------------------------------------------------------------
-def chunks(folder, held, iteration=1, n=7):
-    args = make_args(output_dir=str(folder), chunk_prompts=3)
-    (found,) = pool.chunks_to_sample(held, MANY[:n], iteration, args, [(None, 2)])
-    return found
-
-
 def test_whole_chunks_are_not_sampled_again_and_a_part_of_one_is_dropped(tmp_path):
     whole = [row(p, str(k), chunk=0) for p in MANY[:3] for k in range(2)]
     part = [row(p, str(k), chunk=1) for p in MANY[3:5] for k in range(2)]
     earlier = [row(MANY[0], "of another iteration", iteration=0, chunk=1)]
-    held = [*earlier, *whole, *part]
-    assert chunks(tmp_path, held) == [(1, MANY[3:6]), (2, MANY[6:7])]  # the last chunk is a short one
-    assert held == [*earlier, *whole] == read_jsonl(tmp_path / "pool.jsonl")
-    assert chunks(tmp_path, held, iteration=2) == [(0, MANY[:3]), (1, MANY[3:6]), (2, MANY[6:7])]
-    assert held == [*earlier, *whole]
+    held, samplers = pool_of(tmp_path, [*earlier, *whole, *part]), [("m", 1.0, 2)]
+    assert held.missing(samplers, MANY, 1) == [[(1, MANY[3:6]), (2, MANY[6:7])]]  # the last is a short one
+    assert held.rows == [*earlier, *whole] == read_jsonl(tmp_path / "pool.jsonl")
+    assert held.missing(samplers, MANY, 2) == [[(0, MANY[:3]), (1, MANY[3:6]), (2, MANY[6:7])]]
+    assert held.rows == [*earlier, *whole]
 
 
-def test_of_a_whole_iteration_nothing_is_sampled_or_written(tmp_path):
-    held = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY[:7]) for k in range(2)]
-    assert chunks(tmp_path, held) == [] and len(held) == 14 and not list(tmp_path.iterdir())
-
-
-def test_a_plan_of_several_temperatures_has_chunks_of_its_own(tmp_path):
-    """Chunks 0 to 2 are of the first temperature, 3 to 5 of the second."""
-    args, plan = make_args(output_dir=str(tmp_path), chunk_prompts=3), [(1.0, 2), (0.5, 1)]
-    held = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY[:7]) for k in range(2)]
-    held += [{**row(p, "x", chunk=4), "temperature": 0.5} for p in MANY[3:6]]
-    first, second = pool.chunks_to_sample(held, MANY[:7], 1, args, plan)
-    assert first == [] and second == [(3, MANY[:3]), (5, MANY[6:7])] and len(held) == 17
-    # Under another plan, other temperatures or sizes of chunks, none of the old rows stays beside new ones
-    found = pool.chunks_to_sample(held[:], MANY[:7], 1, args, [(0.7, 2), (0.5, 1)])
-    assert [number for number, _ in found[0]] == [0, 1, 2] and found[1] == second
-    again = held[:]
-    args.chunk_prompts = 7
-    found = pool.chunks_to_sample(again, MANY[:7], 1, args, plan)
-    assert found == [[(0, MANY[:7])], [(1, MANY[:7])]] and again == []
+def test_several_samplers_have_chunks_of_their_own(tmp_path):
+    """Chunks 0 to 2 are of the first one, 3 to 5 of the second."""
+    rows = [row(p, str(k), chunk=i // 3) for i, p in enumerate(MANY) for k in range(2)]
+    rows += [{**row(p, "x", chunk=4), "temperature": 0.5} for p in MANY[3:6]]
+    held, samplers = pool_of(tmp_path, rows), [("m", 1.0, 2), ("n", 0.5, 1)]
+    written = (tmp_path / "pool.jsonl").stat().st_mtime_ns
+    assert held.missing(samplers, MANY, 1) == [[], [(3, MANY[:3]), (5, MANY[6:7])]] and held.rows == rows
+    assert (tmp_path / "pool.jsonl").stat().st_mtime_ns == written
+    # Of other temperatures or sizes of chunks none of the old rows stays beside new ones
+    others, of_second = pool_of(tmp_path, rows).missing([("m", 0.7, 2), ("n", 0.5, 1)], MANY, 1)
+    assert [number for number, _ in others] == [0, 1, 2] and [number for number, _ in of_second] == [3, 5]
+    held = pool_of(tmp_path, rows, chunk_prompts=7)
+    assert held.missing(samplers, MANY, 1) == [[(0, MANY)], [(1, MANY)]] and held.rows == []
 
 
 # -- the pool's file ---------------------------------------------------------------------
@@ -82,7 +72,7 @@ def test_a_broken_line_in_the_middle_is_an_error_that_names_it(tmp_path, line, w
         pool.read(tmp_path / "pool.jsonl")
 
 
-@pytest.mark.parametrize("name", ["prompt", "response", "response_ids", "finished", "iteration", "chunk"])
+@pytest.mark.parametrize("name", pool.COLUMNS)
 def test_a_row_without_a_column_is_an_error_that_names_it(tmp_path, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
@@ -90,38 +80,60 @@ def test_a_row_without_a_column_is_an_error_that_names_it(tmp_path, name):
         pool.read(tmp_path / "pool.jsonl")
 
 
+# -- an earlier run's pool ---------------------------------------------------------------
+def test_a_pool_of_other_prompts_is_an_error_and_of_some_it_is_said(tmp_path, capsys):
+    path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), row(C, "eel"), row(C, "dog"), row(B, "bear")])
+    assert len(pool.take(path, [A, B, C], TOKENIZER, 64)) == 4 and capsys.readouterr().out == ""
+    assert len(pool.take(path, [A, B], TOKENIZER, 64)) == 4
+    assert "2 of 4 rows answer prompts that are not in --dataset" in capsys.readouterr().out
+    with pytest.raises(InputError, match="none of its 4 rows"):
+        pool.take(path, [prompt("copy toad")], TOKENIZER, 64)
+    path.write_text("")
+    with pytest.raises(InputError, match="none of its 0 rows"):
+        pool.take(path, [A], TOKENIZER, 64)
+
+
+def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path, capsys):
+    right = [row(A, "ant cat"), row(A, "ant", finished=False), row(B, "bear")]
+    wrong = [{**r, "response_ids": r["response_ids"][::-1] + [9, 9]} for r in right[:2]] + right[2:]
+    path = write_rows(tmp_path / "pool.jsonl", wrong)
+    # an end token for what had ended, for the other none
+    assert pool.take(path, [A, B], TOKENIZER, 64) == right
+    assert "2 of 3 responses were written in other tokens: encoded anew" in capsys.readouterr().out
+
+
+def test_a_response_that_is_too_long_is_left_out(tmp_path, capsys):
+    rows, n = [row(A, "ant"), row(B, "bear " * 8)], len(B.ids) + 9
+    path = write_rows(tmp_path / "pool.jsonl", rows)
+    assert [len(pool.take(path, [A, B], TOKENIZER, length)) for length in (n, n - 1)] == [2, 1]
+    assert "1 of 2 responses are too long for --max-length: left out" in capsys.readouterr().out
+
+
 # -- score -------------------------------------------------------------------------------
 def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_path, capsys):
-    held, asked, path = (
-        [row(A, "ant cat", 7.0), row(B, "bear", 8.0, scorer="b@2")],
-        [],
-        tmp_path / "pool.jsonl",
-    )
-    held += [row(B, "bear cat dog", None, scorer=None), row(C, "eel", 9.0)]
-    pool.write(path, held)
+    rows = [row(A, "ant cat", 7.0), row(B, "bear", 8.0, scorer="b@2")]
+    rows += [row(B, "bear cat dog", None, scorer=None), row(C, "eel", 9.0)]
+    held, asked, path = pool_of(tmp_path, rows), [], tmp_path / "pool.jsonl"
     inode = path.stat().st_ino
-    pool.score(held, scorer_that_notes(asked), [A, B], make_args(output_dir=str(tmp_path)), CPU)
+    held.score(scorer_that_notes(asked), [A, B])
     assert asked == [("copy ant", "ant cat"), ("first bear cat", "bear cat dog")]
-    assert [r["score"] for r in held] == [2.0, 8.0, 3.0, 9.0]  # C is no prompt of this run
-    assert [r["scorer"] for r in held] == ["b@2", "b@2", "b@2", "a@1"]
-    assert read_jsonl(path) == held and path.stat().st_ino != inode and not list(tmp_path.glob("*.tmp"))
+    assert [r["score"] for r in held.rows] == [2.0, 8.0, 3.0, 9.0]  # C is no prompt of this run
+    assert [r["scorer"] for r in held.rows] == ["b@2", "b@2", "b@2", "a@1"]
+    assert read_jsonl(path) == rows and path.stat().st_ino != inode and not list(tmp_path.glob("*.tmp"))
     assert "1 responses that another scorer scored are scored again" in capsys.readouterr().out
-
-
-def test_a_pool_that_is_scored_is_neither_scored_nor_written_again(tmp_path):
-    held, asked = [row(A, "ant", 1.0, scorer="b@2"), row(C, "eel", 1.0)], []
-    pool.score(held, scorer_that_notes(asked), [A, B], make_args(output_dir=str(tmp_path)), CPU)
-    assert not asked and not list(tmp_path.iterdir())
+    inode = path.stat().st_ino
+    held.score(scorer_that_notes(asked), [A, B])
+    assert len(asked) == 2 and path.stat().st_ino == inode  # neither scored nor written once more
 
 
 def test_a_scorer_that_fails_changes_no_row(tmp_path):
     def score(prompts, responses, rows):
         return [math.nan if text == "bear" else 1.0 for text in responses]
 
-    held = [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)]
+    held = pool_of(tmp_path, [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)])
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        pool.score(held, scorers.Scorer("b", "b@1", function=score), [A, B], make_args(), CPU)
-    assert [(r["score"], r["scorer"]) for r in held] == [(None, None)] * 2
+        held.score(scorers.Scorer("b", "b@1", function=score), [A, B])
+    assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2
 
 
 # -- the last version --------------------------------------------------------------------
@@ -132,12 +144,12 @@ def test_model_is_the_last_version_linked_or_as_an_export_in_its_dtype(tmp_path,
     def no_link(*_):
         raise OSError("this disk has no hard links")
 
-    policy = pool.load("tiny", TOKENIZER, make_args(seed=0), CPU)
+    policy = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
     dist.save_model(policy, TOKENIZER, tmp_path / "versions" / "2")
     dist.save_model(policy, TOKENIZER, tmp_path / "export", dtype)
     if not links:
         monkeypatch.setattr(os, "link", no_link)
-    pool.save_last(make_args(output_dir=str(tmp_path)), 2, dtype)
+    pool.save_last(tmp_path, 2, dtype)
     names = sorted(path.name for path in (tmp_path / "export").iterdir())
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == names
     for name in names:
