@@ -240,13 +240,13 @@ def main(args: Args):
     scorer = scorers.load_oracle(args, tokenizer, run.device)
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = evaluation.Sweep(held_out, scorer, tokenizer, args)
-    if args.packing and not run.resumed:  # now, not when all is sampled
+    if args.packing:  # now, not when all is sampled
         models.check_packing(versions.load(policy if args.start_from == "last" else args.model))
 
     run.begin({}, {}, versions.evaluate.fingerprint())  # only now is an old run replaced
     pool = Pool(run, earlier)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    versions.begin(first=newest if args.n_samples else max(0, newest - 1))
+    versions.begin(newest if args.n_samples else max(0, newest - 1))  # of a pool alone: its last one again
 
     for iteration in versions.iterations(args.iterations):
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
@@ -284,8 +284,6 @@ def main(args: Args):
             documents.extend(also[i] for i in order[: len(documents)])
         plan = plan_steps(stages, iteration, args)
         model = versions.load(latest if args.start_from == "last" or not selected else args.model)
-        if args.packing:
-            models.check_packing(model)
         optimizer = dist.adamw(model, args.lr, args)
         for step in versions.train(iteration, len(plan), optimizer):
             lr, blocks = plan[step - 1]
@@ -302,10 +300,8 @@ def main(args: Args):
             run.log(row, versions.step + step, iteration, shown=("loss/nll", "optim/grad_norm"))
         model = optimizer = None  # before another model comes
 
-    summary = {"pool": len(pool.rows)}
-    if args.n_samples:
-        summary["kl_bound"] = metrics.best_of_n_kl(args.n_samples)  # nats, of the best of K from the policy
-    versions.finish(PLOTS, summary)
+    kl_bound = metrics.best_of_n_kl(args.n_samples) if args.n_samples else None  # nats, from the policy
+    versions.finish(PLOTS, {"pool": len(pool.rows), "kl_bound": kl_bound})
 
 
 RECIPES = {

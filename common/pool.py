@@ -325,9 +325,8 @@ class Versions:
         must hold it no more."""
         if self.loaded != name:
             self.release()
-            policy = models.load_policy(
-                name, self.tokenizer, self.args.gradient_checkpointing, self.args.seed
-            )
+            args = self.args
+            policy = models.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 

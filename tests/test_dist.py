@@ -66,7 +66,7 @@ def prepare(folder):
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
     dist.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
-    with dist_cases.stopped(pool, "score", 1):
+    with dist_cases.stopped(pool.Pool, "score", 1):
         dist_cases.rs_with_a_model(folder, "rs sampled by one, learnt by one")
     shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
 

@@ -5,6 +5,7 @@ import collections
 import gc
 import json
 import math
+import shutil
 import weakref
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import ROOT, flags
+from processes import flags
 from safetensors.torch import load_file
 from scorers import (
     CPU,
@@ -20,7 +21,6 @@ from scorers import (
     A,
     B,
     C,
-    Plain,
     assert_error,
     assert_only_the_last_version_is_rounded,
     assert_same_versions,
@@ -68,73 +68,56 @@ def tiny_policy():
 
 
 # -- select ------------------------------------------------------------------------------
-def cut(prompt, text, score):
-    return row(prompt, text, score, finished=False)
+def rows_from(text):
+    """Rows of the pool: prompt, response, score and what is not the default."""
+    rows = []
+    for part in text.split(", "):
+        name, words, score, *other = part.split(" ")
+        iteration = 2 if "2nd" in other else 1
+        answer = words.strip("'").replace("_", " ")
+        rows.append(row(PROMPTS_OF[name], answer, float(score), iteration, finished="cut" not in other))
+    return rows
 
 
-SELECTED = {  # what is selected: (rows, options, the selected ones by their place)
-    "the best of each prompt": (
-        [row(A, "ant", 1), row(B, "bear", -3), row(A, "cat", 2), row(B, "cat", -2), row(A, "dog", 0)],
+PROMPTS_OF = {"A": A, "B": B, "C": C}
+LAST = {"iteration": 2, "candidates": "last"}
+SELECTED = {  # the rows, the options, the places of what is selected
+    "the best of each": (
+        "A ant 1, B bear -3, A cat 2, B cat -2, A dog 0",
         {},
-        [2, 3],  # B's best is worse than A's worst
-    ),
-    "the first of those with the same score": (
-        [row(A, "ant", 1), row(A, "cat", 2), row(A, "dog", 2)],
-        {},
-        [1],
-    ),
-    "none that is cut or empty": (
-        [cut(A, "ant", 9), row(A, "", 9), row(A, " ", 9), row(A, "cat", -1), cut(B, "dog", 9)],
-        {},
+        [2, 3],
+    ),  # B's is below A's worst
+    "the first of the same score": ("A ant 1, A cat 2, A dog 2", {}, [1]),
+    "none that is cut or empty": ("A ant 9 cut, A '' 9, A '_' 9, A cat -1, B dog 9 cut", {}, [3]),
+    "with a threshold, too": (
+        "A ant 9 cut, A '' 9, A '_' 9, A cat -1, B dog 9 cut",
+        {"threshold": -5.0},
         [3],
     ),
-    "none that is cut or empty reaches a threshold": (
-        [cut(A, "ant", 9), row(A, "", 9), row(A, "cat", -1)],
-        {"threshold": -5.0},
-        [2],
-    ),
-    "one of equal ones to a prompt": (
-        [row(A, "ant", 1, chunk=7), row(A, "ant ", 1), row(A, "cat", 1), row(B, "ant", 1)],
-        {"threshold": 0.0},
-        [0, 2, 3],
-    ),
-    "the same words ended, not cut": ([cut(A, "ant", 1), row(A, "ant", 1)], {"threshold": 0.0}, [1]),
-    "of all iterations": (
-        [row(A, "ant", 5), row(B, "bear", 5), row(A, "cat", 1, 2)],
-        {"iteration": 2},
-        [0, 1],
-    ),
-    "of the last iteration": (
-        [row(A, "ant", 5), row(B, "bear", 5), row(A, "cat", 1, 2)],
-        {"iteration": 2, "candidates": "last"},
-        [2],
-    ),
-    "all that reach a threshold": (
-        [
-            row(A, "ant", 0.5),
-            row(A, "cat", 0.49999),
-            row(A, "dog", 0.7),
-            row(B, "bear", 0.5),
-            row(B, "eel", 0),
-        ],
+    "one of equal ones": ("A ant 1, A ant_ 1, A cat 1, B ant 1", {"threshold": 0.0}, [0, 2, 3]),
+    "the same words ended": ("A ant 1 cut, A ant 1", {"threshold": 0.0}, [1]),
+    "of all iterations": ("A ant 5, B bear 5, A cat 1 2nd", {"iteration": 2}, [0, 1]),
+    "of the last iteration": ("A ant 5, B bear 5, A cat 1 2nd", LAST, [2]),
+    "all that reach": (
+        "A ant 0.5, A cat 0.49999, A dog 0.7, B bear 0.5, B eel 0",
         {"threshold": 0.5},
         [0, 2, 3],
     ),
-    "none of a prompt that is not in the set": ([row(C, "eel", 9, scorer=None), row(A, "ant", 1)], {}, [1]),
+    "none of another prompt": ("C eel 9, A ant 1", {}, [1]),
 }
 
 
-@pytest.mark.parametrize("rows, options, places", SELECTED.values(), ids=SELECTED)
-def test_selected_are(rows, options, places):
-    threshold, iteration = options.pop("threshold", None), options.pop("iteration", 1)
-    assert rs.select(rows, (A, B), iteration, threshold, make_args(**options)) == [rows[i] for i in places]
+@pytest.mark.parametrize("text, options, places", SELECTED.values(), ids=SELECTED)
+def test_selected_are(text, options, places):
+    rows, given = rows_from(text), {"threshold": None, "iteration": 1, **options}
+    threshold, iteration = given.pop("threshold"), given.pop("iteration")
+    assert rs.select(rows, (A, B), iteration, threshold, make_args(**given)) == [rows[i] for i in places]
 
 
 def test_why_nothing_is_selected_is_told():
-    cut_or_empty = [cut(A, "ant", 9), row(A, "", 9)]
-    why = rs.why_none(cut_or_empty, (A, B), 1, None, make_args())
+    why = rs.why_none(rows_from("A ant 9 cut, A '' 9"), (A, B), 1, None, make_args())
     assert why == "iteration 1: no response ended within --max-new-tokens 8"
-    rows = [row(A, "ant", 1.5), row(A, "cat", 0.25), row(A, "dog", -2), cut(A, "eel", 9)]
+    rows = rows_from("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut")
     why = rs.why_none(rows, (A, B), 1, 2.0, make_args())
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
 
@@ -237,19 +220,8 @@ FILES = "args.json best_of_n.png checkpoint curves.jsonl metrics.jsonl metrics.p
 FILES = {*FILES.split(), "samples.jsonl", "summary.json", "versions"}
 ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 SCORERS = """
-def of_training(wrong):
-    def scorer(prompts, responses, rows):
-        train = any(row["split"] == "train" for row in rows)
-        return wrong(responses) if train else [0.0] * len(responses)
-    return scorer
-
-def boom(responses):
-    raise KeyError("boom")
-
-nan = of_training(lambda responses: [float("nan")] * len(responses))
-raises = of_training(boom)
-few = of_training(lambda responses: [0.0] * (len(responses) - 1))
-text = of_training(lambda responses: ["good"] * len(responses))
+def nan(prompts, responses, rows):
+    return [float("nan") if row["split"] == "train" else 0.0 for row in rows]
 
 def shortest(prompts, responses, rows):
     return [-float(len(response.split())) for response in responses]
@@ -282,7 +254,7 @@ def small(tmp_path_factory):
     write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:400])
     smaller_model(folder / "base")
     (folder / "mine.py").write_text(SCORERS)
-    some = {
+    trained = {
         "max_length": 64,
         "batch_size": 8,
         "micro_batch_size": 8,
@@ -290,14 +262,9 @@ def small(tmp_path_factory):
         "lr": 1e-2,
         "epochs": 9,
     }
-    some |= {
-        "model": folder / "base",
-        "sample_prompts": 0,
-        "save_every": 0,
-        "eval_every": 0,
-        "output_dir": folder / "sft",
-    }
-    succeeds(processes.script("sft", *flags(dataset=folder / "sft.jsonl", **some), plots=False))
+    trained |= {"sample_prompts": 0, "save_every": 0, "eval_every": 0, "dataset": folder / "sft.jsonl"}
+    trained |= {"model": folder / "base", "output_dir": folder / "sft"}
+    succeeds(processes.script("sft", *flags(**trained), plots=False))
     options = {
         "model": folder / "sft",
         "dataset": folder / "train.jsonl",
@@ -394,43 +361,30 @@ def test_the_pool_holds_every_response_ever_sampled(small, whole):
 
 def test_no_prompt_of_the_pool_is_held_out(small, whole, tmp_path):
     held_out = {r["prompt"] for r in read_jsonl(small.folder / "test.jsonl")}
-    train = [r["prompt"] for r in read_jsonl(small.folder / "train.jsonl")]
+    train = {r["prompt"] for r in read_jsonl(small.folder / "train.jsonl")}
     options = {
         "prompts_per_iteration": None,
         "iterations": 1,
         "n_samples": 1,
-        "max_new_tokens": 6,
+        "sweep_prompts": 0,
         "epochs": 1,
     }
-    ended = succeeds(run(small, tmp_path / "all", sweep_prompts=0, **options))
-    assert "dropped 2 of 42 rows" in ended.out and "held-out" in ended.out
-    asked = {question(r) for r in pool_of(tmp_path / "all")}
-    assert len(asked) == 40 and asked == set(train) - held_out
+    assert "dropped 2 of 42 rows" in succeeds(run(small, tmp_path, **options)).out
+    prompts = {question(r) for r in pool_of(tmp_path)}
+    assert len(prompts) == 40 and prompts == train - held_out
     assert {question(r) for r in read_jsonl(whole.folder / "samples.jsonl")} <= held_out
-    # without --eval-dataset 5 % of the 42 are held out
-    succeeds(run(small, tmp_path / "share", eval_dataset=None, sweep_prompts=0, **options))
-    asked, samples = pool_of(tmp_path / "share"), read_jsonl(tmp_path / "share" / "samples.jsonl")
-    assert len(asked) == 40 and {question(r) for r in asked} == set(train) - {question(r) for r in samples}
-    assert len(samples) == 2 * 2  # of two versions
 
 
 def test_the_saved_models_load_in_plain_transformers_and_differ(small, whole):
-    folders = (
-        small.folder / "sft/model",
-        *(whole.folder / name for name in ("versions/1", "versions/2", "model")),
-    )
+    names = "versions/1", "versions/2", "model"
+    folders = [small.folder / "sft/model", *(whole.folder / name for name in names)]
     base, one, two, final = (load_file(folder / "model.safetensors") for folder in folders)
     assert set(base) == set(one) == set(two) == set(final)
-    assert all(torch.equal(two[name], final[name]) for name in two)
-    assert not [
-        name for name in base if torch.equal(base[name], one[name]) or torch.equal(one[name], two[name])
-    ]
+    for name in base:
+        assert torch.equal(two[name], final[name])
+        assert not torch.equal(base[name], one[name]) and not torch.equal(one[name], two[name])
     model, tokenizer = (x.from_pretrained(folders[-1]) for x in (AutoModelForCausalLM, AutoTokenizer))
     assert type(model) is LlamaForCausalLM and tokenizer.get_vocab() == TOKENIZER.get_vocab()
-    ids = tokenizer.apply_chat_template(
-        A.turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-    )
-    assert ids["input_ids"][0].tolist() == A.ids and model.generate(**ids, max_new_tokens=4).shape[0] == 1
 
 
 def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_exported(
@@ -444,58 +398,51 @@ def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_expor
 
 def test_samples_and_curves_are_those_of_every_version(whole):
     samples, curves = (read_jsonl(whole.folder / f"{name}.jsonl") for name in ("samples", "curves"))
-    assert [s["version"] for s in samples] == [v for v in (0, 1, 2) for _ in range(ASKED)]
     assert len({question(s) for s in samples}) == ASKED and all(s["category"] for s in samples)
     assert all(s["score"] == tiny.gold_score(question(s), s["response"]) for s in samples)
-    assert [(c["policy"], c["temperature"]) for c in curves] == [
-        (f"version {v}", t) for v in (0, 1, 2) for t in (0.7, 1.0)
-    ]
-    for version in (0, 1, 2):
-        study, mine = read_json(whole.folder / f"versions/{version}.json"), curves[2 * version :][:2]
-        assert study["samples"] == [
-            {k: v for k, v in s.items() if k != "version"} for s in samples if s["version"] == version
+    studies = {v: read_json(whole.folder / f"versions/{v}.json") for v in (0, 1, 2)}
+    assert samples == [{"version": v, **s} for v in studies for s in studies[v]["samples"]]
+    assert curves == [curve for study in studies.values() for curve in study["curves"]]
+    for version, study in studies.items():
+        assert [(c["policy"], c["temperature"]) for c in study["curves"]] == [
+            (f"version {version}", 0.7),
+            (f"version {version}", 1.0),
         ]
-        (best,) = [c for c in mine if c["chosen"]]
-        assert best["temperature"] == study["temperature"] and best["best"] == max(c["best"] for c in mine)
-        for c in mine:
-            assert (
-                c["scorer"] == study["scorer"]
-                and len(c["max"]) == len(c["median"]) == K
-                and c["max"] == sorted(c["max"])
-            )
+        (best,) = [c for c in study["curves"] if c["chosen"]]
+        assert best["temperature"] == study["temperature"]
+        assert best["best"] == max(c["best"] for c in study["curves"])
+        for c in study["curves"]:
+            assert len(c["max"]) == len(c["median"]) == K and c["max"] == sorted(c["max"])
             assert c["max"][0] == pytest.approx(c["median"][0])  # of one sample, both are the mean
-            assert 0 <= c["finished"] <= 1
 
 
 def test_the_figures_are_those_of_pool_and_samples(small, whole):
     rows, pool = read_jsonl(whole.folder / "metrics.jsonl"), pool_of(whole.folder)
     kinds = ["eval/score", "pool/rows", "loss/nll"]
     order = [next(i for i, key in enumerate(kinds) if key in r) for r in rows]
-    steps = [rows_of(whole.folder, "loss/nll")]
-    first, second = (sum(r["iteration"] == i for r in steps[0]) for i in (1, 2))
+    steps = rows_of(whole.folder, "loss/nll")
+    first, second = (sum(r["iteration"] == i for r in steps) for i in (1, 2))
     assert order == [0, 1, *[2] * first, 0, 1, *[2] * second, 0] and min(first, second) > 3
-    assert [r["step"] for r in steps[0]] == [*range(1, first + second + 1)]
-    assert all(math.isfinite(v) for r in rows for v in r.values())
+    assert [r["step"] for r in steps] == [*range(1, first + second + 1)]
     for i, r in enumerate(rows_of(whole.folder, "pool/rows"), 1):
-        new, so_far = pool_of(whole.folder, i), [x for x in pool if x["iteration"] <= i]
-        best = collections.defaultdict(lambda: -math.inf)
-        for x in new:
-            best[question(x)] = max(best[question(x)], x["score"])
-        picked = best_of(so_far)
-        want = {"pool/rows": len(so_far), "pool/new": PROMPTS * K, "pool/selected": len(picked)}
-        want |= {"pool/finished": sum(x["finished"] for x in new) / len(new)}
-        want |= {"pool/score": sum(x["score"] for x in new) / len(new)}
-        want |= {"pool/best": sum(best.values()) / PROMPTS, "pool/temperature": new[0]["temperature"]}
-        want |= {"pool/selected_score": sum(x["score"] for x in picked) / len(picked)}
+        new, picked = pool_of(whole.folder, i), best_of(x for x in pool if x["iteration"] <= i)
+        best = [max(new[k : k + K], key=lambda x: x["score"]) for k in range(0, len(new), K)]
+        means = {
+            "pool/score": (new, "score"),
+            "pool/finished": (new, "finished"),
+            "pool/best": (best, "score"),
+        }
+        means["pool/selected_score"] = picked, "score"
+        want = {key: sum(x[column] for x in rows) / len(rows) for key, (rows, column) in means.items()}
+        want |= {"pool/rows": i * PROMPTS * K, "pool/new": PROMPTS * K, "pool/selected": len(picked)}
         want |= {"pool/earlier": sum(x["iteration"] < i for x in picked) / len(picked)}
-        assert {key: r[key] for key in want} == pytest.approx(want) and r["iteration"] == i
-    scores = [
-        [s["score"] for s in read_json(whole.folder / f"versions/{v}.json")["samples"]] for v in range(3)
+        want |= {"pool/temperature": new[0]["temperature"], "iteration": i}
+        assert {key: r[key] for key in want} == pytest.approx(want)
+    samples = [read_json(whole.folder / f"versions/{v}.json")["samples"] for v in range(3)]
+    means, evals = [sum(s["score"] for s in x) / ASKED for x in samples], rows_of(whole.folder, "eval/score")
+    assert [r["eval/score"] for r in evals] == pytest.approx(means) and "eval/score_over_first" not in evals[
+        0
     ]
-    means = [sum(x) / ASKED for x in scores]
-    evals = rows_of(whole.folder, "eval/score")
-    assert [r["eval/score"] for r in evals] == pytest.approx(means)
-    assert "eval/score_over_first" not in evals[0]
     assert evals[2]["eval/score_over_first"] == pytest.approx(means[2] - means[0])
     assert evals[2]["eval/score_over_before"] == pytest.approx(means[2] - means[1])
     summary = read_json(whole.folder / "summary.json")
@@ -659,22 +606,6 @@ def test_a_model_with_other_tokens_learns_the_text_in_its_own(small, whole, tmp_
     assert saved.get_vocab() == own.get_vocab() != TOKENIZER.get_vocab()
 
 
-# -- a scorer that is a model ------------------------------------------------------------
-def test_the_scores_of_a_reward_model_are_those_of_plain_transformers(small, tmp_path):
-    make_scorer(tmp_path / "scorer")
-    one = {"iterations": 1, "score_batch_size": 7}
-    succeeds(run(small, tmp_path / "run", scorer=tmp_path / "scorer", max_new_tokens=3, **one))
-    plain, pool = Plain(tmp_path / "scorer"), pool_of(tmp_path / "run")
-    assert len({r["scorer"] for r in pool}) == 1 and pool[0]["scorer"].startswith(f"{tmp_path}/scorer@")
-    with torch.no_grad():
-        for r in pool:
-            ids = data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"]
-            ids += [END] * (not r["finished"])  # scored as if it had ended where it was cut
-            want = plain.model(input_ids=torch.tensor([ids])).logits.item()
-            assert r["score"] == pytest.approx(want, abs=1e-4)
-    assert {r["finished"] for r in pool} == {True, False} and len({r["score"] for r in pool}) > PROMPTS
-
-
 # -- alternation: the pool and the model of an earlier run -------------------------------
 def go_on(small, whole, folder, *more, moment=None, **options):
     options = {"policy": whole.folder, "pool": whole.folder / "pool.jsonl", "iterations": 1, **options}
@@ -696,25 +627,6 @@ def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_
     assert versions == {"2.json", "3", "3.json"}
     assert [r["iteration"] for r in rows_of(tmp_path / "run", "pool/rows")] == [3]
     assert set(read_json(tmp_path / "run" / "summary.json")["versions"]) == {"2", "3"}
-    # Another model's version 2 answers the same questions as the run before
-    asked = [
-        [question(s) for s in read_json(f / "versions/2.json")["samples"]]
-        for f in (whole.folder, tmp_path / "run")
-    ]
-    assert asked[0] == asked[1]
-    # and once more
-    options = {"policy": tmp_path / "run", "pool": tmp_path / "run" / "pool.jsonl"}
-    succeeds(go_on(small, whole, tmp_path / "again", **options, scorer="mine:shortest", candidates="last"))
-    pool = pool_of(tmp_path / "again")
-    assert [r["iteration"] for r in pool] == [i for i in (1, 2, 3, 4) for _ in range(48)]
-    assert {r["model"] for r in pool[144:]} == {str(tmp_path / "run")}
-
-
-def test_with_the_same_scorer_the_old_scores_stay(small, whole, tmp_path):
-    altered = [{**r, "score": 50.0 + i} for i, r in enumerate(pool_of(whole.folder))]
-    path = write_rows(tmp_path / "pool.jsonl", altered)
-    ended = succeeds(go_on(small, whole, tmp_path / "run", pool=path))
-    assert "scored again" not in ended.out and pool_of(tmp_path / "run")[:96] == altered
 
 
 def test_a_run_that_goes_on_from_another_resumes_to_the_same_bits(small, whole, tmp_path):
@@ -788,14 +700,9 @@ def test_a_run_killed_twice_resumes_to_the_same_bits(small, whole, tmp_path):
     assert_same_result(tmp_path, whole.folder)
 
 
-def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, whole):
-    state = lambda: {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")}
-    before, ended = state(), succeeds(run(small, whole.folder, "--resume"))
-    assert state() == before and "finished" in ended.out
-
-
 def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, whole, tmp_path):
     assert_error(run(small, whole.folder), "finished", "--overwrite", "--resume")
+    assert "finished already" in succeeds(run(small, whole.folder, "--resume")).out
     assert run(small, tmp_path, moment="row 6", seed=5).code == -9
     assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
     succeeds(run(small, tmp_path, "--overwrite"))
@@ -812,25 +719,13 @@ def test_a_nan_loss_stops_before_the_step_and_leaves_the_pool(small, whole, tmp_
 
 
 # -- bad input ---------------------------------------------------------------------------
-OF_TRAINING = [
-    ("mine:nan", ["mine:nan gives nan for"]),
-    ("mine:raises", ["--scorer mine:raises raised KeyError: 'boom'; at prompt", "train.jsonl:"]),
-    ("mine:few", ["--scorer mine:few gave 47 scores for 48 responses"]),
-    ("mine:text", ["--scorer mine:text raised ValueError", "'good'"]),
-]
-
-
-@pytest.mark.parametrize("scorer, words", OF_TRAINING)
-def test_a_scorer_that_fails_is_one_line_and_the_pool_is_kept(small, whole, tmp_path, scorer, words):
-    assert_error(run(small, tmp_path, scorer=scorer), *words)
-    pool = pool_of(tmp_path)
-    assert len(pool) == 48 and all(r["score"] is r["scorer"] is None for r in pool)
-    assert [r["prompt"] for r in pool] == [r["prompt"] for r in pool_of(whole.folder, 1)]
+def test_a_scorer_that_fails_is_one_line_the_pool_is_kept_and_another_one_goes_on(small, whole, tmp_path):
+    assert_error(run(small, tmp_path, scorer="mine:nan"), "mine:nan gives nan for")
+    rows = pool_of(tmp_path)
+    assert len(rows) == 48 and all(r["score"] is r["scorer"] is None for r in rows)
     assert not (tmp_path / "versions" / "1").exists()
-    if scorer == "mine:nan":  # another scorer goes on with it
-        succeeds(run(small, tmp_path, "--resume"))
-        kept = [r["response"] for r in pool_of(tmp_path, 1)]
-        assert kept == [r["response"] for r in pool] and (tmp_path / "model").exists()
+    succeeds(run(small, tmp_path, "--resume"))
+    assert pool_of(tmp_path, 1) == pool_of(whole.folder, 1)
 
 
 def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whole, tmp_path):
@@ -850,22 +745,13 @@ def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whol
     assert {r["iteration"] for r in rows_of(tmp_path, "loss/nll")} == {2} and (tmp_path / "model").exists()
 
 
-def test_if_no_response_ended_this_is_one_line(small, tmp_path):
-    ended = run(small, tmp_path, max_new_tokens=1, iterations=1)  # one that ended at once has no words
-    assert_error(ended, "iteration 1: no response ended within --max-new-tokens 1")
-    assert len(pool_of(tmp_path)) == 48 and not (tmp_path / "versions" / "1").exists()
-
-
 @pytest.fixture(scope="module")
 def bad(small):
     """Beside the good files, some that cannot be used."""
     good = json.dumps(row(A, "ant"))
     (small.folder / "broken.jsonl").write_text(f'{good}\n{{"prompt": "copy ant", "chos\n{good}\n')
     write_rows(small.folder / "strange.jsonl", [row(A, "ant")])
-    (small.folder / "empty.jsonl").write_text("")
-    write_rows(
-        small.folder / "same.jsonl", [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "test")[:2]]
-    )
+    shutil.copy(small.folder / "test.jsonl", small.folder / "same.jsonl")
     write_rows(small.folder / "long.jsonl", [{"prompt": "copy " + "ant " * 60}])
     make_scorer(small.folder / "reward model")
     smaller_model(small.folder / "other tokens", other_tokenizer())
@@ -876,10 +762,6 @@ def bad(small):
 
 BAD = [
     ({"scorer": "sft"}, ["sft", "LlamaForCausalLM", "reward.py or advantage_model.py"]),
-    ({"scorer": "tiny"}, ["tiny", "causal language model", "reward.py"]),
-    ({"scorer": "mine:nothing"}, ["mine:nothing", "module:function"]),
-    ({"scorer": "nothing:score"}, ["nothing:score", "No module", "module:function"]),
-    ({"scorer": "runs/reward"}, ["runs/reward", "python reward.py"]),
     ({"scorer": "unfinished"}, ["unfinished", "--resume"]),
     ({"model": "reward model"}, ["reward model", "causal language model"]),
     ({"policy": "reward model"}, ["reward model", "causal language model"]),
@@ -888,18 +770,10 @@ BAD = [
     ({"pool": "nothing.jsonl"}, ["--pool nothing.jsonl", "no such file"]),
     ({"pool": "broken.jsonl"}, ["broken.jsonl:2", "no row of a pool"]),
     ({"pool": "strange.jsonl"}, ["strange.jsonl", "none of its 1 rows"]),
-    ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-    ({"dataset": "empty.jsonl"}, ["empty.jsonl", "empty"]),
     ({"dataset": "same.jsonl"}, ["same.jsonl", "every prompt is in the held-out set"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "longer than 56 tokens"]),
     ({"sft_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-    ({"max_length": 8}, ["--max-length 8", "more than --max-new-tokens"]),
-    ({"threshold": (1, 0)}, ["--threshold", "rise"]),
-    ({"temperatures": (0.7, 0)}, ["--temperatures", "above 0"]),
-    ({"n_samples": 0}, ["--n-samples 0", "1 or more"]),
     ({"batch_size": 3, "micro_batch_size": 2}, ["--batch-size 3", "--micro-batch-size 2"]),
-    ({"candidates": "best"}, ["--candidates", "best"]),
-    ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
 ]
 
 
@@ -909,31 +783,20 @@ def test_bad_input_is_one_line_that_says_what_and_where(bad, tmp_path, options, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"threshold": (0.0, math.nan)}, ["--threshold", "finite"]),
-        ({"threshold": (0.0, math.inf)}, ["--threshold", "finite"]),
-        ({"temperatures": ()}, ["--temperatures", "one or more"]),
-        ({"temperatures": (-1.0,)}, ["--temperatures"]),
-        ({"top_p": 0.0}, ["--top-p 0.0"]),
-        ({"top_p": 1.5}, ["--top-p 1.5"]),
-        ({"max_length": 32}, ["--max-length 32"]),
-        ({"iterations": 0}, ["--iterations 0"]),
-        ({"prompts_per_iteration": 0}, ["--prompts-per-iteration 0"]),
-        ({"slots": 0}, ["--slots 0"]),
-        ({"lr_decay": 0.0}, ["--lr-decay 0.0"]),
-        ({"epochs": 0.0}, ["--epochs 0.0"]),
-        ({"sweep_prompts": -1}, ["--sweep-prompts -1"]),
-        ({"eval_prompts": -1}, ["--eval-prompts -1"]),
-        ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
-        ({"n_samples": 0, "iterations": 1}, ["--n-samples 0", "without --pool"]),
-        ({"n_samples": 0, "pool": "pool.jsonl"}, ["--n-samples 0", "--iterations 1"]),
-        ({"chunk_prompts": 0}, ["--chunk-prompts 0"]),
-        ({"score_batch_size": 0}, ["--score-batch-size 0"]),
-    ],
-    ids=named,
-)
+LIMITS = [
+    ({"threshold": (1.0, 0.0)}, ["--threshold", "rise"]),
+    ({"threshold": (0.0, math.nan)}, ["--threshold", "finite"]),
+    ({"temperatures": ()}, ["--temperatures", "one or more"]),
+    ({"temperatures": (0.7, 0.0)}, ["--temperatures", "above 0"]),
+    ({"top_p": 1.5}, ["--top-p 1.5"]),
+    ({"max_length": 32}, ["--max-length 32", "more than --max-new-tokens"]),
+    ({"iterations": 0}, ["--iterations 0"]),
+    ({"n_samples": 0, "iterations": 1}, ["--n-samples 0", "without --pool"]),
+    ({"n_samples": 0, "pool": "pool.jsonl"}, ["--n-samples 0", "--iterations 1"]),
+]
+
+
+@pytest.mark.parametrize("options, words", LIMITS, ids=named)
 def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
     with pytest.raises(InputError) as error:
         rs.check(rs.Args(**options))
@@ -952,18 +815,9 @@ def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
     assert contents(whole.folder) == before
 
 
-def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):
-    ended = processes.python(ROOT / "rejection_sampling.py", cwd=tmp_path)  # without runs/sft
-    assert_error(ended, "runs/sft", "python sft.py")
-    assert len(ended.err.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
-
-
 # -- recipes -----------------------------------------------------------------------------
 def test_recipes_have_the_papers_numbers():
     assert list(rs.RECIPES) == ["tiny", "base", "llama2", "rest"] and rs.RECIPES["tiny"][1] == rs.Args()
-    args = parse(rs.RECIPES, [])
-    assert (args.model, args.scorer, args.dataset) == ("runs/sft", "runs/reward", "tiny")
-    assert (args.threshold, args.candidates, args.start_from) == ((), "all", "base")
     args = parse(rs.RECIPES, ["llama2"])
     assert (args.lr, args.batch_size, args.max_length, args.epochs) == (2e-5, 64, 4096, 2.0)
     assert (args.weight_decay, args.iterations, args.threshold) == (0.1, 4, ())
@@ -972,10 +826,3 @@ def test_recipes_have_the_papers_numbers():
     args = parse(rs.RECIPES, ["rest"])
     assert args.threshold == (0.0, 0.5, 1.0) and args.lr_decay == 0.5 and args.sft_dataset == "tiny"
     assert (args.candidates, args.start_from, args.output_dir) == ("last", "last", "runs/rest")
-    args = parse(rs.RECIPES, ["rest", "--threshold", "2", "3", "--temperatures", "0.5"])
-    assert (args.threshold, args.temperatures) == ((2.0, 3.0), (0.5,))
-
-
-def test_an_unknown_recipe_is_one_line_with_the_nearest_name(small):
-    ended = processes.script("rejection_sampling", "lama2", cwd=small.folder)
-    assert_error(ended, "lama2", "did you mean 'llama2'", "rest")
