@@ -5,21 +5,20 @@
     y_w, y_l   = argmax, argmin over k of r(x, y_k) - lambda |y_k|,   y_1 .. y_n ~ pi_t(. | x)
 
 (DPO, arXiv:2305.18290, eq. 7; "RLHF Workflow: From Reward Modeling to Online RLHF", arXiv:2405.07863, section
-3.) Each iteration draws fresh prompts, lets the newest policy answer them at several temperatures, an oracle
-rank the answers, and trains on the pairs. pi_0, the SFT model, stays the reference throughout; its log
-probabilities are computed once for each pair, and it is freed before training. `--iterations 0` is offline
-DPO on given pairs.
+3.) In each iteration the newest policy pi_t answers fresh prompts at several temperatures, an oracle r scores
+the answers, and the policy learns one pair for each prompt, the best against the worst (|y|: characters);
+none if all have one text or one score, or if the best did not end (the paper has no such rule). pi_0, the SFT
+model, stays the reference: its log probabilities are computed once for each pair. Optimiser and learning rate
+begin anew in each iteration, as in the authors' scripts. `--iterations 0` is offline DPO on given pairs.
 
 Reads a policy, an oracle (--scorer) and prompts; writes runs/dpo_iterative: pool.jsonl (every response
-sampled), pairs.jsonl, versions/ (each iteration's model and its samples), model/ (the last one),
-metrics.jsonl, samples.jsonl, plots, summary.json.
+sampled), pairs.jsonl, reference.json (log pi_0), versions/ (each iteration's model and held-out answers),
+model/ (the last one), metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its
+optimiser and its step in the iteration; all else that --resume needs is in these files.
 
     python dpo_iterative.py                                  the tiny world, under a minute on two CPU cores
     python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_all_pairs
     torchrun --nproc-per-node 8 dpo_iterative.py rlhf_workflow --scorer runs/reward
-
-Differs from the paper: a pair whose better response did not end is dropped; the optimiser and the learning
-rate's schedule begin anew in each iteration, as in the authors' scripts.
 """
 
 import math
@@ -34,7 +33,7 @@ from common.batches import Comparison, my_comparison_batches, of_each_comparison
 from common.cli import check_flags
 from common.errors import InputError
 from common.losses import dpo_loss, length_penalty
-from common.pool import Pool, References, Versions
+from common.pool import Pool, References, Versions, write_pairs
 from common.run import Run, launch
 
 
@@ -42,20 +41,18 @@ from common.run import Run, launch
 class Args:
     # models and data
     model: str = "runs/sft"
-    """The first policy, pi_0: a run directory, a model folder, a hub name."""
+    """The first policy: a run directory, a model folder, a hub name."""
     reference: str = "sft"
-    """What log probabilities are counted from: sft: --model, in every iteration; last: the newest policy, as
-    the authors' scripts have it; or a model."""
+    """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
     scorer: str = "runs/reward"
-    """The oracle: a run of reward.py, common.train_pairwise (each response against all others) or
-    advantage_model.py, a hub reward model, or module:function."""
+    """The oracle: a run of reward.py, advantage_model.py or common.train_pairwise, which lets each response
+    meet all others, a hub reward model, or module:function."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     offline_data: str | None = None
-    """Pairs or rankings, in reward.py's formats: they join the first iteration's pairs, with --start-from sft
-    every iteration's, and are all there is with --iterations 0."""
+    """Pairs or rankings, as reward.py takes them, for the first iteration (--start-from sft: for all)."""
     offline_pairs: int | None = None
     """So many of them. None: all."""
     chat_template: str | None = None
@@ -72,8 +69,7 @@ class Args:
     temperatures: tuple[float, ...] = (1.0, 0.7)
     """Of the samples."""
     enhancer: str | None = None
-    """Exploration by a second sampler, for half of the responses: a model, or previous: the version before
-    the newest one."""
+    """Gives half of the responses: a model, or previous: the version before the newest one."""
     top_p: float = 1.0
     """Mass of the nucleus to sample from; 1 is off."""
     max_new_tokens: int = 32
@@ -120,8 +116,7 @@ class Args:
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept; 0: none."""
     save_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights in model/ (versions/ have float32). None: the dtype of the model that training starts
-    from."""
+    """Of the weights in model/ (versions/ have float32). None: the dtype of --model."""
     eval_prompts: int = 1000
     """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
     seed: int = 0
@@ -150,34 +145,40 @@ def check(args):
     )
 
 
+def deal_prompts(prompts, args):
+    """{iteration: its prompts}, no prompt in two of them."""
+    n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
+    if n * args.iterations > len(prompts):
+        raise InputError(
+            f"{args.dataset}: {args.iterations} iterations of {n} fresh prompts need {n * args.iterations}, "
+            f"there are {len(prompts)}: lower --iterations or --prompts-per-iteration"
+        )
+    return {i: generate.fresh_prompts(prompts, n, i, args.seed) for i in range(1, args.iterations + 1)}
+
+
 def samplers(versions, iteration, args):
     """[(model, temperature, number of responses)]: who answers each prompt of an iteration. The responses are
-    divided equally among the models, and those of a model among the temperatures; the first get one more."""
+    dealt to the models, and those of a model to the temperatures, one after the other."""
     names = [versions.path(iteration - 1)]
     if args.enhancer:
         previous = versions.path(max(0, iteration - 2))
         names.append(previous if args.enhancer == "previous" else args.enhancer)
     shares = []
     for i, name in enumerate(names):
-        of_model = args.n_samples // len(names) + (i < args.n_samples % len(names))
+        of_model = len(range(i, args.n_samples, len(names)))
         for j, temperature in enumerate(args.temperatures):
-            n = of_model // len(args.temperatures) + (j < of_model % len(args.temperatures))
-            shares.append((name, temperature, n))
+            shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
     return [share for share in shares if share[2]]
 
 
 def best_against_worst(rows, prompts, iteration, args):
-    """(pairs, {reason: how many prompts gave none}) of an iteration's responses: of each prompt the best and
-    the worst by score less the length penalty."""
-    groups, pairs = {prompt.key: [] for prompt in prompts}, []
-    dropped = {"same": 0, "tied": 0, "unfinished": 0}
+    """(pairs, {reason: how many prompts gave none}) of the pool's rows of an iteration: of each prompt the
+    best and the worst response by score less the length penalty."""
+    groups, pairs, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for row in rows:
-        if row["iteration"] == iteration and turns_key(row["prompt"]) in groups:
-            groups[turns_key(row["prompt"])].append(row)
-    for prompt in prompts:
+        groups.setdefault(turns_key(row["prompt"]), []).append(row)
+    for prompt in [prompt for prompt in prompts if prompt.key in groups]:
         group = groups[prompt.key]
-        if not group:
-            continue
         scores = torch.tensor([row["score"] for row in group], dtype=torch.float64)
         characters = torch.tensor([len(row["response"]) for row in group])
         scores = length_penalty(scores, characters, args.length_penalty)
@@ -195,7 +196,7 @@ def best_against_worst(rows, prompts, iteration, args):
                 prompt=prompt.turns,
                 texts=[best["response"], worst["response"]],
                 prompt_ids=torch.tensor(prompt.ids).int(),
-                response_ids=[torch.tensor(row["response_ids"], dtype=torch.int32) for row in (best, worst)],
+                response_ids=[torch.tensor(row["response_ids"]).int() for row in (best, worst)],
                 ranks=torch.tensor([0, 1]),
                 source=f"iteration {iteration}",
                 row=prompt.row,
@@ -206,68 +207,72 @@ def best_against_worst(rows, prompts, iteration, args):
     return pairs, dropped
 
 
+def why_none(dropped, iteration) -> str:
+    reasons = "{same} had one response, {tied} one score only, {unfinished} a best one".format(**dropped)
+    reasons += " that did not end within --max-new-tokens"
+    return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons}"
+
+
+def plan_steps(pairs, iteration, args):
+    """The pairs of each optimiser step of an iteration: epochs in orders of their own, alike on all ranks."""
+    steps, steps_per_epoch = [], math.ceil(len(pairs) / args.batch_size)
+    for step in range(max(1, round(args.epochs * steps_per_epoch)) if pairs else 0):
+        epoch, index = divmod(step, steps_per_epoch)
+        order = dist.shuffled(len(pairs), args.seed, "order", iteration, epoch)
+        steps.append([pairs[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]])
+    return steps
+
+
 def pair_logprobs(model, pairs, args):
-    """log pi(y | x), sums over the response, of both responses of each pair: a list of (2,), on every rank."""
-    if args.share_prompt:
-        models.check_shared_prompt(model, args.max_length)
-
-    def of_batch(model, batch):
-        return models.response_logprobs(model, batch).view(-1, 2).tolist()
-
-    logprobs = of_each_comparison(of_batch, model, pairs, args.micro_batch_size, args.share_prompt)
-    return [torch.tensor(pair) for pair in logprobs]
+    """log pi(y | x), a sum over tokens, of both responses of each pair: a list of (2,), on every rank."""
+    rows = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
+    return of_each_comparison(rows, model, pairs, args.micro_batch_size, args.share_prompt)
 
 
 def pairs_loss(logprobs, pairs, n, args):
     """losses.dpo_loss of pairs with known reference log probabilities, over the step's n pairs. logprobs:
     (2 pairs,), of the policy."""
     chosen, rejected = logprobs.view(-1, 2).T
-    references = [pair.ref_logprobs for pair in pairs] or [torch.zeros(2)]
-    ref_chosen, ref_rejected = torch.stack(references)[: len(pairs)].to(logprobs).T
-    labels = [1.0 if pair.preference is None else pair.preference for pair in pairs]
-    preference = torch.tensor(labels).to(logprobs)
-    return dpo_loss(
-        chosen, rejected, ref_chosen, ref_rejected, args.beta, args.label_smoothing, preference, n_rows=n
-    )
+    references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
+    ref_chosen, ref_rejected = references.to(logprobs).view(-1, 2).T
+    preference = torch.tensor([1.0 if pair.preference is None else pair.preference for pair in pairs])
+    soft = {"preference": preference.to(logprobs), "label_smoothing": args.label_smoothing}
+    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, **soft, n_rows=n)
 
 
 def pair_figures(policy, pairs, args):
     """The implicit reward's loss, accuracy and margin on held-out pairs."""
-    if not pairs:
-        return {}
-    n = len(pairs)
-    _, sums = pairs_loss(torch.cat(pair_logprobs(policy, pairs, args)), pairs, n, args)
-    margin = float(sums["chosen_reward_sum"] / n) - float(sums["rejected_reward_sum"] / n)
+    _, sums = pairs_loss(torch.cat(pair_logprobs(policy, pairs, args)), pairs, len(pairs), args)
+    means = {name: float(total) / len(pairs) for name, total in sums.items()}
     return {
-        "pairs/loss": float(sums["loss_sum"]) / n,
-        "pairs/accuracy": float(sums["n_correct"]) / n,
-        "pairs/margin": margin,
+        "pairs/loss": means["loss_sum"],
+        "pairs/accuracy": means["n_correct"],
+        "pairs/margin": means["chosen_reward_sum"] - means["rejected_reward_sum"],
     }
 
 
 def update(model, optimizer, pairs, args):
     """One optimiser step on `pairs`, over all ranks: its figures, means over the pairs. Every rank has all
     pairs and computes its share of them."""
-    names = ("loss_sum", "n_correct", "chosen_reward_sum", "rejected_reward_sum", "chosen_logprob_sum")
-    n, sums = len(pairs), dist.Sums(*names, "rejected_logprob_sum")
+    n, sums = len(pairs), dist.Sums()
     for batch in my_comparison_batches(pairs, model, args.micro_batch_size, args.share_prompt):
         logprobs = models.response_logprobs(model, batch)  # (2 pairs of this rank,)
         loss, loss_metrics = pairs_loss(logprobs, batch.comparisons, n, args)
         dist.backward(loss)
         chosen, rejected = logprobs.view(-1, 2).sum(0)
         sums.add({**loss_metrics, "chosen_logprob_sum": chosen, "rejected_logprob_sum": rejected})
-    totals = sums.over_ranks()
-    [grad_norm] = dist.optimizer_step([model], [optimizer], totals["loss_sum"], args.max_grad_norm)
-    reward_margin = totals["chosen_reward_sum"] / n - totals["rejected_reward_sum"] / n
+    means = {name: total / n for name, total in sums.over_ranks().items()}
+    [grad_norm] = dist.optimizer_step([model], [optimizer], means["loss_sum"], args.max_grad_norm)
     return {
-        "loss/dpo": totals["loss_sum"] / n,
-        "train/accuracy": totals["n_correct"] / n,
-        "reward/chosen": totals["chosen_reward_sum"] / n,
-        "reward/rejected": totals["rejected_reward_sum"] / n,
-        "logps/chosen": totals["chosen_logprob_sum"] / n,
-        "logps/rejected": totals["rejected_logprob_sum"] / n,
-        "reward/margin": reward_margin,
+        "loss/dpo": means["loss_sum"],
+        "train/accuracy": means["n_correct"],
+        "reward/chosen": means["chosen_reward_sum"],
+        "reward/rejected": means["rejected_reward_sum"],
+        "reward/margin": means["chosen_reward_sum"] - means["rejected_reward_sum"],
+        "logps/chosen": means["chosen_logprob_sum"],
+        "logps/rejected": means["rejected_logprob_sum"],
         "optim/grad_norm": grad_norm,
+        "data/pairs": n,
     }
 
 
@@ -302,99 +307,80 @@ def main(args: Args):
     # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     reference = args.model if args.reference in ("sft", "last") else args.reference
-    enhancer = args.model if args.enhancer in (None, "previous") else args.enhancer
     sampled = bool(args.iterations or args.eval_prompts)
-    for name in dict.fromkeys([args.model, enhancer, reference]):
-        generate.check_policy(name, tokenizer, args, sampled=sampled and name in (args.model, enhancer))
+    generate.check_policy(args.model, tokenizer, args, sampled)
+    generate.check_policy(reference, tokenizer, args, sampled=False)
+    if args.enhancer not in (None, "previous"):
+        generate.check_policy(args.enhancer, tokenizer, args, sampled)
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
-    n_prompts = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
-    if n_prompts * args.iterations > len(prompts):
-        raise InputError(
-            f"{args.dataset}: {args.iterations} iterations of {n_prompts} fresh prompts need "
-            f"{n_prompts * args.iterations}, there are {len(prompts)}: lower --iterations or "
-            "--prompts-per-iteration"
-        )
+    fresh_prompts = deal_prompts(prompts, args)
 
     # models: the oracle stays, policies and the reference come and go
     scorer = scorers.load_oracle(args, tokenizer, run.device, pairwise=True) if sampled else None
     versions = Versions(run, tokenizer, args.model)
-    if args.share_prompt and not run.resumed:  # now, not when all is sampled
+    if args.share_prompt:  # now, not when all is sampled
         for name in dict.fromkeys([reference, args.model]):
             models.check_shared_prompt(versions.load(name), args.max_length)
-    versions.evaluate = evaluation.Answers(held_out, scorer, tokenizer, args)
+    evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
 
-    fingerprint = [*versions.evaluate.fingerprint(), comparisons.fingerprint(held_out_pairs)]
-    run.begin({}, {}, fingerprint)  # only now is an old run replaced
+    run.begin({}, {}, evaluate.fingerprint())  # only now is an old run replaced
+    versions.evaluate = evaluate
     versions.begin()
     pool = Pool(run)
     references = References(run, tokenizer, pair_logprobs)
-    held_out_pairs = references.add(held_out_pairs, reference)
-    versions.evaluate.of_pairs = partial(pair_figures, pairs=held_out_pairs, args=args)
+    evaluate.held_out_pairs = references.add(held_out_pairs, reference)
 
     for iteration in versions.iterations(max(1, args.iterations)):
         latest = versions.path(iteration - 1)
         pairs = offline if iteration == 1 else []
         if args.iterations:
             # 1. sample: responses to fresh prompts from the newest policy, into the pool
-            fresh = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed)
+            fresh = fresh_prompts[iteration]
             pool.sample(samplers(versions, iteration, args), fresh, iteration, versions)
             run.lap("sample")
 
-            # 2. score them
+            # 2. score what this oracle has not scored yet
             pool.score(scorer, prompts)
             run.lap("score")
 
             # 3. pair: of each prompt the best against the worst
-            new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
+            rows = pool.of_iteration(iteration)
+            new_pairs, dropped = best_against_worst(rows, fresh, iteration, args)
             pairs = pairs + new_pairs
-            row = evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)
+            row = evaluation.pairing_figures(rows, new_pairs, dropped)
             if not pairs:  # the next version is this one
-                why = f"{dropped['same']} had one response only, {dropped['tied']} one score only, of "
-                why += f"{dropped['unfinished']} the best did not end within --max-new-tokens"
-                row.update(versions.skip(f"iteration {iteration}: no pair in {len(fresh)} prompts: {why}"))
+                row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):
                 run.log(row, versions.step, iteration)
-        learnt = list(pairs)
-        if args.start_from == "sft" and iteration > 1 and pairs:  # all pairs so far
-            learnt += offline
-            for earlier in range(1, iteration):
-                then = generate.fresh_prompts(prompts, n_prompts, earlier, args.seed)
-                learnt += best_against_worst(pool.rows, then, earlier, args)[0]
 
-        # 4. train: log pi_0 once for each pair; then the newest policy, or --model anew
+        # 4. train the newest policy on the new pairs, or --model on all so far; log pi_0 once for each pair
+        start = latest
+        learnt = list(pairs)
+        if args.start_from == "sft" and pairs:
+            start = args.model
+            learnt += offline if iteration > 1 else []
+            for earlier in range(1, iteration):
+                rows = pool.of_iteration(earlier)
+                learnt += best_against_worst(rows, fresh_prompts[earlier], earlier, args)[0]
         learnt = references.add(learnt, latest if args.reference == "last" else reference)
-        references.write_pairs(pairs, iteration)
-        model = versions.load(latest if args.start_from == "last" or not pairs else args.model)
-        if args.share_prompt:
-            models.check_shared_prompt(model, args.max_length)
-        steps_per_epoch = math.ceil(len(learnt) / args.batch_size)
-        n_steps = max(1, round(args.epochs * steps_per_epoch)) if learnt else 0
+        write_pairs(run.folder, pairs, iteration)
+        model = versions.load(start)
+        steps = plan_steps(learnt, iteration, args)
         optimizer = dist.adamw(model, args.lr, args)
-        for step in versions.train(iteration, n_steps, optimizer):
-            # the same order on every rank, another one in each epoch
-            epoch, index = divmod(step - 1, steps_per_epoch)
-            order = dist.shuffled(len(learnt), args.seed, "order", iteration, epoch)
-            batch = [learnt[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
-            lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, n_steps, args))
-            row = update(model, optimizer, batch, args)
-            row["optim/lr"] = lr
-            row["data/pairs"] = len(batch)
-            row["perf/pairs_per_s"] = len(batch) / run.seconds()
-            run.log(
-                row, versions.step + step, iteration, shown=("loss/dpo", "reward/margin", "train/accuracy")
-            )
+        for step in versions.train(iteration, len(steps), optimizer):
+            lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(steps), args))
+            row = {"optim/lr": lr, **update(model, optimizer, steps[step - 1], args)}
+            row["perf/pairs_per_s"] = row["data/pairs"] / run.seconds()
+            run.log(row, versions.step + step, iteration, ("loss/dpo", "reward/margin", "train/accuracy"))
         model = optimizer = None  # before another model comes
 
     versions.finish(PLOTS, {"pool": len(pool.rows)})
 
 
 RECIPES = {
-    "tiny": (
-        "the tiny world, three iterations of 500 prompts: the default, under a minute on two CPU cores",
-        Args(),
-    ),
+    "tiny": ("the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(

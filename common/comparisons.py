@@ -105,11 +105,11 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
         return [], []
     train = load(args.offline_data, "train", tokenizer, args.max_length)
     if data.is_tiny(args.offline_data):
-        judged = load(args.offline_data, "test", tokenizer, args.max_length)
+        test = load(args.offline_data, "test", tokenizer, args.max_length)
     else:
-        train, judged = data.hold_out(train)
+        train, test = data.hold_out(train)
     train = data.without_prompts_of(train, held_out, args.offline_data)
-    sides = [[two_of(c) for c in side] for side in (train, judged)]
+    sides = [[two_of(c) for c in side] for side in (train, test)]
     data.check_same(args.offline_data, tuple(fingerprint(side) for side in sides))
     return a_part(sides[0], args.offline_pairs), a_part(sides[1], 500)
 
@@ -118,10 +118,14 @@ def two_of(c) -> Comparison:
     """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
     if len(c.texts) == 2:
         return c
-    best, worst = (int(i) for i in (c.ranks.argmin(), c.ranks.argmax()))
-    texts, ids = ([some[best], some[worst]] for some in (c.texts, c.response_ids))
-    grades, kept = c.grades and [c.grades[best], c.grades[worst]], (c.kept[best], c.kept[worst])
-    return c._replace(texts=texts, response_ids=ids, ranks=torch.tensor([0, 1]), grades=grades, kept=kept)
+    best, worst = c.ranks.argmin().item(), c.ranks.argmax().item()
+    return c._replace(
+        texts=[c.texts[best], c.texts[worst]],
+        response_ids=[c.response_ids[best], c.response_ids[worst]],
+        ranks=torch.tensor([0, 1]),
+        grades=c.grades and [c.grades[best], c.grades[worst]],
+        kept=(c.kept[best], c.kept[worst]),
+    )
 
 
 def _comparison(row, tokenizer, max_length, min_score_gap):

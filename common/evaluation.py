@@ -512,19 +512,23 @@ class Sweep:
 
 class Answers:
     """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each held-out
-    prompt, "pairs": what `of_pairs`(policy) says of held-out pairs, "scorer": its version}. A pairwise oracle's
-    score is the probability that a response beats version 0's."""
+    prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}. A pairwise
+    oracle's score is the probability that a response beats version 0's."""
 
-    def __init__(self, held_out, scorer, tokenizer, args):
+    def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
+        """scorer: None where there are no --eval-prompts."""
         self.prompts = a_part(held_out, args.eval_prompts)
-        self.scorer, self.tokenizer, self.args, self.of_pairs = scorer, tokenizer, args, None
+        self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
+        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
         self.true_reward = data.is_tiny(args.eval_dataset or args.dataset)
 
     def fingerprint(self) -> list:
-        return [prompt.key for prompt in self.prompts]
+        return [*(prompt.key for prompt in self.prompts), comparisons.fingerprint(self.held_out_pairs)]
 
     def __call__(self, policy, version, studies) -> dict:
-        figures = self.of_pairs(policy)
+        figures = {}
+        if self.held_out_pairs:
+            figures = self.pair_figures(policy, self.held_out_pairs, self.args)
         samples = self.answer(policy, version, studies) if self.prompts else []
         return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
 
@@ -547,19 +551,13 @@ class Answers:
             first_logprobs = models.seq_logprobs(first_policy, documents, args.score_batch_size)
             first_policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-        return [
-            describe_sample(
-                prompt.turns,
-                response,
-                self.true_reward,
-                category=prompt.category,
-                score=score,
-                kl=logprob - first_logprob,  # k1, of a whole response
-            )
-            for (prompt, response), score, logprob, first_logprob in zip(
-                pairs, scores, logprobs, first_logprobs
-            )
-        ]
+        samples = []
+        for i, (prompt, response) in enumerate(pairs):
+            sample = describe_sample(prompt.turns, response, self.true_reward, category=prompt.category)
+            sample["score"] = scores[i]
+            sample["kl"] = logprobs[i] - first_logprobs[i]  # k1, of a whole response
+            samples.append(sample)
+        return samples
 
     def scores(self, pairs, first, device) -> list[float]:
         if not self.scorer.pairwise:
@@ -581,7 +579,7 @@ class Answers:
         if version and samples and 0 in same:
             tie_margin = (
                 0.1 if self.scorer.pairwise else None
-            )  # around 1/2; None: by the spread of the scores
+            )  # of probabilities; None: by the scores' spread
             figures.update(metrics.against(same[0], samples, tie_margin, "sft/"))
         if version > 1:
             figures.update(gains_over(studies, version, {"before": version - 1}))
@@ -620,23 +618,27 @@ def selection_figures(rows, selected, iteration) -> dict[str, float]:
     return figures
 
 
-def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
-    """Of an iteration's responses, and of the pairs made of them."""
-    new, by_prompt = [row for row in rows if row["iteration"] == iteration], {}
-    for row in new:
+def pairing_figures(rows, pairs, dropped) -> dict[str, float]:
+    """Of the pool's rows of an iteration, and of the pairs made of them."""
+    by_prompt = {}
+    for row in rows:
         by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
+
+    def mean(values):
+        return sum(values) / len(values)
+
     figures = {
-        "pool/responses": len(new),
-        "pool/score": sum(row["score"] for row in new) / len(new),
-        "pool/best": sum(max(scores) for scores in by_prompt.values()) / len(by_prompt),
-        "pool/worst": sum(min(scores) for scores in by_prompt.values()) / len(by_prompt),
-        "pool/finished": sum(row["finished"] for row in new) / len(new),
-        "pool/length": sum(len(row["response_ids"]) for row in new) / len(new),
-        "pool/characters": sum(len(row["response"]) for row in new) / len(new),
+        "pool/responses": len(rows),
+        "pool/score": mean([row["score"] for row in rows]),
+        "pool/best": mean([max(scores) for scores in by_prompt.values()]),
+        "pool/worst": mean([min(scores) for scores in by_prompt.values()]),
+        "pool/finished": mean([row["finished"] for row in rows]),
+        "pool/length": mean([len(row["response_ids"]) for row in rows]),
+        "pool/characters": mean([len(row["response"]) for row in rows]),
         "pairs/kept": len(pairs),
         **{f"pairs/{reason}": n for reason, n in dropped.items()},
     }
     for i, side in enumerate(("chosen", "rejected")) if pairs else ():
-        figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
-        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_score"] = mean([pair.grades[i] for pair in pairs])
+        figures[f"pairs/{side}_length"] = mean([len(pair.response_ids[i]) for pair in pairs])
     return figures

@@ -225,8 +225,7 @@ class References:
         missing = {key: pair for key, pair in zip(keys, pairs) if key not in logprobs}
         if missing:
             gc.collect()
-            model = models.load_policy(name, self.tokenizer, seed=args.seed)
-            model = dist.shard(model.requires_grad_(False), self.run.device)
+            model = evaluation.load_policy(name, self.tokenizer, args, self.run.device)
             results = self.pair_logprobs(model, list(missing.values()), args)
             logprobs.update((key, pair.tolist()) for key, pair in zip(missing, results))
             model = None
@@ -235,28 +234,28 @@ class References:
                 write_json(self.path, self.kept)
         return [pair._replace(ref_logprobs=torch.tensor(logprobs[key])) for key, pair in zip(keys, pairs)]
 
-    def write_pairs(self, pairs, iteration):
-        """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
-        read; those of the iterations before stay."""
-        if not dist.is_main():
-            return
-        path = self.run.folder / "pairs.jsonl"
-        rows = [row for row in metrics.read_jsonl(path) if row["iteration"] < iteration]
-        for pair in pairs:
-            row = {
-                "prompt": pair.prompt,
-                "chosen": pair.texts[0],
-                "rejected": pair.texts[1],
-                "iteration": iteration,
-                "source": pair.source,
-                "category": pair.category,
-            }
-            if pair.grades:
-                row["chosen_score"], row["rejected_score"] = pair.grades
-            if pair.preference is not None:
-                row["preference"] = pair.preference
-            rows.append(row)
-        metrics.write_jsonl(path, rows)
+
+def write_pairs(folder, pairs, iteration):
+    """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data read;
+    those of the iterations before stay."""
+    if not dist.is_main():
+        return
+    rows = [row for row in metrics.read_jsonl(folder / "pairs.jsonl") if row["iteration"] < iteration]
+    for pair in pairs:
+        row = {
+            "prompt": pair.prompt,
+            "chosen": pair.texts[0],
+            "rejected": pair.texts[1],
+            "iteration": iteration,
+            "source": pair.source,
+            "category": pair.category,
+        }
+        if pair.grades:
+            row["chosen_score"], row["rejected_score"] = pair.grades
+        if pair.preference is not None:
+            row["preference"] = pair.preference
+        rows.append(row)
+    metrics.write_jsonl(folder / "pairs.jsonl", rows)
 
 
 def pair_key(pair) -> str:
