@@ -348,9 +348,9 @@ def dpo_pairs(folder):
 def dpo_steps(folder, **options):
     """([[every figure] of each step], the model after steps of plain gradient descent; see descend())."""
     args = dpo_iterative.Args(micro_batch_size=2, beta=0.5, label_smoothing=0.1, **options)
-    model, more = policy()[0], (TOKENIZER.pad_token_id, args, CPU)
+    model = policy()[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    update = lambda some, step: dpo_iterative.update(model, optimizer, some, *more).values()
+    update = lambda some, step: dpo_iterative.update(model, optimizer, some, args).values()
     return steps_of(dpo_pairs(folder), update), model
 
 
@@ -358,14 +358,15 @@ DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
 
 
 def dpo_reference(folder, name):
-    """Log probabilities of 7 pairs and of 1; what with_reference gives for 3, then for 7 and some twice."""
-    pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2, output_dir=str(folder / name))
-    Path(args.output_dir).mkdir(exist_ok=True)
-    model, rest = policy(folder / "tied")[0], (TOKENIZER.pad_token_id, args, CPU)
-    out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], *rest) for n in (7, 1)}
+    """Log probabilities of 7 pairs and of 1; what References gives for 3, then for 7 and some twice."""
+    pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2)
+    run = SimpleNamespace(folder=folder / name, args=args, device=CPU)
+    run.folder.mkdir(exist_ok=True)
+    model = policy(folder / "tied")[0]
+    out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
     for n, some in ((3, pairs[:3]), (9, pairs + pairs[2:4])):
-        found = dpo_iterative.with_reference(some, str(folder / "tied"), TOKENIZER, args, CPU)
-        out[f"known {n}"] = [pair.ref_logprobs for pair in found]
+        references = pool.References(run, TOKENIZER, dpo_iterative.pair_logprobs)
+        out[f"known {n}"] = [pair.ref_logprobs for pair in references.add(some, str(folder / "tied"))]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
 

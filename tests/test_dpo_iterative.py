@@ -9,6 +9,7 @@ import math
 import re
 import statistics
 from types import SimpleNamespace
+from unittest import mock
 
 import processes
 import pytest
@@ -20,7 +21,6 @@ from scorers import (
     CPU,
     TOKENIZER,
     A,
-    Plain,
     assert_error,
     assert_only_the_last_version_is_rounded,
     assert_same_versions,
@@ -40,9 +40,11 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpo_iterative as dpo
-from common import comparisons, data, dist, generate, metrics, models, pool, scorers, tiny
+from common import comparisons, data, dist, evaluation, generate, models, pool, scorers, tiny
+from common import run as run_module
 from common.errors import InputError
 from common.metrics import read_jsonl
+from common.pool import pair_key
 from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
@@ -59,7 +61,6 @@ SHORT = {**ONE_STEP, "eval_prompts": 0}
 FILES = "args.json checkpoint frontier.png iterations.png length.png metrics.jsonl metrics.png model"
 FILES = {*FILES.split(), *"pairs.jsonl pool.jsonl reference.json samples.jsonl summary.json versions".split()}
 ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
-CLOCK = ("time_s", "perf/sample_s", "perf/score_s", "perf/pairs_per_s")
 SCORERS = """
 def same(prompts, responses, rows):
     return [1.0] * len(responses)
@@ -99,9 +100,9 @@ def small(tmp_path_factory):
     some |= {"sample_prompts": 0, "save_every": 0, "eval_every": 0, "model": folder / "base"}
     some |= {"dataset": folder / "sft.jsonl", "output_dir": folder / "first"}
     succeeds(processes.script("sft", *flags(**some), plots=False))
-    files = {"model": folder / "first", "dataset": folder / "train.jsonl"}
-    files |= {"eval_dataset": folder / "test.jsonl"}
-    return SimpleNamespace(folder=folder, options={**OPTIONS, **{k: str(v) for k, v in files.items()}})
+    files = {"model": "first", "dataset": "train.jsonl", "eval_dataset": "test.jsonl"}
+    options = {**OPTIONS, **{name: str(folder / file) for name, file in files.items()}}
+    return SimpleNamespace(folder=folder, options=options)
 
 
 def run(small, folder, *more, moment=None, plots=False, **options):
@@ -111,12 +112,8 @@ def run(small, folder, *more, moment=None, plots=False, **options):
 
 
 def in_process(small, folder, **options):
-    dpo.main(dpo.Args(**{**small.options, "output_dir": str(folder), **options}))
-
-
-def without_plots(monkeypatch):
-    for name in ("plot_metrics", "plot_frontier", "plot_lengths"):
-        monkeypatch.setattr(metrics, name, lambda *_, **__: None)
+    with mock.patch.object(dpo, "PLOTS", []):
+        dpo.main(dpo.Args(**{**small.options, "output_dir": str(folder), **options}))
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +123,8 @@ def whole(small, tmp_path_factory):
 
 
 def offline_options(small, kind="pairs", **options):
-    return {
-        "iterations": 0,
-        "offline_data": str(small.folder / f"{kind}.jsonl"),
-        "eval_prompts": 0,
-        **options,
-    }
+    data_file = str(small.folder / f"{kind}.jsonl")
+    return {"iterations": 0, "offline_data": data_file, "eval_prompts": 0, **options}
 
 
 @pytest.fixture(scope="module")
@@ -174,10 +167,8 @@ def plain_logprobs(folder, rows):
     """log pi(y | x) of rows of the pool, by plain transformers."""
     model, out = AutoModelForCausalLM.from_pretrained(folder), []
     for r in rows:
-        x, n = (
-            torch.tensor(data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"]),
-            len(r["response_ids"]),
-        )
+        x, n = data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"], len(r["response_ids"])
+        x = torch.tensor(x)
         with torch.no_grad():
             logits = model(input_ids=x[None]).logits[0, -n - 1 : -1]
         out.append(-F.cross_entropy(logits, x[-n:], reduction="sum").item())
@@ -248,9 +239,7 @@ def test_pairs_of_a_run_are_read_by_the_scorers_and_by_offline_dpo(small, whole,
     read = comparisons.load(str(path), "train", TOKENIZER, 64)
     usable = [r for r in rows if r["rejected"]]  # a response without words is read by nobody
     assert [c.texts for c in read] == [[r["chosen"], r["rejected"]] for r in usable]
-    assert [c.prompt for c in read] == [r["prompt"] for r in usable]
-    assert [c.grades for c in read] == [[r["chosen_score"], r["rejected_score"]] for r in usable]
-    assert len(read) > PROMPTS and all(c.ranks.tolist() == [0, 1] for c in read)
+    assert len(read) > PROMPTS
     succeeds(run(small, tmp_path, **offline_options(small, **{**ONE_STEP, "offline_data": path})))
     again = {(question(r), r["chosen"], r["rejected"]) for r in of_iteration(tmp_path, "pairs")}
     assert again < {(question(r), r["chosen"], r["rejected"]) for r in usable}
@@ -268,9 +257,7 @@ def test_the_first_loss_is_log_2_and_the_figures_of_a_step_are_of_its_pairs(whol
     for i, some in rows.items():
         n = len(of_iteration(whole.folder, "pairs", i))
         steps = math.ceil(n / 4)
-        assert len(some) == 2 * steps and [r["step"] for r in some] == [
-            *range(some[0]["step"], some[0]["step"] + 2 * steps)
-        ]
+        assert len(some) == 2 * steps
         sizes = [r["data/pairs"] for r in some]
         assert sum(sizes[:steps]) == sum(sizes[steps:]) == n
         assert all(keys <= set(r) and r["optim/grad_norm"] > 0 for r in some)
@@ -279,35 +266,23 @@ def test_the_first_loss_is_log_2_and_the_figures_of_a_step_are_of_its_pairs(whol
     assert sum(r["loss/dpo"] for r in rows[1][-3:]) < 3 * LOG2  # it learns
 
 
-def test_the_rows_of_the_metrics_are_in_order_and_those_of_the_pool_are_its_figures(whole):
+def test_the_rows_of_the_metrics_are_in_order_with_the_figures_of_pool_and_pairs(whole):
     rows = read_jsonl(whole.folder / "metrics.jsonl")
     kinds = ["eval/score", "pool/responses", "loss/dpo"]
     order = [next(i for i, key in enumerate(kinds) if key in r) for r in rows]
     first, second = (len(some) for some in trained(whole.folder).values())
     assert order == [0, 1, *[2] * first, 0, 1, *[2] * second, 0]
-    assert [r["step"] for r in rows] == [0, 0, *range(1, first + 1), first, first] + [
-        *range(first + 1, first + second + 1),
-        first + second,
-    ]
+    steps = [0, 0, *range(1, first + 1), first, *range(first, first + second + 1), first + second]
+    assert [r["step"] for r in rows] == steps
     assert all(math.isfinite(v) for r in rows for v in r.values())
     for i, r in enumerate(rows_of(whole.folder, "pool/responses"), 1):
-        mine, pairs = (of_iteration(whole.folder, name, i) for name in ("pool", "pairs"))
-        mean = lambda values: sum(values) / len(values)
-        scores = collections.defaultdict(list)
-        for x in mine:
+        pairs, scores = of_iteration(whole.folder, "pairs", i), collections.defaultdict(list)
+        for x in of_iteration(whole.folder, "pool", i):
             scores[question(x)].append(x["score"])
-        want = {"pool/responses": PROMPTS * K, "pool/score": mean([x["score"] for x in mine])}
-        want |= {"pool/best": mean([max(x) for x in scores.values()])}
-        want |= {"pool/worst": mean([min(x) for x in scores.values()])}
-        want |= {"pool/finished": mean([x["finished"] for x in mine])}
-        want |= {"pool/length": mean([len(x["response_ids"]) for x in mine])}
-        want |= {"pool/characters": mean([len(x["response"]) for x in mine]), "pairs/kept": len(pairs)}
-        for side in ("chosen", "rejected"):
-            want[f"pairs/{side}_score"] = mean([x[f"{side}_score"] for x in pairs])
-        both = best_and_worst(mine).values()
-        want["pairs/chosen_length"] = mean([len(a["response_ids"]) for a, _ in both])
-        want["pairs/rejected_length"] = mean([len(b["response_ids"]) for _, b in both])
-        assert {key: r[key] for key in want} == pytest.approx(want) and r["iteration"] == i
+        best, chosen = [max(x) for x in scores.values()], [x["chosen_score"] for x in pairs]
+        got = [r["iteration"], r["pool/responses"], r["pool/best"], r["pairs/kept"], r["pairs/chosen_score"]]
+        want = [i, PROMPTS * K, statistics.mean(best), len(pairs), statistics.mean(chosen)]
+        assert got == pytest.approx(want)
         assert r["pairs/kept"] + r["pairs/same"] + r["pairs/tied"] + r["pairs/unfinished"] == PROMPTS
 
 
@@ -318,20 +293,16 @@ def test_the_figures_of_a_version_are_those_of_its_samples(whole):
     assert all(s["score"] == tiny.gold_score(question(s), s["response"]) for s in samples)
     mean = lambda v, key: sum(s[key] for s in samples if s["version"] == v) / ASKED
     for v, r in enumerate(evals):
-        assert r["iteration"] == v
-        assert r["eval/score"] == pytest.approx(mean(v, "score")) and r["eval/kl"] == pytest.approx(
-            mean(v, "kl")
-        )
+        got = [r["iteration"], r["eval/score"], r["eval/kl"]]
+        assert got == pytest.approx([v, mean(v, "score"), mean(v, "kl")])
         assert r["sample/length"] == mean(v, "tokens") and ("sft/score_win" in r) == (v > 0)
         assert ("eval/score_over_before" in r) == (v == 2)
     first, last = ([s["score"] for s in samples if s["version"] == v] for v in (0, 2))
-    margin = 0.1 * statistics.pstdev(first)  # --tie-margin
+    margin = 0.1 * statistics.pstdev(first)
     assert evals[2]["sft/score_tie_margin"] == pytest.approx(margin)
     wins = sum(b - a > margin for a, b in zip(first, last))
     assert evals[2]["sft/score_win"] == pytest.approx(wins / ASKED)
     assert evals[2]["sft/score_gain"] == pytest.approx(evals[2]["eval/score"] - evals[0]["eval/score"])
-    change = evals[2]["eval/score"] - evals[1]["eval/score"]
-    assert evals[2]["eval/score_over_before"] == pytest.approx(change)
     summary = read_json(whole.folder / "summary.json")
     steps = sum(len(some) for some in trained(whole.folder).values())
     assert (summary["steps"], summary["pool"]) == (steps, 2 * PROMPTS * K)
@@ -351,16 +322,6 @@ def test_the_kl_of_a_sample_is_its_log_ratio_to_the_first_model(small, whole):
     ours, first = (plain_logprobs(folder, last) for folder in folders)
     assert len(last) > 2 and [s["kl"] for s in last] == pytest.approx((ours - first).tolist(), abs=1e-3)
     assert max(abs(s["kl"]) for s in last) > 0.05
-
-
-def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
-    tiny_world = {"eval_dataset": "tiny", "iterations": 1, **ONE_STEP}
-    succeeds(run(small, tmp_path, plots=True, **tiny_world))
-    last = rows_of(tmp_path, "eval/score")[-1]
-    assert last["gold/score"] == last["eval/score"] and last["gold/perfect"] >= 1.0
-    assert last["sft/gold_win"] == last["sft/score_win"]
-    samples = read_jsonl(tmp_path / "samples.jsonl")
-    assert len(samples) == 2 * ASKED and all(s["gold"] == s["score"] for s in samples)
 
 
 # -- what is learnt, and from where ------------------------------------------------------
@@ -388,27 +349,19 @@ def test_the_second_iteration_goes_on_from_the_first_with_the_sft_model_as_refer
     assert abs(want[2] - LOG2) > 1e-3  # the test can tell it from a model that is its own reference
 
 
-def test_from_sft_every_iteration_trains_the_first_model_on_all_pairs_so_far_and_the_offline_ones(
-    small, tmp_path
+@pytest.mark.parametrize("start_from", ["sft", "last"])
+def test_from_sft_all_pairs_so_far_are_learnt_and_from_last_those_of_the_iteration(
+    small, tmp_path, start_from
 ):
     offline_data = {"offline_data": small.folder / "pairs.jsonl", "offline_pairs": 5}
-    succeeds(run(small, tmp_path, start_from="sft", **offline_data, **SHORT))
+    succeeds(run(small, tmp_path, start_from=start_from, **offline_data, **SHORT))
     sources = [collections.Counter(r["source"] for r in of_iteration(tmp_path, "pairs", i)) for i in (1, 2)]
-    kept = column(tmp_path, "pairs/kept")
-    assert sources[0] == {"iteration 1": kept[0], "pairs.jsonl": 5}
-    assert sources[1] == {"iteration 2": kept[1]}  # pairs.jsonl tells each pair once
-    assert [r["data/pairs"] for r in rows_of(tmp_path, "loss/dpo")] == [kept[0] + 5, sum(kept) + 5]
-    assert first_losses(tmp_path) == pytest.approx([LOG2] * 2, abs=1e-6)
-
-
-def test_from_last_an_iteration_trains_on_its_own_pairs_and_the_first_on_the_offline_ones(small, tmp_path):
-    offline_data = {"offline_data": small.folder / "pairs.jsonl"}
-    succeeds(run(small, tmp_path, **offline_data, **SHORT))
-    sources = [collections.Counter(r["source"] for r in of_iteration(tmp_path, "pairs", i)) for i in (1, 2)]
-    kept = column(tmp_path, "pairs/kept")
-    held_out = 1  # 5 % of 24
-    assert sources == [{"iteration 1": kept[0], "pairs.jsonl": OFFLINE - held_out}, {"iteration 2": kept[1]}]
-    assert [r["data/pairs"] for r in rows_of(tmp_path, "loss/dpo")] == [kept[0] + OFFLINE - held_out, kept[1]]
+    kept = column(tmp_path, "pairs/kept")  # pairs.jsonl tells each pair once
+    assert sources == [{"iteration 1": kept[0], "pairs.jsonl": 5}, {"iteration 2": kept[1]}]
+    sizes = [r["data/pairs"] for r in rows_of(tmp_path, "loss/dpo")]
+    assert sizes == [kept[0] + 5, kept[1] + (kept[0] + 5) * (start_from == "sft")]
+    at_log_2 = [abs(loss - LOG2) < 1e-6 for loss in first_losses(tmp_path)]
+    assert at_log_2 == [True, start_from == "sft"]  # begins with the reference itself
     for key in ("pairs/loss", "pairs/accuracy", "pairs/margin"):  # of each version, on the held-out ones
         assert len(column(tmp_path, key)) == 3
 
@@ -445,7 +398,7 @@ def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_expor
 ):
     source = in_bfloat16(models.find_model(small.options["model"]), tmp_path / "source")
     options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
-    without_plots(monkeypatch)
+    monkeypatch.setattr(dpo, "PLOTS", [])
     assert_only_the_last_version_is_rounded(dpo, dpo.Args(**options), monkeypatch)
 
 
@@ -463,7 +416,11 @@ def ways(folder, iteration):
     return {way: n.pop() for way, n in found.items()}
 
 
-def test_the_version_before_answers_half_of_the_prompts_responses(small, tmp_path):
+def test_a_model_or_the_version_before_answers_half_of_the_prompts_responses(small, tmp_path):
+    base, options = str(small.folder / "base"), {"temperatures": 0.9, "iterations": 1, **SHORT}
+    succeeds(run(small, tmp_path / "model", enhancer=base, **options))
+    assert ways(tmp_path / "model", 1) == {(str(small.folder / "first"), 0.9): 2, (base, 0.9): 2}
+    tmp_path = tmp_path / "previous"
     succeeds(run(small, tmp_path, enhancer="previous", iterations=3, **SHORT))
     first, one, two = str(small.folder / "first"), *(f"{tmp_path}/versions/{i}" for i in (1, 2))
     assert ways(tmp_path, 1) == {(first, t): 2 for t in (1.0, 0.7)}  # it is its own predecessor
@@ -476,43 +433,22 @@ def test_the_version_before_answers_half_of_the_prompts_responses(small, tmp_pat
         assert len(texts) > 1.5 * PROMPTS  # no way repeats another one's draws
 
 
-def test_a_model_as_enhancer_answers_beside_the_newest_policy_and_odd_numbers_add_up(small, tmp_path):
-    other = str(small.folder / "base")
-    options = {"enhancer": other, "temperatures": (0.9,), "n_samples": K, "iterations": 2}
-    succeeds(run(small, tmp_path / "even", **options, **SHORT))
-    for i, newest in ((1, str(small.folder / "first")), (2, f"{tmp_path}/even/versions/1")):
-        assert ways(tmp_path / "even", i) == {(newest, 0.9): 2, (other, 0.9): 2}
-    options = {"temperatures": (1.0, 0.8, 0.6), "iterations": 1}
-    succeeds(run(small, tmp_path / "odd", **options, **SHORT))
-    first = str(small.folder / "first")
-    assert ways(tmp_path / "odd", 1) == {(first, 1.0): 2, (first, 0.8): 1, (first, 0.6): 1}
-
-
-@pytest.mark.parametrize("n_samples", [2, 3, 4, 5, 8])
-def test_the_enhancer_answers_as_many_as_the_newest_policy_to_one(n_samples):
-    args = dpo.Args(n_samples=n_samples, enhancer="other")
-    found = dpo.parts("newest", 0, args)
-    shares = [sum(n for name, _, n in found if name == who) for who in ("newest", "other")]
-    assert sum(shares) == n_samples and abs(shares[0] - shares[1]) <= 1
-
-
 # -- the reference -----------------------------------------------------------------------
 @pytest.fixture
 def watched(monkeypatch):
     """What is loaded, and how many pairs are asked about, in a run in this process."""
-    seen, load, pair_logprobs = SimpleNamespace(loaded=[], asked=[]), pool.load, dpo.pair_logprobs
+    seen, load, of_each = SimpleNamespace(loaded=[], asked=[]), models.load_policy, dpo.of_each_comparison
 
-    def noted_load(name, *args):
+    def noted_load(name, *args, **options):
         seen.loaded.append(name)
-        return load(name, *args)
+        return load(name, *args, **options)
 
-    def noted(model, pairs, *args):
-        seen.asked.append([dpo.pair_key(pair) for pair in pairs])
-        return pair_logprobs(model, pairs, *args)
+    def noted(forward, model, pairs, *args):
+        seen.asked.append([pair_key(pair) for pair in pairs])
+        return of_each(forward, model, pairs, *args)
 
-    monkeypatch.setattr(pool, "load", noted_load)
-    monkeypatch.setattr(dpo, "pair_logprobs", noted)
-    without_plots(monkeypatch)
+    monkeypatch.setattr(models, "load_policy", noted_load)
+    monkeypatch.setattr(dpo, "of_each_comparison", noted)
     return seen
 
 
@@ -533,58 +469,14 @@ def test_a_run_that_knows_its_reference_does_not_load_it_again(small, whole, tmp
     in_process(small, tmp_path / "run", resume=True)
     assert watched.asked == []
     first = small.options["model"]  # for the KL of version 2's samples; version 2 is what was trained
-    assert watched.loaded == [f"{tmp_path}/run/versions/1", first]
+    assert watched.loaded == [first, f"{tmp_path}/run/versions/1", first]  # it shares prompts
     assert_same_result(tmp_path / "run", whole.folder)
-
-
-@pytest.mark.parametrize("left", ["of another model", "cut", "not there"])
-def test_reference_log_probabilities_that_cannot_be_used_are_computed_anew(small, whole, tmp_path, left):
-    assert run(small, tmp_path, moment="pairs 1").code == -9
-    path = tmp_path / "reference.json"
-    ((version, known),) = read_json(path).items()
-    if left == "of another model":
-        path.write_text(json.dumps({f"{version}0": {key: [0.0, 0.0] for key in known}}))
-    elif left == "cut":
-        path.write_bytes(path.read_bytes()[:-50])
-    else:
-        path.unlink()
-    ended = succeeds(run(small, tmp_path, "--resume"))
-    words = "reference.json is of another reference: its pairs are computed anew"
-    assert (words in ended.out) == (left == "of another model")
-    assert_same_result(tmp_path, whole.folder)
-
-
-def test_a_model_that_changed_its_weights_is_another_reference(small, tmp_path, capsys):
-    folder, args = smaller_model(tmp_path / "model"), dpo.Args(output_dir=str(tmp_path), max_length=64)
-    pairs = dpo.offline_pairs(TOKENIZER, [], dpo.Args(offline_data=str(small.folder / "pairs.jsonl")))[0][:3]
-    ask = lambda: [
-        p.ref_logprobs.tolist() for p in dpo.with_reference(pairs, str(folder), TOKENIZER, args, CPU)
-    ]
-    one, again = ask(), ask()
-    assert capsys.readouterr().out == ""
-    smaller_model(folder, seed=1)
-    two = ask()
-    assert "its pairs are computed anew" in capsys.readouterr().out
-    assert one == again and all(abs(a - b) > 1e-3 for x, y in zip(one, two) for a, b in zip(x, y))
-
-
-def test_overwrite_with_other_random_weights_counts_from_these(small, tmp_path):
-    options = offline_options(small, model="tiny", **ONE_STEP)
-    succeeds(run(small, tmp_path, seed=0, **options))
-    succeeds(run(small, tmp_path, "--overwrite", seed=1, **options))
-    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
-
-
-def test_a_new_run_with_another_model_as_reference_does_not_speak_of_a_stale_file(small, tmp_path):
-    ended = succeeds(
-        run(small, tmp_path, **offline_options(small, reference=small.folder / "base", **ONE_STEP))
-    )
-    assert "is of another reference" not in ended.out
 
 
 def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_trained_with(small, tmp_path):
     base = small.folder / "base"
-    succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
+    ended = succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
+    assert "is of another reference" not in ended.out
     assert abs(first_losses(tmp_path)[0] - LOG2) > 0.01  # the policy is not the reference
     assert abs(column(tmp_path, "pairs/loss")[0] - LOG2) > 0.01
 
@@ -592,14 +484,12 @@ def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_tr
 # -- offline DPO -------------------------------------------------------------------------
 def test_offline_dpo_trains_on_the_given_pairs_and_needs_no_oracle(small, offline):
     folder = offline.folder
-    assert not {"pool", "sample"} & {
-        key.split("/")[0] for r in read_jsonl(folder / "metrics.jsonl") for key in r
-    }
+    keys = {key.split("/")[0] for r in read_jsonl(folder / "metrics.jsonl") for key in r}
+    assert not {"pool", "sample"} & keys
     assert of_iteration(folder, "pool") == read_jsonl(folder / "samples.jsonl") == []
     pairs = of_iteration(folder, "pairs")
-    assert len(pairs) == OFFLINE - 1 and {(r["iteration"], r["source"]) for r in pairs} == {
-        (1, "pairs.jsonl")
-    }
+    assert len(pairs) == OFFLINE - 1
+    assert {(r["iteration"], r["source"]) for r in pairs} == {(1, "pairs.jsonl")}
     given = {(r["prompt"], r["chosen"], r["rejected"]) for r in read_jsonl(small.folder / "pairs.jsonl")}
     assert {(question(r), r["chosen"], r["rejected"]) for r in pairs} < given
     assert first_losses(folder) == pytest.approx([LOG2], abs=1e-6) and set(trained(folder)) == {1}
@@ -614,15 +504,8 @@ def test_offline_dpo_trains_on_the_given_pairs_and_needs_no_oracle(small, offlin
 
 
 def test_offline_dpo_never_looks_for_a_scorer_that_it_does_not_need(small, tmp_path):
-    for scorer in ("runs/reward", "mine:never"):
-        succeeds(
-            run(
-                small,
-                tmp_path / scorer.replace("/", " "),
-                scorer=scorer,
-                **offline_options(small, **ONE_STEP),
-            )
-        )
+    for number, scorer in enumerate(("runs/reward", "mine:never")):
+        succeeds(run(small, tmp_path / str(number), scorer=scorer, **offline_options(small, **ONE_STEP)))
     evaluated = offline_options(small, eval_prompts=2, scorer="runs/reward", **ONE_STEP)
     assert_error(run(small, tmp_path / "with", **evaluated), "runs/reward", "python reward.py")
 
@@ -641,47 +524,34 @@ def test_of_a_ranking_the_best_is_preferred_to_the_worst(small, tmp_path):
 
 
 def test_soft_labels_are_learnt_as_they_are(small, tmp_path):
-    options = {"label_smoothing": 0.1, "beta": 1.0}
-    succeeds(
-        run(
-            small,
-            tmp_path,
-            **offline_options(small, "soft", reference=small.folder / "base", **ONE_STEP),
-            **options,
-        )
-    )
-    pairs = of_iteration(tmp_path, "pairs")
+    base, beta = small.folder / "base", 1.0
+    options = offline_options(small, "soft", reference=base, label_smoothing=0.1, beta=beta, **ONE_STEP)
+    succeeds(run(small, tmp_path, **options))
+    pairs, sides = of_iteration(tmp_path, "pairs"), []
     given = {(r["prompt"], r["chosen"]): r["preference"] for r in read_jsonl(small.folder / "soft.jsonl")}
     assert len(pairs) > 20 and {r["preference"] for r in pairs} == {0, 0.25, 0.5, 0.75, 1}
     assert all(r["preference"] == given[question(r), r["chosen"]] for r in pairs)
-    h, both = [], []
     for key in ("chosen", "rejected"):
-        rows = [
-            {"prompt": r["prompt"], "response_ids": TOKENIZER(r[key])["input_ids"] + [END]} for r in pairs
-        ]
-        first, base = (plain_logprobs(small.folder / name, rows) for name in ("first/model", "base"))
-        both.append(first - base)
-    h, p = both[0] - both[1], torch.tensor([r["preference"] for r in pairs], dtype=torch.float64)
+        rows = [{**r, "response_ids": TOKENIZER(r[key])["input_ids"] + [END]} for r in pairs]
+        sides.append(plain_logprobs(small.folder / "first/model", rows) - plain_logprobs(base, rows))
+    h, p = beta * (sides[0] - sides[1]), torch.tensor([r["preference"] for r in pairs], dtype=torch.float64)
     p = 0.9 * p + 0.1 * (1 - p)
     want = -(p * F.logsigmoid(h) + (1 - p) * F.logsigmoid(-h)).mean().item()
     assert first_losses(tmp_path) == [pytest.approx(want, rel=1e-4)]
-    hard = -F.logsigmoid(h).mean().item()
-    assert abs(want - hard) > 0.05  # the test can tell it from labels that are not read
-
-
-def test_soft_labels_begin_at_log_2_too(small, tmp_path):
-    succeeds(run(small, tmp_path, **offline_options(small, "soft", **ONE_STEP)))
-    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
+    assert (
+        abs(want + F.logsigmoid(h).mean().item()) > 0.05
+    )  # the test can tell it from labels that are not read
 
 
 def test_offline_pairs_of_the_tiny_world_are_judged_on_its_own_held_out_ones(small, monkeypatch):
     given = comparisons.load(str(small.folder / "pairs.jsonl"), "train", TOKENIZER, 64)
     splits = {"train": given[:15], "test": given[15:]}
     monkeypatch.setattr(comparisons, "load", lambda spec, split, *_: splits[split])
-    train, judged = dpo.offline_pairs(TOKENIZER, [], dpo.Args(offline_data="tiny", offline_pairs=7))
-    texts = lambda some: [c.texts for c in some]
-    assert len(train) == 7 and all(c.texts in texts(splits["train"]) for c in train)
-    assert texts(judged) == texts(splits["test"])
+    args = dpo.Args(offline_data="tiny", offline_pairs=7)
+    train, judged = comparisons.load_offline(args, TOKENIZER, [])
+    texts = {name: [c.texts for c in split] for name, split in splits.items()}
+    assert len(train) == 7 and all(c.texts in texts["train"] for c in train)
+    assert [c.texts for c in judged] == texts["test"]
 
 
 def test_no_pair_is_trained_on_whose_prompt_is_held_out(small, tmp_path):
@@ -691,11 +561,8 @@ def test_no_pair_is_trained_on_whose_prompt_is_held_out(small, tmp_path):
     given = offline_options(small, eval_dataset=tmp_path / "held.jsonl", **ONE_STEP)
     ended = succeeds(run(small, tmp_path / "run", **given))
     asked = {question(r) for r in of_iteration(tmp_path / "run", "pairs")}
-    assert (
-        asked
-        and not asked & {r["prompt"] for r in held_out}
-        and "the prompt is in the held-out set" in ended.out
-    )
+    assert asked and not asked & {r["prompt"] for r in held_out}
+    assert "the prompt is in the held-out set" in ended.out
 
 
 def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_path):
@@ -726,43 +593,17 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
         about = {"n_policies": 4, "n_others": 1}  # a score is 3/4 (r - e)
         marked(scorer, models.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
     succeeds(run(small, tmp_path / "run", scorer=scorer, **one))
-    rows, plain = of_iteration(tmp_path / "run", "pool"), Plain(scorer)
+    rows = of_iteration(tmp_path / "run", "pool")
     assert len({r["scorer"] for r in rows}) == 1 and rows[0]["scorer"].startswith(f"{scorer}@")
-    with torch.no_grad():
-        for r in rows:
-            ids = (
-                data.prompt_ids(TOKENIZER, r["prompt"])
-                + r["response_ids"]
-                + [END] * (r["response_ids"][-1] != END)
-            )
-            n = len(data.prompt_ids(TOKENIZER, r["prompt"]))
-            outputs = [
-                plain.model(input_ids=torch.tensor([some])).logits[0].tolist() for some in (ids, ids[:n])
-            ]
-            want = outputs[0][0] if kind == "reward" else 0.75 * (outputs[0][0] - outputs[1][1])
-            assert r["score"] == pytest.approx(want, abs=1e-4)
-    want = best_and_worst(rows)
-    assert {question(r): r["chosen"] for r in of_iteration(tmp_path / "run", "pairs")} == {
-        asked: best["response"] for asked, (best, _) in want.items()
-    }
+    assert len({r["score"] for r in rows}) > len(rows) / 2
+    want = {asked: best["response"] for asked, (best, _) in best_and_worst(rows).items()}
+    assert {question(r): r["chosen"] for r in of_iteration(tmp_path / "run", "pairs")} == want
 
 
-@pytest.fixture(scope="module")
-def pairwise_oracle(small, tmp_path_factory):
-    """A short run of train_pairwise.py."""
-    folder = tmp_path_factory.mktemp("pairwise") / "run"
-    write_rows(small.folder / "judged.jsonl", tiny.rows("preferences", "test")[:20])
-    options = {"model": small.folder / "base", "dataset": small.folder / "pairs.jsonl", "lr": 1e-2}
-    options |= {"eval_dataset": small.folder / "judged.jsonl", "max_length": 64, "batch_size": 8}
-    options |= {"micro_batch_size": 8, "max_steps": 4, "save_every": 0, "eval_every": 0, "output_dir": folder}
-    succeeds(processes.script("common.train_pairwise", *flags(**options), cwd=small.folder, plots=False))
-    return folder
-
-
-def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(
-    small, pairwise_oracle, tmp_path
-):
-    succeeds(run(small, tmp_path, scorer=pairwise_oracle, **{**ONE_STEP, "iterations": 1}))
+def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
+    judge = marked(tmp_path / "judge", models.load_policy("tiny", TOKENIZER), preference_model={})
+    tmp_path = tmp_path / "run"
+    succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
     groups = collections.defaultdict(list)
     for r in of_iteration(tmp_path, "pool"):
         assert 0 <= r["score"] <= 1
@@ -773,9 +614,8 @@ def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert evals[0] == 0.5 and evals[1] != 0.5  # against version 0's responses
     assert column(tmp_path, "sft/score_tie_margin") == [0.1]  # of probabilities
-    assert (
-        all(0 <= s["score"] <= 1 for s in samples) and [s["score"] for s in samples[:ASKED]] == [0.5] * ASKED
-    )
+    assert [s["score"] for s in samples[:ASKED]] == [0.5] * ASKED
+    assert all(0 <= s["score"] <= 1 for s in samples)
 
 
 def test_an_sft_model_is_no_oracle(small, tmp_path):
@@ -784,37 +624,16 @@ def test_an_sft_model_is_no_oracle(small, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# -- the length penalty ------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def penalised(small, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("penalised")
-    for name, penalty in (("without", 0.0), ("with", 3.0)):
-        options = {"scorer": "mine:longest", "length_penalty": penalty, "iterations": 1}
-        succeeds(run(small, folder / name, **options, **SHORT))
-    return folder
-
-
-def test_with_a_length_penalty_the_chosen_responses_are_the_shorter_ones(penalised):
-    rows = [of_iteration(penalised / name, "pool") for name in ("without", "with")]
-    assert rows[0] == [
-        {**r, "model": r["model"].replace("with/", "without/")} for r in rows[1]
-    ]  # the pool has the oracle's own scores
-    long, short = ([r for r in of_iteration(penalised / name, "pairs")] for name in ("without", "with"))
-    assert min(len(long), len(short)) > 4
-    assert all(len(r["chosen"]) > len(r["rejected"]) for r in long)
-    assert all(len(r["chosen"]) < len(r["rejected"]) for r in short)
-    want = best_and_worst(rows[1], 3.0)
-    assert all(r["chosen_score"] == pytest.approx(-2 * len(r["chosen"])) for r in short)  # less the penalty
-    assert {question(r): r["chosen"] for r in short} == {q: best["response"] for q, (best, _) in want.items()}
-    lengths = [column(penalised / name, "pairs/chosen_length")[0] for name in ("without", "with")]
-    assert lengths[1] < lengths[0] - 1
-
-
-def test_pairs_made_with_a_length_penalty_can_be_read_again(penalised):
-    """Their chosen response may have the lower score of the oracle."""
-    path = penalised / "with" / "pairs.jsonl"
-    words = [r for r in read_jsonl(path) if r["rejected"]]
-    assert len(words) > 4 and len(comparisons.load(str(path), "train", TOKENIZER, 64)) == len(words)
+def test_with_a_length_penalty_the_chosen_responses_are_the_shorter_ones(small, tmp_path):
+    """Although their oracle's score, which the pool keeps, is the lower one."""
+    options = {"scorer": "mine:longest", "length_penalty": 3.0, "iterations": 1}
+    succeeds(run(small, tmp_path, **options, **SHORT))
+    rows, pairs = (of_iteration(tmp_path, name) for name in ("pool", "pairs"))
+    assert all(r["score"] == len(r["response"]) for r in rows)
+    want = {asked: best["response"] for asked, (best, _) in best_and_worst(rows, 3.0).items()}
+    assert {question(r): r["chosen"] for r in pairs} == want and len(pairs) > 4
+    assert all(len(r["chosen"]) < len(r["rejected"]) for r in pairs)
+    assert all(r["chosen_score"] == pytest.approx(-2 * len(r["chosen"])) for r in pairs)  # less the penalty
 
 
 # -- resuming ----------------------------------------------------------------------------
@@ -901,21 +720,13 @@ def test_a_run_with_everything_else_resumes_to_the_same_bits(small, other, tmp_p
     assert_same_result(tmp_path, other.folder)
 
 
-def test_a_run_killed_three_times_resumes_to_the_same_bits(small, whole, tmp_path):
-    for more, moment in (([], "pool 2"), (["--resume"], "row 5"), (["--resume"], "pairs 2")):
-        assert run(small, tmp_path, *more, moment=moment).code == -9
-    succeeds(run(small, tmp_path, "--resume"))
-    assert_same_result(tmp_path, whole.folder)
-
-
-def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, whole):
-    state = lambda: {p: p.stat().st_mtime_ns for p in whole.folder.rglob("*")}
-    before, ended = state(), succeeds(run(small, whole.folder, "--resume"))
-    assert state() == before and "finished" in ended.out
-
-
-def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, whole, tmp_path):
+def test_a_run_in_the_way_is_an_error_resume_leaves_a_finished_one_and_overwrite_replaces_it(
+    small, whole, tmp_path
+):
+    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
     assert_error(run(small, whole.folder), "finished", "--overwrite", "--resume")
+    assert "finished" in succeeds(run(small, whole.folder, "--resume")).out
+    assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
     assert run(small, tmp_path, moment="pairs 1", seed=5).code == -9
     before = contents(tmp_path)
     assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
@@ -938,7 +749,7 @@ def test_overwrite_removes_the_reference_log_probabilities(small, offline, tmp_p
 def test_a_nan_loss_stops_before_the_step_and_leaves_pool_and_pairs(small, whole, tmp_path):
     one_micro_batch = {"micro_batch_size": 4}
     ended = run(small, tmp_path, moment="nan 2", **one_micro_batch)
-    assert_error(ended, "iteration 1, step 2", "nan", "pairs.jsonl", "not taken")
+    assert_error(ended, "step 2", "nan", "--lr", "checkpoint")
     assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and of_iteration(tmp_path, "pairs")
     assert not (tmp_path / "model").exists() and len(rows_of(tmp_path, "loss/dpo")) == 1
     succeeds(run(small, tmp_path, "--resume", **one_micro_batch))
@@ -954,10 +765,8 @@ def bad(small):
     talk = lambda asked, said: [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     apart = [{"chosen": talk("copy ant", "ant"), "rejected": talk("copy bear", "bear")}] * 2
     empty = [{**good[0], "rejected": ""}, {**good[1], "chosen": ""}]
-    wrong = [*good, *apart, *empty, {"prompt": "copy ant", "chosen": "ant", "rejected": "ant"}]
-    files = {"apart": apart, "empty sides": empty, "partly": wrong, "columns": [{"prompt": "copy ant"}] * 2}
-    files |= {"no rows": [], "long": [{**good[0], "chosen": "ant " * 70}]}
-    files |= {"few": [{"prompt": r["prompt"]} for r in good], "pool": [row(A, "ant")]}
+    files = {"apart": apart, "empty sides": empty, "columns": [{"prompt": "copy ant"}] * 2}
+    files |= {"no rows": [], "long": [{**good[0], "chosen": "ant " * 70}], "pool": [row(A, "ant")]}
     for name, rows in files.items():
         write_rows(small.folder / f"{name}.jsonl", rows)
     (small.folder / "unfinished").mkdir()
@@ -1000,19 +809,6 @@ BAD = [
 def test_bad_input_is_one_line_that_says_what_and_where(bad, tmp_path, options, words):
     assert_error(run(bad, tmp_path / "out", **options), *words)
     assert not (tmp_path / "out").exists()
-
-
-def test_offline_rows_that_cannot_be_used_are_left_out_and_named(bad, tmp_path):
-    given = offline_options(bad, "partly", **ONE_STEP)
-    ended = succeeds(run(bad, tmp_path, **given))
-    assert len(of_iteration(tmp_path, "pairs")) == 3  # of four, one is held out
-    assert "dropped 5 of 9 rows" in ended.out
-    for words in (
-        "different prompts (partly.jsonl:5, partly.jsonl:6)",
-        "responses are the same (partly.jsonl:9)",
-    ):
-        assert words in ended.out
-    assert "2: an empty side (partly.jsonl:7, partly.jsonl:8)" in ended.out
 
 
 @pytest.fixture(scope="module")
@@ -1069,52 +865,39 @@ def test_if_no_best_response_ended_this_is_one_line(small, tmp_path):
     assert len(of_iteration(tmp_path, "pool")) == PROMPTS * K and not (tmp_path / "pairs.jsonl").exists()
 
 
+OWN = {"offline_data": "mine.jsonl", "iterations": 0}
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
         ({"temperatures": (1.0, math.inf)}, ["--temperatures"]),
         ({"temperatures": (math.nan,)}, ["--temperatures"]),
         ({"temperatures": ()}, ["--temperatures", "one or more"]),
-        ({"temperatures": (-1.0,)}, ["--temperatures"]),
         ({"label_smoothing": -0.1}, ["--label-smoothing -0.1"]),
         ({"label_smoothing": math.nan}, ["--label-smoothing"]),
         ({"top_p": 0.0}, ["--top-p 0.0"]),
         ({"top_p": 1.5}, ["--top-p 1.5"]),
         ({"max_length": 32}, ["--max-length 32"]),
-        ({"iterations": -1}, ["--iterations -1"]),
         ({"iterations": -1, "offline_data": "tiny"}, ["--iterations -1"]),
-        ({"n_samples": 0}, ["--n-samples 0"]),
+        ({"n_samples": 3, "enhancer": "previous"}, ["--n-samples 3", "4 or more"]),
         ({"beta": 0.0}, ["--beta 0.0", "more than 0"]),
-        ({"epochs": 0.0}, ["--epochs 0.0"]),
         ({"length_penalty": -1.0}, ["--length-penalty -1.0"]),
-        ({"prompts_per_iteration": 0}, ["--prompts-per-iteration 0"]),
         ({"offline_pairs": 0}, ["--offline-pairs 0"]),
-        ({"batch_size": 0}, ["--batch-size 0"]),
-        ({"micro_batch_size": 0}, ["--micro-batch-size 0"]),
-        ({"score_batch_size": 0}, ["--score-batch-size 0"]),
-        ({"chunk_prompts": 0}, ["--chunk-prompts 0"]),
-        ({"slots": 0}, ["--slots 0"]),
-        ({"offline_data": "mine.jsonl", "iterations": 0}, ["--dataset tiny", "--eval-prompts 0"]),
-        ({"eval_prompts": -1}, ["--eval-prompts -1"]),
-        ({"save_every": -1}, ["--save-every -1"]),
-        ({"lr": -1.0}, ["--lr -1.0"]),
-        ({"warmup_ratio": 1.5}, ["--warmup-ratio 1.5"]),
-        ({"tie_margin": -0.1}, ["--tie-margin -0.1"]),
+        (OWN, ["--dataset tiny", "--eval-prompts 0"]),
+        ({**OWN, "eval_prompts": 0}, None),
+        ({**OWN, "dataset": "prompts.jsonl"}, None),
+        ({**OWN, "offline_data": "tiny"}, None),
+        ({**OWN, "iterations": 1}, None),
     ],
     ids=named,
 )
-def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+def test_arguments_that_make_no_sense_are_named_before_anything_is_loaded(options, words):
+    if words is None:
+        return dpo.check(dpo.Args(**options))
     with pytest.raises(InputError) as error:
         dpo.check(dpo.Args(**options))
     assert all(word in str(error.value) for word in words)
-
-
-def test_offline_pairs_of_your_own_want_prompts_of_your_own_for_the_evaluation_alone():
-    own = {"offline_data": "mine.jsonl", "iterations": 0}
-    dpo.check(dpo.Args(**own, eval_prompts=0))
-    dpo.check(dpo.Args(**own, dataset="prompts.jsonl"))
-    dpo.check(dpo.Args(**{**own, "offline_data": "tiny"}))
-    dpo.check(dpo.Args(**{**own, "iterations": 1}))
 
 
 def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
@@ -1148,7 +931,6 @@ def test_a_model_that_cannot_share_prompts_is_refused_before_anything_is_sampled
         raise InputError("use --no-share-prompt")
 
     monkeypatch.setattr(models, "check_shared_prompt", refuse)
-    without_plots(monkeypatch)
     with pytest.raises(InputError, match="--no-share-prompt"):
         in_process(small, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -1164,15 +946,14 @@ def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):
 
 # -- arguments and recipes ---------------------------------------------------------------
 def test_every_argument_is_read_somewhere_beside_its_check():
-    mine = (
+    source = (
         inspect.getsource(dpo)
         .replace(inspect.getsource(dpo.check), "")
         .replace(inspect.getsource(dpo.Args), "")
     )
-    others = "".join(inspect.getsource(module) for module in (dist, generate, pool, scorers, data, models))
-    read = {*re.findall(r"\bargs\.(\w+)", mine + others), "resume", "overwrite"}  # common/run.py's two
+    modules = (comparisons, data, dist, evaluation, generate, models, pool, run_module, scorers)
+    read = {*re.findall(r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, modules)))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
-    assert len(read) > 30
 
 
 def test_recipes_have_the_papers_numbers():
@@ -1194,8 +975,3 @@ def test_recipes_have_the_papers_numbers():
     assert args.offline_data == "HuggingFaceH4/ultrafeedback_binarized[train_prefs]"
     args = parse(dpo.RECIPES, ["rlhf_workflow", "--length-penalty", "0.001", "--temperatures", "0.5"])
     assert (args.length_penalty, args.temperatures, args.beta) == (0.001, (0.5,), 0.1)
-
-
-def test_an_unknown_recipe_is_one_line_with_the_nearest_name(small):
-    ended = processes.script("dpo_iterative", "zefyr", cwd=small.folder)
-    assert_error(ended, "zefyr", "did you mean 'zephyr'", "rlhf_workflow")

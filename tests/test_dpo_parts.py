@@ -20,8 +20,9 @@ END, LOG2 = TOKENIZER.eos_token_id, math.log(2)
 
 # Whatever the script's defaults become, these tests know theirs
 DEFAULTS = dict(
-    model="tiny", reference="sft", max_new_tokens=8, max_length=64, max_grad_norm=0.0, temperatures=(1.0, 0.7),
-    n_samples=8, beta=0.1, length_penalty=0.0, label_smoothing=0.0, micro_batch_size=32, share_prompt=True, seed=0,
+    model="tiny", reference="sft", max_new_tokens=8, max_length=64, max_grad_norm=0.0, seed=0, n_samples=8,
+    temperatures=(1.0, 0.7), beta=0.1, length_penalty=0.0, label_smoothing=0.0, micro_batch_size=32,
+    share_prompt=True,
 )  # fmt: skip
 
 
@@ -96,7 +97,7 @@ PAIRED = {  # (rows, options, pairs, what is dropped)
     "one score": ([row(A, "ant", 1), row(A, "cat", 1), row(A, "dog", 1)], {}, [], {"tied": 1}),
     "the best is cut": ([row(A, "cat", 1), cut("ant", 2), row(A, "dog", 0)], {}, [], {"unfinished": 1}),
     "the best is empty": ([row(A, "cat", 1), row(A, " ", 2), row(A, "dog", 0)], {}, [], {"unfinished": 1}),
-    "the worst is cut": ([row(A, "cat", 1), cut("dog", -1), cut("ant", 0)], {}, [("copy ant", "cat", "dog")], {}),
+    "the worst is cut": ([row(A, "cat", 1), cut("dog", -1)], {}, [("copy ant", "cat", "dog")], {}),
     "the worst is empty": ([row(A, "cat", 1), row(A, "", -1)], {}, [("copy ant", "cat", "")], {}),
     "others": (
         [*OTHER_ITERATION, row(A, "cat", 1), row(A, "dog", 0), row(C, "owl", 5), row(C, "pig", 4)],
@@ -526,8 +527,8 @@ def test_figures_of_the_first_version_are_means_without_a_comparison():
 
 def test_figures_of_a_version_are_means_and_what_it_wins_against_the_first_one():
     wanted = {
-        "pairs/loss": 0.5, "pairs/accuracy": 0.75, "eval/score": 6.55 / 4, "gold/score": 1.0, "gold/perfect": 2.0,
-        "eval/kl": 3.0, "sample/length": 6.0, "sample/finished": 0.75,
+        "pairs/loss": 0.5, "pairs/accuracy": 0.75, "eval/score": 6.55 / 4, "gold/score": 1.0,
+        "gold/perfect": 2.0, "eval/kl": 3.0, "sample/length": 6.0, "sample/finished": 0.75,
         "sft/score_win": 0.25, "sft/score_lose": 0.25, "sft/score_tie": 0.5, "sft/score_gain": 0.55 / 4,
         "sft/gold_win": 0.25, "sft/gold_lose": 0.25, "sft/gold_tie": 0.5, "sft/gold_gain": 0.0,
         "sft/score_tie_margin": 0.1, "sft/gold_tie_margin": 0.1,
