@@ -6,10 +6,10 @@ not forget (arXiv:2309.10202, section 3.2).
     select    in each group the k prompts whose response has the highest score, or is the shortest, or the one
               that the policy was surest of (the lowest mean entropy)
 
-ppo.py does this before training with --rehearsal-clusters. As a program it writes the rows to a file for
---rehearsal-data:
+It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
     python -m common.rehearsal --model runs/sft --scorer runs/reward --dataset tiny --output rehearsal.jsonl
+    python ppo.py --rehearsal-data rehearsal.jsonl
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ from typing import Literal
 import torch
 
 from common import dist, generate, metrics, models, scorers
-from common.batches import a_part, collate
-from common.cli import check_flags
+from common.batches import response_mask, split
 from common.errors import InputError
 from common.run import launch
 
@@ -29,31 +28,35 @@ from common.run import launch
 def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     """(prompts, H): the mean of the last hidden states over each prompt's tokens, of length 1. Call it inside
     dist.consolidated(model): every rank computes all of them, and communicates nothing."""
-    device, out = next(model.parameters()).device, [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        some = order[start : start + batch_size]
-        rows = [torch.tensor(prompts[i], device=device) for i in some]
+    vectors = [None] * len(prompts)
+    longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for indices in split(longest_first, batch_size):
+        rows = [torch.tensor(prompts[i], device=model.device) for i in indices]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # no token sees the padding after it
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
-        for i, row, ours in zip(some, rows, hidden):
-            out[i] = torch.nn.functional.normalize(ours[: len(row)].mean(0), dim=0).cpu()
-    return torch.stack(out)
+        for i, row, states in zip(indices, rows, hidden):
+            vectors[i] = torch.nn.functional.normalize(states[: len(row)].mean(0), dim=0).cpu()
+    return torch.stack(vectors)
 
 
 @torch.no_grad()
 def embed_texts(name, texts: list[str], device, batch_size=64) -> torch.Tensor:
     """(texts, H): the same by a sentence encoder, princeton-nlp/sup-simcse-roberta-base for one: the vector
-    of the first token, which SimCSE trains."""
+    of the first token, which SimCSE trains. InputError for a name that is no encoder's."""
     from transformers import AutoModel, AutoTokenizer
 
-    tokenizer, out = AutoTokenizer.from_pretrained(name), []
-    encoder = AutoModel.from_pretrained(name).eval().to(device)
-    for start in range(0, len(texts), batch_size):
-        some = texts[start : start + batch_size]
-        inputs = tokenizer(some, padding=True, truncation=True, return_tensors="pt").to(device)
-        out.append(torch.nn.functional.normalize(encoder(**inputs).last_hidden_state[:, 0], dim=1).cpu())
-    return torch.cat(out)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        encoder = AutoModel.from_pretrained(name).eval().to(device)
+        vectors = []
+        for batch in split(texts, batch_size):
+            inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt").to(device)
+            vectors.append(encoder(**inputs).last_hidden_state[:, 0].cpu())
+    except (OSError, ValueError, TypeError, AttributeError) as error:  # transformers has no error for it
+        raise InputError(
+            f"--encoder {name} is no sentence encoder that is here or on the hub: {error}"
+        ) from None
+    return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
 
 
 def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
@@ -66,55 +69,60 @@ def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[t
     labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
     chosen = []
     for cluster in range(n_clusters):
-        mine = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
-        chosen += [(cluster, i) for i in sorted(mine, key=lambda i: -merit[i])[:per_cluster]]
+        members = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
+        chosen += [(cluster, i) for i in sorted(members, key=lambda i: -merit[i])[:per_cluster]]
     return chosen
 
 
-@torch.no_grad()
-def mean_entropies(model, documents, pad_id, batch_size, device) -> list[float]:
+def mean_entropies(policy, documents, micro_batch_size) -> list[float]:
     """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
     every rank must call it."""
-    found, numbered = [], list(enumerate(documents))
-    for some in dist.my_batches(numbered, batch_size, lambda item: len(item[1].ids)):
-        batch = collate([[document] for _, document in some], pad_id, device)
-        inputs = (batch.input_ids, batch.action_mask, batch.position_ids)
-        _, entropies = model.token_logprobs(*inputs, entropy=True)
-        means = entropies.sum(1) / batch.action_mask.sum(1)
-        found += zip((i for i, _ in some), means.tolist())
-    return [x for _, x in sorted(dist.gather(found))]
+    mask = response_mask(documents)
+    _, entropies = models.per_token(
+        models.logprobs_and_entropies,
+        policy,
+        plan=[[[document] for document in documents]],
+        mask=mask,
+        micro_batch_size=micro_batch_size,
+    )
+    return (entropies.sum(1) / mask.sum(1)).tolist()
 
 
-def rehearsal_rows(
-    policy, tokenizer, scorer, prompts, n_clusters, per_cluster, *,
-    max_new_tokens, by="score", slots=64, score_batch_size=64, encoder=None, seed=0,
-):  # fmt: skip
-    """Rows {"prompt", "completion", "cluster", "score"} in sft.py's format, the same on every rank: one
-    response of `policy` to each prompt, clustered and selected. Responses that did not end or have no words
-    are none. by: what is selected, the highest "score", the least "length" or the least "entropy". Every rank
-    must call it."""
-    device = next(policy.parameters()).device
-    ids, options = [prompt.ids for prompt in prompts], (1, max_new_tokens, 1.0, dist.seed_of(seed, "sr"))
-    with dist.consolidated(policy):
-        found = generate.sample_responses(policy, tokenizer, ids, *options, slots=slots)
-        embeddings = embed(policy, ids) if encoder is None else None
-    if encoder is not None:
-        texts = [prompt.turns[-1]["content"] for prompt in prompts]
-        embeddings = embed_texts(encoder, texts, next(policy.parameters()).device)
-    responses = [response for (response,) in found]
-    scores = scorers.score(scorer, list(zip(prompts, responses)), score_batch_size, device)
-    usable = [r.finished and r.clean and bool(r.text.strip()) for r in responses]
-    merit = scores
-    if by == "length":
+def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
+    """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
+    each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
+    call it."""
+    pairs = generate.sample_pairs(
+        policy,
+        tokenizer,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        slots=args.slots,
+        seed=dist.seed_of(args.seed, "sr"),
+    )
+    if args.encoder:
+        embeddings = embed_texts(
+            args.encoder, [prompt.turns[-1]["content"] for prompt in prompts], policy.device
+        )
+    else:
+        with dist.consolidated(policy):
+            embeddings = embed(policy, [prompt.ids for prompt in prompts])
+    scores = scorers.score(scorer, pairs, args.score_batch_size, policy.device)
+    responses = [response for _, response in pairs]
+    if args.by == "score":
+        merit = scores
+    elif args.by == "length":
         merit = [-len(response.ids) for response in responses]
-    elif by == "entropy":
-        documents = [generate.document(*pair) for pair in zip(prompts, responses)]
-        rest = (tokenizer.pad_token_id, score_batch_size, device)
-        merit = [-x for x in mean_entropies(policy, documents, *rest)]
-    chosen = select(embeddings, merit, usable, n_clusters, per_cluster, seed)
+    else:
+        documents = generate.documents(pairs)
+        merit = [-entropy for entropy in mean_entropies(policy, documents, args.score_batch_size)]
+    usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
+    chosen = select(embeddings, merit, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
     if not chosen:
-        raise InputError(f"rehearsal: no response ended within {max_new_tokens} tokens")
+        raise InputError(
+            f"rehearsal: no response ended within {args.max_new_tokens} tokens (--max-new-tokens)"
+        )
     return [
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
         for cluster, i in chosen
@@ -123,11 +131,17 @@ def rehearsal_rows(
 
 def show(rows, n=12):
     """Print the first rows as a table."""
-    table = []
-    for row in rows[:n]:
-        texts = {"prompt": row["prompt"][-1]["content"][:40], "response": row["completion"][:40]}
-        table.append({"cluster": row["cluster"], **texts, "score": row["score"]})
-    metrics.print_table(table)
+    metrics.print_table(
+        [
+            {
+                "cluster": row["cluster"],
+                "prompt": row["prompt"][-1]["content"][:40],
+                "response": row["completion"][:40],
+                "score": row["score"],
+            }
+            for row in rows[:n]
+        ]
+    )
 
 
 @dataclass
@@ -137,9 +151,9 @@ class Args:
     scorer: str = "runs/reward"
     """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
     dataset: str = "tiny"
-    """Prompts."""
+    """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"
-    """The file to write."""
+    """The file to write, which may not be there already."""
     clusters: int = 8
     """c."""
     per_cluster: int = 16
@@ -152,7 +166,9 @@ class Args:
     """So many of them are answered."""
     max_new_tokens: int = 32
     """Longest response."""
-    slots: int = 64
+    score_batch_size: int = 64
+    """Responses of a forward of the scorer on one rank."""
+    slots: int = 256
     """Responses that decode together; memory for keys and values grows with it."""
     max_length: int = 128
     """Tokens of a prompt with its response."""
@@ -165,23 +181,25 @@ class Args:
 def main(args: Args):
     device = dist.setup()
     check_flags(args)
-    if Path(args.output).exists() or not Path(args.output).absolute().parent.is_dir():
-        raise InputError(f"--output {args.output} is there already, or its folder is not")
+    if Path(args.output).exists():
+        raise InputError(f"--output {args.output} is there already: another name, or remove it")
+    if not Path(args.output).absolute().parent.is_dir():
+        raise InputError(f"--output {args.output}: there is no such folder")
+    if args.encoder:
+        embed_texts(args.encoder, ["a text"], device)  # now, and not after all responses are sampled
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
-    room = args.max_length - args.max_new_tokens
-    prompts = generate.load_prompts(args.dataset, "train", tokenizer, room)
-    prompts = a_part(prompts, args.max_prompts)
+    generate.check_policy(args.model, tokenizer, args)
+    prompts = generate.load_prompts(args.dataset, "train", tokenizer, args.max_length - args.max_new_tokens)
+    prompts = generate.a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device)
+    scorers.check_room(scorer, args.max_length)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
-    options = {"max_new_tokens": args.max_new_tokens, "encoder": args.encoder, "seed": args.seed}
-    options |= {"by": args.by, "slots": args.slots}
-    sizes = (args.clusters, args.per_cluster)
-    rows = rehearsal_rows(policy, tokenizer, scorer, prompts, *sizes, **options)
+    rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     show(rows)
     if dist.is_main():
-        metrics.write_jsonl(args.output, rows)
+        metrics.write_jsonl(args.output, rows)  # whole or not at all
         print(f"wrote {len(rows)} rows to {args.output}")
 
 
