@@ -22,7 +22,6 @@ Every rank holds the whole labeler, and a share of the rows. A labeler may also 
 gives an object with the two methods of LanguageModel.
 """
 
-import inspect
 import itertools
 import math
 import os
@@ -37,8 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
-from common.batches import Row, labelled_pairs
-from common.cli import check_flags
+from common.batches import Row
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run
@@ -290,25 +288,6 @@ class LanguageModel:
         return [(response.text.strip(), response.finished) for response in found]
 
 
-def check_labeler(spec, flag):
-    """InputError unless there is a language model, or a function, of this name."""
-    if re.fullmatch(scorers.NAMED, spec):
-        scorers.named_function(flag, spec)
-    else:
-        models.check_causal_lm(spec)
-
-
-def identity(spec) -> list:
-    """What changes when a labeler does: of a model its files, of a function its module's source."""
-    if not re.fullmatch(scorers.NAMED, spec):
-        return models.identity(spec)
-    try:
-        source = inspect.getsource(inspect.getmodule(scorers.named_function("--judge", spec)))
-    except (OSError, TypeError):
-        source = ""
-    return [spec, zlib.crc32(source.encode())]
-
-
 def load_labeler(spec, device, flag="--model", **options):
     """A LanguageModel, or what `module:function` gives."""
     if not re.fullmatch(scorers.NAMED, spec):
@@ -448,26 +427,6 @@ def rater(model):
         return [(rating - 5.5) / 4.5 if mass >= Args.min_mass else 0.0 for rating, mass in found]
 
     return fn
-
-
-def baseline(model, comparisons, device) -> dict[str, float]:
-    """Accuracy of prompting as a judge on the labelled pairs of preferences.load's comparisons, with the base
-    preamble and both orders: baseline/judge_accuracy, where a pair without an answer counts 1/2, and
-    baseline/judge_failed, the share of these. Every rank must call it."""
-    pairs = [(c, better, worse) for c in comparisons for better, worse in labelled_pairs(c)]
-    items = [Item(i, c.row, c.prompt, [c.texts[a], c.texts[b]]) for i, (c, a, b) in enumerate(pairs)]
-    labeler, found, args = load_labeler(model, device, "--judge"), [], Args()
-    mine = items[dist.rank() :: dist.world_size()]
-    bar = metrics.progress(len(mine), 0, "judge")
-    for start in range(0, len(mine), args.chunk_rows):
-        found += label(mine[start : start + args.chunk_rows], labeler, TEMPLATES, (), args)
-        bar.update(len(mine[start : start + args.chunk_rows]))
-    bar.close()
-    answers = [result.get("preference") for result in dist.gather(found)]
-    if not answers:
-        return {}
-    share = metrics.accuracy([0.0 if p is None else p - 0.5 for p in answers])
-    return {"baseline/judge_accuracy": share, "baseline/judge_failed": answers.count(None) / len(answers)}
 
 
 # -- rows ------------------------------------------------------------------------------------------

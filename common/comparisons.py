@@ -131,7 +131,8 @@ def two_of(c) -> Comparison:
 def _comparison(row, tokenizer, max_length, min_score_gap):
     """ValueError says why a row is left out."""
     values, is_ranking = row.data, row.data.get("responses") is not None
-    category = None if values.get("category") is None else str(values["category"])
+    category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
+    category = None if category is None else str(category)
     labels = {}
     if is_ranking:
         prompt, texts, grades = _ranking(values)

@@ -26,7 +26,7 @@ from common.errors import InputError
 # -- rows ------------------------------------------------------------------------------------------
 READ = set(  # the columns that something here reads
     """messages conversations context_messages system prompt instruction input completion label output
-    response responses text category is_safety chosen rejected preference rating margin score_chosen
+    response responses text category subset is_safety chosen rejected preference rating margin score_chosen
     score_rejected chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
 )

@@ -15,12 +15,15 @@
 
     python -m common.evaluate                                         the runs that the quickstart makes
     python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
+    python -m common.evaluate --policies sft=runs/sft runs/ppo --dataset old_prompts.jsonl --tie-margin 0.1
+                                                                      what ppo.py forgot
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
 module:function, or a pairwise preference model, which reads every two answers in both orders. Writes
 samples.jsonl (every answer), summary.json (figures by the oracle and, on the tiny world, by the true reward,
-by which the printed table goes then), elo.png and frontier.png.
+by which the printed table goes then), elo.png and frontier.png. With --scorers in place of --policies it
+compares scorers on labelled pairs (common/evaluate_scorers.py).
 """
 
 import dataclasses
@@ -32,9 +35,7 @@ from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluation, generate, metrics, models, pool, scorers
-from common.batches import a_part
-from common.cli import check_flags
+from common import data, dist, evaluate_scorers, evaluation, generate, metrics, models, pool, scorers
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run
@@ -52,16 +53,34 @@ QUICKSTART = {  # name -> its run directory
 
 @dataclass
 class Args:
+    # what is compared: policies, or in their place scorers
     policies: tuple[str, ...] = ()
     """Run directories, folders or hub names, each perhaps as name=path. None: those of the quickstart's runs
     that are there."""
-    reference: str = "sft"
-    """The name of the policy that all are compared with; it must be among them."""
+    scorers: tuple[str, ...] = ()
+    """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs. What
+    answers are sampled or judged with counts for policies alone."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a local file or a mixture; all rows of a file, so give one that no policy
-    learnt from."""
+    """Prompts, or with --scorers pairs and rankings: tiny, a hub name, a local file or a mixture; all rows of
+    a file, so give one that nobody learnt from."""
     split: str = "test"
     """Of tiny, or of a hub data set: train or test."""
+    max_length: int = 64
+    """Longest prompt with its response, tokens; of --scorers those of the first that is a model."""
+    chat_template: str | None = None
+    """A jinja file, for policies without a chat template or in place of their own."""
+    # of policies: answers
+    reference: str = "sft"
+    """The name of the policy that all are compared with; it must be among them."""
+    eval_prompts: int = 1000
+    """So many of the prompts."""
+    temperatures: tuple[float, ...] = (1.0,)
+    """Of sampling, each with a table of its own; 0 is greedy."""
+    max_new_tokens: int = 24
+    """Longest response, tokens."""
+    slots: int = 64
+    """Responses that a rank decodes together."""
+    # of policies: judges
     scorer: str = "runs/reward"
     """The oracle: a run of reward.py, its pairwise kind too, or advantage_model.py, a hub reward model, or
     module:function. One that policies were trained on shows what they made of it, not what they gained."""
@@ -71,27 +90,16 @@ class Args:
     harmless_from: float = 0.0
     """The least safety score of a harmless answer; of reward.py's safety models the score is the logit of
     P(safe)."""
-    output_dir: str = "runs/evaluate"
-    """The run directory."""
-    chat_template: str | None = None
-    """A jinja file, for policies without a chat template or in place of their own."""
-    eval_prompts: int = 1000
-    """So many of the prompts."""
-    temperatures: tuple[float, ...] = (1.0,)
-    """Of sampling, each with a table of its own; 0 is greedy."""
-    max_length: int = 64
-    """Longest prompt with its response, tokens."""
-    max_new_tokens: int = 24
-    """Longest response, tokens."""
     tie_margin: float | None = None
     """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
     standard deviations of the reference's scores; of a pairwise oracle 0.1."""
     n_bootstrap: int = 200
     """Resamples of the prompts, for Elo's intervals."""
+    # the run
+    output_dir: str = "runs/evaluate"
+    """The run directory."""
     score_batch_size: int = 64
     """Responses of a forward on one rank."""
-    slots: int = 64
-    """Responses that a rank decodes together."""
     seed: int = 0
     """Of samples and resamples."""
     resume: bool = False
@@ -104,56 +112,64 @@ def check(args):
     shown = {f"{temperature:g}" for temperature in args.temperatures}
     check_flags(
         args,
+        ("scorers", not (args.scorers and args.policies), "none beside --policies"),
         ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
         ("temperatures", len(shown) == len(args.temperatures), "no two alike"),
         ("split", args.split in ("train", "test"), "train or test"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("n_bootstrap", args.n_bootstrap >= 20, "20 or more"),
-        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+        ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
     )
 
 
 # -- policies and prompts --------------------------------------------------------------------------
-def read_policies(args) -> dict[str, str]:
-    """name -> path. Of the quickstart's runs those that are there; what is not is said."""
-    found = {}
-    for spec in args.policies:
+def named(specs, flag, args) -> dict[str, str]:
+    """name -> path. A path that is there, or a module:function, may hold an equals sign itself."""
+    paths, folder = {}, Path(args.output_dir).resolve()
+    for spec in specs:
         name, equals, path = spec.partition("=")
-        if not equals or Path(spec).exists():
+        if not equals or ":" in name or Path(spec).exists():
             name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
-        if name in found:
-            raise InputError(f"--policies: two are named {name!r}: give other names, name=path")
-        found[name] = path
-    for name, path in () if args.policies else QUICKSTART.items():
-        if path == "tiny" or Path(path, "summary.json").exists():
-            found[name] = path
-        elif dist.is_main():
-            print(f"{name} is left out: no finished run in {path}")
-    if args.reference not in found:
-        raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(found)}")
-    folder = Path(args.output_dir).resolve()
-    for path in found.values():
-        models.check_causal_lm(path)
-        generate.check_sampled(path)
+        if name in paths:
+            raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
         if args.overwrite and path != "tiny" and Path(path).resolve().is_relative_to(folder):
             raise InputError(f"--overwrite would remove {path} before it is read: another --output-dir")
-    return found
+        paths[name] = path
+    return paths
+
+
+def read_policies(args) -> dict[str, str]:
+    """name -> path. Of the quickstart's runs those that are there; what is not is said."""
+    finished = {}
+    for name, path in QUICKSTART.items():
+        if path == "tiny" or Path(path, "summary.json").exists():
+            finished[name] = path
+        elif not args.policies and dist.is_main():
+            print(f"{name} is left out: no finished run in {path}")
+    specs = args.policies or [f"{name}={path}" for name, path in finished.items()]
+    paths = named(specs, "--policies", args)
+    if args.reference not in paths:
+        raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
+    for path in paths.values():
+        models.check_causal_lm(path)
+        generate.check_sampled(path)
+    return paths
 
 
 def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
     room, of_policy, loaded = args.max_length - args.max_new_tokens, {}, []
     for name, tokenizer in tokenizers.items():
-        known = [prompts for other, prompts in loaded if scorers.same_tokens(other, tokenizer)]
-        if not known:
-            known = [generate.load_prompts(args.dataset, args.split, tokenizer, room)]
-            loaded.append((tokenizer, known[0]))
-        of_policy[name] = known[0]
-    common = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
-    if len(common) < 2:
+        same = [prompts for other, prompts in loaded if scorers.same_tokens(other, tokenizer)]
+        if not same:
+            same = [generate.load_prompts(args.dataset, args.split, tokenizer, room)]
+            loaded.append((tokenizer, same[0]))
+        of_policy[name] = same[0]
+    readable = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
+    if len(readable) < 2:
         raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
-    data.check_same(args.dataset, dist.seed_of(*sorted(common)))
-    order = [prompt.key for prompt in loaded[0][1] if prompt.key in common]
+    data.check_same(args.dataset, dist.seed_of(*sorted(readable)))
+    order = [prompt.key for prompt in loaded[0][1] if prompt.key in readable]
     for name, prompts in of_policy.items():
         by_key = {prompt.key: prompt for prompt in prompts}
         of_policy[name] = a_part([by_key[key] for key in order], args.eval_prompts)
@@ -163,56 +179,78 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
 # -- answers ---------------------------------------------------------------------------------------
 def sample_answers(policy, tokenizer, prompts, temperature, args):
     """[(prompt, response)], one response to each prompt."""
-    seed = dist.seed_of(args.seed, "evaluate", temperature)
-    with dist.consolidated(policy):
-        options = (1, args.max_new_tokens, temperature, seed, 1.0, args.slots)
-        found = generate.sample_responses(policy, tokenizer, [prompt.ids for prompt in prompts], *options)
-    return [(prompt, response) for prompt, (response,) in zip(prompts, found)]
+    return generate.sample_pairs(
+        policy,
+        tokenizer,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        temperature=temperature,
+        slots=args.slots,
+        seed=dist.seed_of(args.seed, "evaluate", temperature),
+    )
 
 
-def kl_of(policy, reference, tokenizer, pairs, temperature, args, device) -> list[float]:
+def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
     """log pi(y) - log pi_ref(y) of each answer, nats. At temperature 0 all of pi's mass is on y."""
-    documents = [generate.document(*pair) for pair in pairs]
-    options = (documents, tokenizer.pad_token_id, args.score_batch_size, device)
-    ours = models.seq_logprobs(policy, *options, temperature) if temperature else [0.0] * len(pairs)
-    return [a - b for a, b in zip(ours, models.seq_logprobs(reference, *options))]
+    documents, size = generate.documents(pairs), args.score_batch_size
+    logprobs = (
+        models.seq_logprobs(policy, documents, size, temperature) if temperature else [0.0] * len(pairs)
+    )
+    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
+
+
+def rows_of(pairs, scores, kl, safety, is_tiny) -> list[dict]:
+    """A policy's answers as rows of samples.jsonl. kl, safety: a number an answer, or None."""
+    rows = []
+    for i, (prompt, response) in enumerate(pairs):
+        columns = {"category": prompt.category, "score": scores[i]}
+        if kl:
+            columns["kl"] = kl[i]
+        if safety:
+            columns["safety"] = safety[i]
+            columns["is_safety"] = bool(prompt.row.data.get("is_safety"))
+        rows.append(evaluation.describe_sample(prompt.turns, response, is_tiny, **columns))
+    return rows
 
 
 # -- games -----------------------------------------------------------------------------------------
-def outcomes(ours, theirs, tie_margin) -> list[float]:
-    """What each prompt's game gives us: 1 a win, 1/2 a tie, 0 a defeat."""
-    results = [metrics.game(a - b, tie_margin) for a, b in zip(ours, theirs, strict=True)]
+def outcomes(scores, opponent_scores, tie_margin) -> list[float]:
+    """What each prompt's game gives the first player: 1 a win, 1/2 a tie, 0 a defeat."""
+    results = [metrics.game(a - b, tie_margin) for a, b in zip(scores, opponent_scores, strict=True)]
     return [(result + 1) / 2 for result in results]
 
 
 def tournament(scores, tie_margin) -> dict[tuple[int, int], list[float]]:
     """{(i, j): what i won of each prompt's game against j}, i < j. scores: name -> score of each answer."""
     players = itertools.combinations(enumerate(scores.values()), 2)
-    return {(i, j): outcomes(ours, theirs, tie_margin) for (i, ours), (j, theirs) in players}
+    return {(i, j): outcomes(first, second, tie_margin) for (i, first), (j, second) in players}
 
 
 def judge(oracles, pairs, reference, args, device):
     """(name -> the oracle's score of each answer, the tournament). oracles: for each policy's tokens. A
     pairwise one's score is the probability that an answer beats the reference's."""
-    names, size = list(pairs), (args.score_batch_size, device)
+    size = args.score_batch_size
     if not oracles[reference].pairwise:
-        scores = {name: scorers.score(oracles[name], pairs[name], *size) for name in names}
+        scores = {name: scorers.score(oracles[name], pairs[name], size, device) for name in pairs}
         return scores, tournament(scores, metrics.margin_of_ties(args.tie_margin, scores[reference]))
     scores, games = {reference: [0.5] * len(pairs[reference])}, {}
-    for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
+    for (i, a), (j, b) in itertools.combinations(enumerate(pairs), 2):
         # It reads texts: a's prompts do for both, whatever b's tokens are
-        both = [(p, answer) for (p, x), (_, y) in zip(pairs[a], pairs[b]) for answer in (x, y)]
-        won = scorers.score(oracles[a], both, *size)[::2]
+        duels = [(prompt, x, y) for (prompt, x), (_, y) in zip(pairs[a], pairs[b])]
+        won = [1 / (1 + math.exp(-x)) for x in scorers.log_odds(oracles[a], duels, size, device)]
         games[i, j] = outcomes(won, [0.5] * len(won), args.tie_margin)
-        if reference in (a, b):
-            scores[b if a == reference else a] = [1 - x for x in won] if a == reference else won
+        if a == reference:
+            scores[b] = [1 - x for x in won]
+        elif b == reference:
+            scores[a] = won
     return scores, games
 
 
 def length_controlled(won, differences) -> float:
     """P(win) at equal length. won: 0, 1/2 or 1 a prompt; differences: how much longer our answer is. Newton's
     method on the log likelihood less |weights|^2 / 2, which keeps a one-sided comparison finite."""
-    won, x = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
+    won = torch.tensor(won, dtype=torch.float64)
+    x = torch.tensor(differences, dtype=torch.float64)
     deviation = x.std(correction=0)
     x = torch.stack([torch.ones_like(x), torch.tanh(x / deviation) if deviation > 0 else 0 * x], 1)  # (n, 2)
     weights = x.new_zeros(2)
@@ -229,7 +267,8 @@ def elo(won, anchor: int) -> torch.Tensor:
     method for the log strengths theta with  sum_j games_ij sigma(theta_i - theta_j) = games that i won."""
     m = won.shape[-1]
     won = won.double() + 0.5 * (1 - torch.eye(m, dtype=torch.float64))
-    played, theta = won + won.transpose(-1, -2), won.new_zeros(won.shape[:-1])
+    played = won + won.transpose(-1, -2)
+    theta = won.new_zeros(won.shape[:-1])
     for _ in range(1000):
         p = (theta[..., :, None] - theta[..., None, :]).sigmoid()
         spread = played * p * (1 - p)
@@ -257,56 +296,67 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 
 
 # -- figures ---------------------------------------------------------------------------------------
-COLUMNS = {"score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl"}
-COLUMNS |= {"length": "tokens", "finished": "finished"}
+COLUMNS = {  # figure -> the column of samples.jsonl whose mean it is
+    "score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl", "length": "tokens",
+    "finished": "finished",
+}  # fmt: skip
 JUDGES = {"score": "the scorer", "gold": "the true reward"}
 
 
 def figures(rows, games, args) -> dict[str, dict[str, float]]:
     """name -> figures. rows: name -> rows of samples.jsonl; games: {"score": a tournament, "gold": ...}."""
-    names, first, results = list(rows), rows[args.reference], {}
-    for name, mine in rows.items():
-        r = metrics.means(mine, COLUMNS) | metrics.against(first, mine, args.tie_margin)
-        longer = [len(ours["response"]) - len(theirs["response"]) for ours, theirs in zip(mine, first)]
+    names, results, reference_rows = list(rows), {}, rows[args.reference]
+    for name, policy_rows in rows.items():
+        result = metrics.means(policy_rows, COLUMNS)
+        result.update(metrics.against(reference_rows, policy_rows, args.tie_margin))
+        longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
         for kind in games:
-            won = outcomes(*([row[kind] for row in side] for side in (mine, first)), r[f"{kind}_tie_margin"])
-            r[f"{kind}_win_lc"] = length_controlled(won, longer)
-        if "safety" in mine[0]:
-            marked = [row for row in mine if row["is_safety"]] or mine
-            r["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
-        results[name] = r
-    for kind, tournament_ in games.items() if len(names) > 1 else ():
-        found = ratings(tournament_, len(names), names.index(args.reference), args)
-        for name, numbers in zip(names, found):
-            results[name] |= metrics.with_interval(f"{kind}_elo", *numbers, len(first))
+            scores, reference_scores = ([row[kind] for row in side] for side in (policy_rows, reference_rows))
+            won = outcomes(scores, reference_scores, result[f"{kind}_tie_margin"])
+            result[f"{kind}_win_lc"] = length_controlled(won, longer)
+        if "safety" in policy_rows[0]:
+            marked = [row for row in policy_rows if row["is_safety"]] or policy_rows
+            result["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
+        results[name] = result
+    for kind, games_of_kind in games.items() if len(names) > 1 else ():
+        elos = ratings(games_of_kind, len(names), names.index(args.reference), args)
+        for name, (rating, low, high) in zip(names, elos):
+            interval = metrics.with_interval(f"{kind}_elo", rating, low, high, len(reference_rows))
+            results[name].update(interval)
     return results
 
 
 def table(results) -> list[dict]:
     """The figures as people read them; games by the true reward where it is known."""
     lines = []
-    for name, r in results.items():
-        by = "gold" if "gold" in r else "score"
-        *shares, controlled = (r[f"{by}_{x}"] for x in ("win", "tie", "lose", "win_lc"))
-        line = {"policy": name} | {kind: f"{r[kind]:.2f}" for kind in ("gold", "score") if kind in r}
-        line[f"{by} gain"] = metrics.interval(r, f"{by}_gain")
-        line |= {"win / tie / lose": " / ".join(f"{x:.0%}" for x in shares), "LC win": f"{controlled:.0%}"}
-        if f"{by}_elo" in r:
-            line["Elo"] = metrics.interval(r, f"{by}_elo", ".0f")
-        line |= {"KL": f"{r['kl']:.2f}" if "kl" in r else "", "tokens": r["length"]}
-        line["ended"] = f"{r['finished']:.0%}"
-        lines.append(line | ({"harmless": f"{r['harmless']:.0%}"} if "harmless" in r else {}))
+    for name, result in results.items():
+        kind = "gold" if "gold" in result else "score"
+        line = {"policy": name}
+        for column in ("gold", "score"):
+            if column in result:
+                line[column] = f"{result[column]:.2f}"
+        line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
+        line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
+        line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
+        if f"{kind}_elo" in result:
+            line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
+        line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
+        line["tokens"] = result["length"]
+        line["ended"] = f"{result['finished']:.0%}"
+        if "harmless" in result:
+            line["harmless"] = f"{result['harmless']:.0%}"
+        lines.append(line)
     return lines
 
 
-def plot(folder, found):
-    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. found: temperature ->
+def plot(folder, results):
+    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. results: temperature ->
     name -> figures. Returns both figures; of one policy, none."""
-    temperature, first = next(iter(found.items()))
+    temperature, first = next(iter(results.items()))
     kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
     if not kinds:
         return ()
-    ratings_, axes = metrics.figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
+    elos, axes = metrics.figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
     for axis, kind in zip(axes, kinds):
         key, rows = f"{kind}_elo", list(first.values())
         below = [max(0.0, r[key] - r.get(f"{key}_low", r[key])) for r in rows]
@@ -318,11 +368,11 @@ def plot(folder, found):
         axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel=label)
         axis.invert_yaxis()
     frontier, axes = metrics.figure(len(kinds), (4.8, 3.2))
-    far = any(r.get("kl", 0) > 10 for results in found.values() for r in results.values())
+    far = any(r.get("kl", 0) > 10 for of_policy in results.values() for r in of_policy.values())
     for axis, kind in zip(axes, kinds):
-        for (temperature, results), marker in zip(found.items(), itertools.cycle("os^vD")):
-            for i, (name, r) in enumerate(results.items()):
-                label = name if len(found) == 1 else f"{name}, T = {temperature}"
+        for (temperature, of_policy), marker in zip(results.items(), itertools.cycle("os^vD")):
+            for i, (name, r) in enumerate(of_policy.items()):
+                label = name if len(results) == 1 else f"{name}, T = {temperature}"
                 if "kl" in r:
                     axis.plot(r["kl"], r[kind], marker, color=f"C{i}", label=label)
         axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
@@ -331,85 +381,81 @@ def plot(folder, found):
             axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # its own labels are TeX
             axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3)
-    metrics.save(ratings_, folder / "elo.png")
+    metrics.save(elos, folder / "elo.png")
     metrics.save(frontier, folder / "frontier.png")
-    return ratings_, frontier
+    return elos, frontier
 
 
 def main(args: Args):
-    # 1. setup
     device = dist.setup()
     check(args)
     state = find_run(args)
     if state == "finished":
         return
+    if args.scorers:
+        evaluate_scorers.compare(named(args.scorers, "--scorers", args), args, device, state)
+        return
 
-    # 2. policies, prompts and judges
-    policies, tokenizers = read_policies(args), {}
-    for name, path in policies.items():
-        tokenizers[name] = models.load_tokenizer(path, args.chat_template, quiet=True)
-    own, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
+    # policies, prompts and judges
+    policies = read_policies(args)
+    tokenizers = {
+        name: models.load_tokenizer(path, args.chat_template, quiet=True) for name, path in policies.items()
+    }
+    reference_tokenizer, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
     prompts = read_prompts(args, tokenizers)
-    oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
-    safety = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
-    gate = safety and scorers.load_safety_scorer(safety, own, device)
+    oracle = scorers.load_scorer(args.scorer, reference_tokenizer, device, pairwise=True)
+    safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
+    safety_scorer = safety_spec and scorers.load_safety_scorer(safety_spec, reference_tokenizer, device)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
 
-    # 3. answers
+    # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
-    reference = pool.load(policies[args.reference], own, args, device)
+    reference = pool.load(policies[args.reference], reference_tokenizer, args, device)
     bar = metrics.progress(len(policies) * len(answers), 0, "evaluate")
     for name, tokenizer in tokenizers.items():
         policy = reference
         if name != args.reference:
             policy = pool.load(policies[name], tokenizer, args, device)
-        for temperature, found in answers.items():
-            found[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
-            if scorers.same_tokens(tokenizer, own):
-                rest = (temperature, args, device)
-                kl[temperature, name] = kl_of(policy, reference, tokenizer, found[name], *rest)
+        for temperature, pairs in answers.items():
+            pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
+            if scorers.same_tokens(tokenizer, reference_tokenizer):
+                kl[temperature, name] = kl_of(policy, reference, pairs[name], temperature, args)
             bar.update(1)
         policy = None  # gone before the next one is loaded
     reference = None
     gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
     bar.close()
 
-    # 4. scores and games
+    # scores and games
     results, samples = {}, []
     for temperature, pairs in answers.items():
         oracles = {name: scorers.for_tokens(oracle, tokenizers[name]) for name in pairs}
-        scores, games = judge(oracles, pairs, args.reference, args, device)
-        rows, games = {}, {"score": games}
-        for name, mine in pairs.items():
-            rows[name] = [
-                evaluation.describe_response(*pair, x, is_tiny) for pair, x in zip(mine, scores[name])
-            ]
-            for row, value in zip(rows[name], kl.get((temperature, name), [])):
-                row["kl"] = value
-            if gate:
-                own_gate = scorers.for_tokens(gate, tokenizers[name])
-                safe = scorers.safety_logits(own_gate, mine, args.score_batch_size, device)
-                for row, value, (prompt, _) in zip(rows[name], safe, mine):
-                    row |= {"safety": value, "is_safety": bool(prompt.row.data.get("is_safety"))}
+        scores, score_games = judge(oracles, pairs, args.reference, args, device)
+        rows, games = {}, {"score": score_games}
+        for name in pairs:
+            safety = None
+            if safety_scorer:
+                own = scorers.for_tokens(safety_scorer, tokenizers[name])
+                safety = scorers.safety_logits(own, pairs[name], args.score_batch_size, device)
+            rows[name] = rows_of(pairs[name], scores[name], kl.get((temperature, name)), safety, is_tiny)
+            samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         if is_tiny:
-            gold = {name: [row["gold"] for row in mine] for name, mine in rows.items()}
+            gold = {name: [row["gold"] for row in policy_rows] for name, policy_rows in rows.items()}
             games["gold"] = tournament(gold, metrics.margin_of_ties(args.tie_margin, gold[args.reference]))
         results[f"{temperature:g}"] = figures(rows, games, args)
-        for name, mine in rows.items():
-            samples += [{"policy": name, "temperature": temperature, **row} for row in mine]
 
-    # 5. save
+    # save
     if dist.is_main():
         folder, n = Path(args.output_dir), len(prompts[args.reference])
         metrics.write_jsonl(folder / "samples.jsonl", samples)
-        for temperature, found in results.items():
-            first = found[args.reference]
-            margins = {judge: first.get(f"{kind}_tie_margin") for kind, judge in JUDGES.items()}
+        for temperature, of_policy in results.items():
+            reference_result = of_policy[args.reference]
+            margins = {judge: reference_result.get(f"{kind}_tie_margin") for kind, judge in JUDGES.items()}
             ties = ", ".join(f"{x:.3g} by {judge}" for judge, x in margins.items() if x is not None)
             print(f"{n} prompts, temperature {temperature}, against {args.reference}; ties within {ties}:")
-            metrics.print_table(table(found))
+            metrics.print_table(table(of_policy))
         plot(folder, results)
         about = {"reference": args.reference, "prompts": n, "scorer": args.scorer}
         write_json(folder / "summary.json", {**about, "temperatures": results})  # last

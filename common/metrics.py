@@ -349,6 +349,13 @@ def paired(before: list[float], after: list[float]) -> tuple[float, float, float
     return mean, mean - half, mean + half
 
 
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n independent items."""
+    middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
+    half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
+    return middle - half, middle + half
+
+
 FEW = 10
 
 

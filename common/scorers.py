@@ -162,21 +162,28 @@ def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
     return [gate["scale"] * x + gate["bias"] for x in scores] if gate else scores
 
 
-def _round_robin(scorer, pairs, batch_size, device):
+def log_odds(scorer, duels, batch_size, device) -> list[float]:
+    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a pairwise preference model;
+    the same on every rank, and every rank must call it."""
+    texts = []
+    for prompt, a, b in duels:
+        turns, text = _without_special(scorer.tokenizer, prompt, a)
+        texts.append((turns, text, _without_special(scorer.tokenizer, prompt, b)[1]))
+    try:
+        return pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size, device)
+    except ValueError as error:  # its template refuses a role, for one
+        raise InputError(f"{scorer.name}: {error}") from None
 
+
+def _round_robin(scorer, pairs, batch_size, device):
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
-    plain = [_without_special(scorer.tokenizer, *pair) for pair in pairs]
-    texts = [(*plain[i], plain[j][1]) for i, j in games]
-    try:
-        found = pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size)
-    except ValueError as error:  # its template refuses a role, for one
-        raise InputError(f"{scorer.name}: {error}") from None
+    duels = [(pairs[i][0], pairs[i][1], pairs[j][1]) for i, j in games]
     won, played = [0.0] * len(pairs), [0] * len(pairs)
-    for (i, j), log_odds in zip(games, found):
-        p = 1 / (1 + math.exp(-log_odds))
+    for (i, j), odds in zip(games, log_odds(scorer, duels, batch_size, device)):
+        p = 1 / (1 + math.exp(-odds))
         won[i], won[j] = won[i] + p, won[j] + 1 - p
         played[i], played[j] = played[i] + 1, played[j] + 1
     return [x / n if n else 0.5 for x, n in zip(won, played)]

@@ -1,0 +1,127 @@
+"""Compare scorers: how well each one's scores predict the labels of the same pairs, whoever trained it. The
+second mode of common/evaluate.py:
+
+    python -m common.evaluate --scorers rm=runs/reward am=runs/advantage_model --output-dir runs/scorers
+    python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
+
+    accuracy     share of the pairs whose better response has the higher score, ties counting 1/2; 95 % interval
+    ECE          expected calibration error of sigmoid(score difference), its 95 % interval, and the floor: what
+                 a perfectly calibrated scorer would have on so few pairs
+    NLL, Brier   of sigmoid(score difference)
+
+(metrics.pair_figures.) A pairwise preference model's score difference is its log-odds. Writes samples.jsonl
+(every scorer's scores), summary.json (all figures of all pairs, of each data set and of each category) and
+scores.png. What the tables show is printed: all figures of all pairs, the accuracy of each part.
+"""
+
+import gc
+import re
+from pathlib import Path
+
+from common import comparisons, data, dist, generate, metrics, models, scorers
+from common.batches import labelled_pairs
+from common.errors import InputError
+from common.run import start_run, write_json
+
+
+def load_pairs(paths, args):
+    """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
+    that is a model. The other ones encode the texts anew."""
+    with_tokens = [path for path in paths.values() if not re.match(scorers.NAMED, path)] or ["tiny"]
+    tokenizer = models.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
+    held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
+    held_out = [c for c in held_out if labelled_pairs(c)]
+    if not held_out:
+        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
+    data.check_same(args.dataset, comparisons.fingerprint(held_out))
+    return held_out, tokenizer
+
+
+def score_rows(scorer, held_out, args, device) -> list[dict]:
+    """The comparisons as rows of samples.jsonl: responses with their `score`, or, of a model that reads two at
+    once, `differences`, one for each labelled pair."""
+    rows = [comparisons.describe(c) for c in held_out]
+    prompts = [generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in held_out]
+    responses = [
+        [generate.Response(ids.tolist(), text, True) for ids, text in zip(c.response_ids, c.texts)]
+        for c in held_out
+    ]
+    each = list(zip(held_out, prompts, responses))
+    if scorer.pairwise:
+        duels = [(prompt, texts[i], texts[j]) for c, prompt, texts in each for i, j in labelled_pairs(c)]
+        odds = iter(scorers.log_odds(scorer, duels, args.score_batch_size, device))
+        for row, c in zip(rows, held_out):
+            row["differences"] = [next(odds) for _ in labelled_pairs(c)]
+        return rows
+    pairs = [(prompt, response) for _, prompt, texts in each for response in texts]
+    scores = iter(scorers.score(scorer, pairs, args.score_batch_size, device))
+    for response in [response for row in rows for response in row["responses"]]:
+        response["score"] = next(scores)
+    return rows
+
+
+def parts_of(rows) -> dict[str, list[dict]]:
+    """The rows: all of them, and where there are several data sets or categories, those of each."""
+    parts = {"all": rows}
+    for kind, title in (("source", "data set"), ("category", "category")):
+        names = sorted({str(row[kind]) for row in rows})
+        for name in names if len(names) > 1 else ():
+            parts[f"{title} {name}"] = [row for row in rows if str(row[kind]) == name]
+    return parts
+
+
+def figures_of(rows) -> dict[str, float]:
+    """metrics.pair_figures of all these rows, with the interval of the accuracy: of so many independent pairs as
+    tell as much, for a ranking's pairs hang together."""
+    figures = metrics.pair_figures(rows)
+    figures = {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
+    sizes = [len(metrics.pairs_of([row])) for row in rows]
+    n = sum(sizes) ** 2 / sum(size**2 for size in sizes)
+    low, high = metrics.wilson(figures["accuracy"], n)
+    return {**figures, **metrics.with_interval("accuracy", figures["accuracy"], low, high, round(n))}
+
+
+def print_tables(figures):
+    """Of all pairs every figure, a line a scorer; of their parts the accuracy, a column a scorer. figures:
+    scorer -> part -> figures."""
+    lines = []
+    for name, of_part in figures.items():
+        every = of_part["all"]
+        line = {"scorer": name, "pairs": f"{every['pairs']:.0f}"}
+        line["accuracy"] = metrics.interval(every, "accuracy", ".1%")
+        line["ECE"] = metrics.interval(every, "ece", ".3f")
+        for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
+            line[title] = f"{every[key]:.3f}"
+        lines.append(line)
+    metrics.print_table(lines)
+    lines = []
+    first = next(iter(figures.values()))
+    for part in [part for part in first if part != "all"]:
+        line = {"accuracy": part, "pairs": f"{first[part]['pairs']:.0f}"}
+        for name, of_part in figures.items():
+            line[name] = metrics.interval(of_part[part], "accuracy", ".1%")
+        lines.append(line)
+    metrics.print_table(lines)
+
+
+def compare(paths, args, device, state):
+    """paths: name -> what scorers.load_scorer takes. state: find_run's."""
+    held_out, tokenizer = load_pairs(paths, args)
+    rows = {}
+    for name, path in paths.items():
+        scorer = scorers.load_scorer(path, tokenizer, device, pairwise=True)
+        scorers.check_room(scorer, args.max_length)
+        rows[name] = score_rows(scorer, held_out, args, device)
+        scorer = None
+        gc.collect()  # one at a time: a model's methods are bound to it, a cycle that holds its weights
+    start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
+    if dist.is_main():
+        figures = {}
+        for name, of_scorer in rows.items():
+            figures[name] = {part: figures_of(some) for part, some in parts_of(of_scorer).items()}
+        samples = [{"scorer": name, **row} for name, of_scorer in rows.items() for row in of_scorer]
+        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", samples)
+        print_tables(figures)
+        metrics.plot_scores(Path(args.output_dir), rows)
+        write_json(f"{args.output_dir}/summary.json", {"dataset": args.dataset, "scorers": figures})  # last
+        print(f"wrote {args.output_dir}/summary.json")
