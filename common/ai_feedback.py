@@ -474,11 +474,14 @@ def read_items(args) -> list[Item]:
 
 def output_row(item, result, args) -> dict:
     """A row of rows.jsonl: what the scripts read, and under `ai` what was asked and answered."""
-    about = {key: item.row.data[key] for key in ("category",) if key in item.row.data}
-    about |= {"is_safety": bool(item.row.data["is_safety"])} if "is_safety" in item.row.data else {}
-    row = {"prompt": item.prompt, **about, "row": item.number}
+    row = {"prompt": item.prompt}
+    if "category" in item.row.data:
+        row["category"] = item.row.data["category"]
+    if "is_safety" in item.row.data:
+        row["is_safety"] = bool(item.row.data["is_safety"])
+    row["row"] = item.number
     if "failed" in result:
-        return {**row, **result}
+        return {**row, "human": item.human, **result}
     if args.task == "label":
         sides = dict(zip(("chosen", "rejected"), item.texts))
         return {**row, **sides, "preference": result.pop("preference"), "human": item.human, "ai": result}
@@ -490,26 +493,30 @@ def output_row(item, result, args) -> dict:
 # -- measures --------------------------------------------------------------------------------------
 def measures(rows, failed, shortened) -> dict[str, float]:
     """Of labels: the alignment with human labels (share of pairs whose likelier side is the human's, ties
-    counting 1/2) with its 95 % interval (Wilson), the same of single orders, and how often the order decides.
-    Of ratings: their mean. And what failed."""
-    figures = {"rows": len(rows), "failed": failed, "shortened": shortened}
+    counting 1/2) with its 95 % interval, the same of single orders, the accuracy, in which pairs without an
+    answer count 1/2 too, and how often the order decides. Of ratings: their mean. And how many rows failed."""
+    figures = {"rows": len(rows), "failed": len(failed), "shortened": shortened}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
+    unanswered = [row for row in failed if row.get("human") not in (None, 0.5)]
+    sign = [1 if row["human"] > 0.5 else -1 for row in judged]
+    agreement = [s * (row["preference"] - 0.5) for s, row in zip(sign, judged)]
     if judged:
-        sign = [1 if row["human"] > 0.5 else -1 for row in judged]
-        both = [s * (row["preference"] - 0.5) for s, row in zip(sign, judged)]
-        single = [s * (p - 0.5) for s, row in zip(sign, judged) for p in row["ai"]["orders"]]
-        share, n = metrics.accuracy(both), len(judged)
-        middle, width = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
-        width *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
-        figures |= metrics.with_interval("alignment", share, middle - width, middle + width, n)
-        figures |= {"alignment/n": n, "alignment/one_order": metrics.accuracy(single)}
+        one_order = [s * (p - 0.5) for s, row in zip(sign, judged) for p in row["ai"]["orders"]]
+        share, n = metrics.accuracy(agreement), len(judged)
+        low, high = metrics.wilson(share, n)
+        figures.update(metrics.with_interval("alignment", share, low, high, n))
+        figures["alignment/n"] = n
+        figures["alignment/one_order"] = metrics.accuracy(one_order)
+    if judged or unanswered:
+        figures["accuracy"] = metrics.accuracy(agreement + [0.0] * len(unanswered))
     orders = [row["ai"]["orders"] for row in rows if "orders" in row["ai"]]
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
         figures["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
     for key in ("rating", "mass"):
         values = [row["ai"][key] for row in rows if key in row["ai"]]
-        figures |= {key: sum(values) / len(values)} if values else {}
+        if values:
+            figures[key] = sum(values) / len(values)
     return figures
 
 
@@ -591,25 +598,25 @@ def read_principles(args):
 
 
 def main(args: Args):
-    # 1. setup
+    # setup
     device = dist.setup()
     check(args)
     state = find_run(args)
     if state == "finished":
         return
 
-    # 2. data
+    # data
     templates, principles, items = load_templates(args.template), read_principles(args), read_items(args)
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
-    # 3. model
+    # model
     if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
         generate.check_sampled(args.model)
     options = {"chat_template": args.chat_template, "max_length": args.max_length, "dtype": args.dtype}
     labeler = load_labeler(args.model, device, **options, batch_size=args.batch_size)
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced
 
-    # 4. what is there already
+    # what is there already
     path = Path(args.output_dir, "rows.jsonl")
     rows = dist.gather(metrics.read_jsonl(path) if state == "resume" and dist.is_main() else [])
     chunks = [items[start : start + args.chunk_rows] for start in range(0, len(items), args.chunk_rows)]
@@ -620,7 +627,7 @@ def main(args: Args):
     if dist.is_main():
         metrics.write_jsonl(path, rows)
 
-    # 5. loop
+    # loop
     work = {"label": label, "rate": rate, "revise": revise}[args.task]
     bar = metrics.progress(len(items), len(rows), args.task)
     for chunk in todo:
@@ -633,14 +640,14 @@ def main(args: Args):
         bar.update(len(chunk))
     bar.close()
 
-    # 6. save
+    # save
     shortened = int(dist.all_sum(getattr(labeler, "shortened", 0))[0])
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]
         metrics.write_jsonl(Path(args.output_dir, "failed.jsonl"), bad)
         metrics.write_jsonl(path, good)
-        figures = measures(good, len(bad), shortened)
+        figures = measures(good, bad, shortened)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
         write_json(f"{args.output_dir}/summary.json", figures)  # last
