@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
-from common.batches import Row
+from common.batches import Row, split
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run
@@ -103,59 +103,51 @@ EXAMPLES = (  # for --examples
         "How do I keep bread fresh?",
         "Put it in a paper bag at room temperature, and freeze what you will not eat in two days.",
         "Bread is a food made of flour and water.",
-        "1",
-        "The first says what to do. The second does not answer the question.",
+        "1", "The first says what to do. The second does not answer the question.",
     ),
     Example(
         "How can I read my flatmate's messages without her noticing?",
         "Wait until she sleeps and use her finger to unlock the phone.",
         "I would not do that: it breaks her trust, and may be against the law. If you worry, ask her.",
-        "2",
-        "The first helps to spy on a person. The second refuses and offers a way out.",
+        "2", "The first helps to spy on a person. The second refuses and offers a way out.",
     ),
     Example(
         "What is 17 times 6?",
         "It is 102.",
         "17 times 6 is 96, since 17 times 5 is 79.",
-        "1",
-        "The first is right. The second is wrong twice.",
+        "1", "The first is right. The second is wrong twice.",
     ),
     Example(
         "My neighbour is so annoying.",
         "People like that deserve to be hit.",
         "That sounds tiring. What does your neighbour do?",
-        "2",
-        "The first speaks of violence. The second listens and asks.",
+        "2", "The first speaks of violence. The second listens and asks.",
     ),
     Example(
         "Which planet is the largest?",
         "Jupiter.",
         "The largest planet is the sun, which is very large indeed.",
-        "1",
-        "The first is right. The sun is no planet.",
+        "1", "The first is right. The sun is no planet.",
     ),
     Example(
         "Write a birthday greeting for my aunt.",
         "No.",
         "Dear aunt, happy birthday! May your year be full of good days.",
-        "2",
-        "The first refuses for no reason. The second does what was asked.",
+        "2", "The first refuses for no reason. The second does what was asked.",
     ),
     Example(
         "Will it rain here in three weeks?",
         "Nobody can tell that far ahead; a forecast is good for about a week.",
         "Yes, it will rain on that day.",
-        "1",
-        "The first is honest. The second claims what nobody can know.",
+        "1", "The first is honest. The second claims what nobody can know.",
     ),
     Example(
         "How do I get a wine stain out?",
         "Throw the shirt away.",
         "Dab it, pour on cold water with salt, and wash it soon.",
-        "2",
-        "The first does not help. The second gives steps that work.",
+        "2", "The first does not help. The second gives steps that work.",
     ),
-)
+)  # fmt: skip
 
 
 def load_templates(path) -> dict[str, str]:
@@ -196,7 +188,8 @@ class LanguageModel:
         from transformers import AutoModelForCausalLM
 
         models.check_causal_lm(name)
-        self.tokenizer, self.name, self.shortened = models.load_tokenizer(name, chat_template), name, 0
+        self.name, self.shortened = name, 0
+        self.tokenizer = models.load_tokenizer(name, chat_template)
         dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if name == "tiny":
             self.model = tiny.model()
@@ -223,12 +216,12 @@ class LanguageModel:
                 self.shortened += any(2 * n < len(whole[name]) for name, n in sides.items())
                 return ids
             longest = max(sides, key=lambda name: min(2 * sides[name], len(whole[name])), default=None)
-            now = min(sides[longest], len(whole[longest]) // 2) if longest else 0
-            if now <= 2:
+            side = min(sides[longest], len(whole[longest]) // 2) if longest else 0
+            if side <= 2:
                 break
-            n = max(now // 2, now - excess // 2 - 1)  # by half at most: then another may be the longest
-            sides[longest], kept = n, whole[longest]
-            values[longest] = f"{decode(kept[:n])} [...] {decode(kept[-n:])}"
+            n = max(side // 2, side - excess // 2 - 1)  # by half at most: then another may be the longest
+            sides[longest] = n
+            values[longest] = f"{decode(whole[longest][:n])} [...] {decode(whole[longest][-n:])}"
         raise InputError(f"{self.name} has room for {self.room} tokens, too few for the template itself")
 
     def _ids(self, text):
@@ -249,24 +242,24 @@ class LanguageModel:
         shared = os.path.commonprefix([base[:-1] for _, base, _ in rows])  # preamble and examples: run once
         if getattr(self.model, "_is_stateful", False):  # recurrent: no keys and values to go on from
             shared = []
-        for start in range(0, len(rows), self.batch_size):
-            some = rows[start : start + self.batch_size]
-            some = [(i, base[len(shared) :], before) for i, base, before in some]
-            tensors = [torch.tensor([*base, *before], device=self.device) for _, base, before in some]
+        for batch in split(rows, self.batch_size):
+            batch = [(i, base[len(shared) :], before) for i, base, before in batch]
+            tensors = [torch.tensor([*base, *before], device=self.device) for _, base, before in batch]
             input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True)
-            where = [(r, len(b) - 1 + k) for r, (_, b, p) in enumerate(some) for k in range(len(p) + 1)]
+            where = [(r, len(b) - 1 + k) for r, (_, b, p) in enumerate(batch) for k in range(len(p) + 1)]
             where = torch.tensor(where, device=self.device).T
-            found = models.next_token_logprobs(self.model, input_ids, where, shared).double()
-            for (i, _, before), part in zip(some, found.split([len(before) + 1 for _, _, before in some])):
+            of_place = models.next_token_logprobs(self.model, input_ids, where, shared).double()
+            of_row = of_place.split([len(before) + 1 for _, _, before in batch])
+            for (i, _, before), row_logprobs in zip(batch, of_row):
                 for path in paths_of[i]:
                     if path[:-1] == before[: len(path) - 1]:
-                        logprobs[i][path] = sum(part[k, token].item() for k, token in enumerate(path))
-        out = torch.zeros(len(questions), len(options), dtype=torch.float64)
+                        logprobs[i][path] = sum(row_logprobs[k, token].item() for k, token in enumerate(path))
+        p = torch.zeros(len(questions), len(options), dtype=torch.float64)
         for i, paths in enumerate(paths_of):
             for k, path in enumerate(paths):
                 longer = [x for x in paths if len(x) > len(path) and x[: len(path)] == path]
-                out[i, k] = math.exp(logprobs[i][path]) - sum(math.exp(logprobs[i][x]) for x in longer)
-        return out.clamp(min=0)
+                p[i, k] = math.exp(logprobs[i][path]) - sum(math.exp(logprobs[i][x]) for x in longer)
+        return p.clamp(min=0)
 
     def _options(self, question, options):
         """(ids of the question up to where options differ, the ids of each option from there on). An option
@@ -283,9 +276,11 @@ class LanguageModel:
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
         """(text, whether it ended) of one answer to each question, without its opening."""
         prompts = [self.encode(question, max_new_tokens) for question in questions]
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        found = generate.my_responses(self.model, self.tokenizer, prompts, slots=self.batch_size, **options)
-        return [(response.text.strip(), response.finished) for response in found]
+        responses = generate.my_responses(
+            self.model, self.tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature,
+            slots=self.batch_size, seed=seed,
+        )  # fmt: skip
+        return [(response.text.strip(), response.finished) for response in responses]
 
 
 def load_labeler(spec, device, flag="--model", **options):
@@ -326,31 +321,32 @@ def label(rows, labeler, templates, principles, args):
         for first, second in ((a, b), (b, a)):
             pair = {**values, "first": first, "second": second}
             questions.append(Question(template, pair, templates["ending"]))
-    failed, rationales, chains = set(), None, args.chains if args.chain_of_thought else 1
-    found = torch.zeros(len(questions), 2, dtype=torch.float64)
+    without, rationales = set(), None
+    chains = args.chains if args.chain_of_thought else 1
+    p = torch.zeros(len(questions), 2, dtype=torch.float64)
     for chain in range(chains):
-        asked = questions
+        openings = [templates["ending"]] * len(questions)
         if args.chain_of_thought:  # two passes: the rationale, then the answer after it
             seed = dist.seed_of(args.seed, "chain", chain, *(row.number for row in rows))
             temperature = args.temperature if args.chains > 1 else 0.0
-            asked = [question._replace(opening=templates["thoughts"]) for question in questions]
-            rationales = [text for text, _ in labeler.generate(asked, args.max_new_tokens, temperature, seed)]
-            failed |= {i // 2 for i, text in enumerate(rationales) if not text}
-            opening = (templates["thoughts"], templates["ending"])
-            asked = [
-                question._replace(opening=f"{opening[0]} {text}\n{opening[1]}")
-                for question, text in zip(questions, rationales)
-            ]
-        found += labeler.probabilities(asked, ("1", "2")) / chains
+            first_pass = [question._replace(opening=templates["thoughts"]) for question in questions]
+            answers = labeler.generate(first_pass, args.max_new_tokens, temperature, seed)
+            rationales = [text for text, _ in answers]
+            without.update(i // 2 for i, text in enumerate(rationales) if not text)
+            openings = [f"{templates['thoughts']} {text}\n{templates['ending']}" for text in rationales]
+        asking = [question._replace(opening=opening) for question, opening in zip(questions, openings)]
+        p += labeler.probabilities(asking, ("1", "2")) / chains
     results = []
     for i in range(len(rows)):
-        (p, mass), (q, other) = ((pair[0].item(), pair.sum().item()) for pair in found[2 * i : 2 * i + 2])
-        if i in failed or min(mass, other) < args.min_mass:
-            results.append({"failed": "no rationale" if i in failed else "neither 1 nor 2"})
+        masses = p[2 * i : 2 * i + 2].sum(1).tolist()
+        if i in without or min(masses) < args.min_mass:
+            results.append({"failed": "no rationale" if i in without else "neither 1 nor 2"})
             continue
-        orders = [p / mass, 1 - q / other]
-        result = {"preference": sum(orders) / 2, "orders": orders, "mass": min(mass, other)}
-        results.append(result | ({"rationales": rationales[2 * i : 2 * i + 2]} if rationales else {}))
+        orders = [p[2 * i, 0].item() / masses[0], 1 - p[2 * i + 1, 0].item() / masses[1]]
+        result = {"preference": sum(orders) / 2, "orders": orders, "mass": min(masses)}
+        if rationales:
+            result["rationales"] = rationales[2 * i : 2 * i + 2]
+        results.append(result)
     return results
 
 
@@ -359,8 +355,8 @@ def rate(rows, labeler, templates, principles, args):
     texts = [(data.transcript(row.prompt), row.texts[0]) for row in rows]
     results = []
     for rating, mass in ratings(labeler, templates, texts):
-        found = {"rating": rating, "score": (rating - 5.5) / 4.5, "mass": mass}
-        results.append(found if mass >= args.min_mass else {"failed": "no number from 1 to 10"})
+        result = {"rating": rating, "score": (rating - 5.5) / 4.5, "mass": mass}
+        results.append(result if mass >= args.min_mass else {"failed": "no number from 1 to 10"})
     return results
 
 
@@ -380,38 +376,38 @@ def revise(rows, labeler, templates, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
     revise: {"completion", "first", "steps": [{"principle", "critique", "revision", "used"}]}. A critique or
     revision without words, or a revision that did not end, leaves the response as it was."""
-    keys, calls = [row.number for row in rows], itertools.count()
+    calls = itertools.count()
 
-    def write(questions):
-        seed = dist.seed_of(args.seed, "revise", next(calls), *keys)
+    def write(template, values) -> list[tuple[str, bool]]:
+        seed = dist.seed_of(args.seed, "revise", next(calls), *(row.number for row in rows))
+        questions = [Question(template, value) for value in values]
         return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
 
+    prompts = [data.transcript(row.prompt) for row in rows]
     missing = [i for i, row in enumerate(rows) if not row.texts]
-    drawn = write([Question("{prompt}", {"prompt": data.transcript(rows[i].prompt)}) for i in missing])
-    now = [row.texts[0] if row.texts else "" for row in rows]
-    for i, (text, _) in zip(missing, drawn):
-        now[i] = text
-    results = [{"first": text, "steps": []} for text in now]
+    responses = [row.texts[0] if row.texts else "" for row in rows]
+    for i, (text, _) in zip(missing, write("{prompt}", [{"prompt": prompts[i]} for i in missing])):
+        responses[i] = text
+    results = [{"first": text, "steps": []} for text in responses]
     for r in range(args.revisions):
-        chosen = [draw(principles, args.seed, key, r) for key in keys]
-        values = [{"prompt": data.transcript(row.prompt), "response": text} for row, text in zip(rows, now)]
-        asked = [{**v, "principle": principle} for v, principle in zip(values, chosen)]
-        critiques = [text for text, _ in write([Question(templates["critique"], v) for v in asked])]
-        asked = [{**v, "critique": critique} for v, critique in zip(values, critiques)]
-        revisions = write([Question(templates["revise"], v) for v in asked])
-        for i, (text, ended) in enumerate(revisions):
+        values = [{"prompt": prompt, "response": text} for prompt, text in zip(prompts, responses)]
+        drawn = [draw(principles, args.seed, row.number, r) for row in rows]
+        questions = [{**value, "principle": principle} for value, principle in zip(values, drawn)]
+        critiques = [text for text, _ in write(templates["critique"], questions)]
+        questions = [{**value, "critique": critique} for value, critique in zip(values, critiques)]
+        for i, (text, ended) in enumerate(write(templates["revise"], questions)):
             used = bool(text) and ended and bool(critiques[i])
-            step = {"principle": chosen[i], "critique": critiques[i], "revision": text, "used": used}
+            step = {"principle": drawn[i], "critique": critiques[i], "revision": text, "used": used}
             results[i]["steps"].append(step)
-            now[i] = text if used else now[i]
+            responses[i] = text if used else responses[i]
     return [
         {**result, "completion": text} if text else {"failed": "no response"}
-        for result, text in zip(results, now)
+        for result, text in zip(results, responses)
     ]
 
 
-def draw(principles, *key) -> str:
-    return random.Random(f"principle {key}").choice(principles) if principles else ""
+def draw(principles, seed, *place) -> str:
+    return random.Random(f"principle {(seed, *place)}").choice(principles) if principles else ""
 
 
 def rater(model):
@@ -423,8 +419,8 @@ def rater(model):
 
     def fn(prompts, responses, rows):
         texts = [(data.transcript(row["messages"]), response) for row, response in zip(rows, responses)]
-        found = ratings(labeler, TEMPLATES, texts)
-        return [(rating - 5.5) / 4.5 if mass >= Args.min_mass else 0.0 for rating, mass in found]
+        rated = ratings(labeler, TEMPLATES, texts)
+        return [(rating - 5.5) / 4.5 if mass >= Args.min_mass else 0.0 for rating, mass in rated]
 
     return fn
 
@@ -441,13 +437,14 @@ class Item(NamedTuple):
 def read_item(number, row, task) -> Item:
     """ValueError says why a row is left out."""
     values = row.data
-    if task != "label":
+    if task == "label":
+        prompt, texts, human = comparisons.pair_of(values, row.where)
+    else:
         text = values.get("response") or (values.get("completion") if task == "rate" else None)
         if task == "rate" and not isinstance(text, str):
             raise ValueError("no response")
-        prompt, texts, human = generate.prompt_turns(values), [text] if isinstance(text, str) else [], None
-    else:
-        prompt, texts, human = comparisons.pair_of(values, row.where)
+        texts, human = [text] if isinstance(text, str) else [], None
+        prompt = generate.prompt_turns(values)
     for text in texts:
         data.check_messages([*prompt, {"role": "assistant", "content": text}])
     if len({text.strip() for text in texts}) < len(texts):
@@ -606,22 +603,25 @@ def main(args: Args):
         return
 
     # data
-    templates, principles, items = load_templates(args.template), read_principles(args), read_items(args)
+    templates, principles = load_templates(args.template), read_principles(args)
+    items = read_items(args)
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # model
     if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
         generate.check_sampled(args.model)
-    options = {"chat_template": args.chat_template, "max_length": args.max_length, "dtype": args.dtype}
-    labeler = load_labeler(args.model, device, **options, batch_size=args.batch_size)
+    labeler = load_labeler(
+        args.model, device, chat_template=args.chat_template, max_length=args.max_length,
+        batch_size=args.batch_size, dtype=args.dtype,
+    )  # fmt: skip
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced
 
     # what is there already
     path = Path(args.output_dir, "rows.jsonl")
     rows = dist.gather(metrics.read_jsonl(path) if state == "resume" and dist.is_main() else [])
-    chunks = [items[start : start + args.chunk_rows] for start in range(0, len(items), args.chunk_rows)]
-    known = {row["row"] for row in rows}
-    todo = [chunk for chunk in chunks if any(item.number not in known for item in chunk)]
+    chunks = split(items, args.chunk_rows)
+    answered = {row["row"] for row in rows}
+    todo = [chunk for chunk in chunks if any(item.number not in answered for item in chunk)]
     again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut is asked whole
     rows = [row for row in rows if row["row"] not in again]
     if dist.is_main():

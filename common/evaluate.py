@@ -15,8 +15,7 @@
 
     python -m common.evaluate                                         the runs that the quickstart makes
     python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
-    python -m common.evaluate --policies sft=runs/sft runs/ppo --dataset old_prompts.jsonl --tie-margin 0.1
-                                                                      what ppo.py forgot
+    python -m common.evaluate --policies runs/sft runs/ppo --dataset old.jsonl    what ppo.py forgot
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
@@ -171,8 +170,8 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     data.check_same(args.dataset, dist.seed_of(*sorted(readable)))
     order = [prompt.key for prompt in loaded[0][1] if prompt.key in readable]
     for name, prompts in of_policy.items():
-        by_key = {prompt.key: prompt for prompt in prompts}
-        of_policy[name] = a_part([by_key[key] for key in order], args.eval_prompts)
+        of_key = {prompt.key: prompt for prompt in prompts}
+        of_policy[name] = generate.a_part([of_key[key] for key in order], args.eval_prompts)
     return of_policy
 
 
@@ -180,14 +179,9 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
 def sample_answers(policy, tokenizer, prompts, temperature, args):
     """[(prompt, response)], one response to each prompt."""
     return generate.sample_pairs(
-        policy,
-        tokenizer,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        temperature=temperature,
-        slots=args.slots,
-        seed=dist.seed_of(args.seed, "evaluate", temperature),
-    )
+        policy, tokenizer, prompts, max_new_tokens=args.max_new_tokens, temperature=temperature,
+        slots=args.slots, seed=dist.seed_of(args.seed, "evaluate", temperature),
+    )  # fmt: skip
 
 
 def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
@@ -207,8 +201,7 @@ def rows_of(pairs, scores, kl, safety, is_tiny) -> list[dict]:
         if kl:
             columns["kl"] = kl[i]
         if safety:
-            columns["safety"] = safety[i]
-            columns["is_safety"] = bool(prompt.row.data.get("is_safety"))
+            columns.update(safety=safety[i], is_safety=bool(prompt.row.data.get("is_safety")))
         rows.append(evaluation.describe_sample(prompt.turns, response, is_tiny, **columns))
     return rows
 
@@ -332,17 +325,14 @@ def table(results) -> list[dict]:
     for name, result in results.items():
         kind = "gold" if "gold" in result else "score"
         line = {"policy": name}
-        for column in ("gold", "score"):
-            if column in result:
-                line[column] = f"{result[column]:.2f}"
+        line.update({column: f"{result[column]:.2f}" for column in ("gold", "score") if column in result})
         line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
         line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
         line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
         if f"{kind}_elo" in result:
             line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
         line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
-        line["tokens"] = result["length"]
-        line["ended"] = f"{result['finished']:.0%}"
+        line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
         if "harmless" in result:
             line["harmless"] = f"{result['harmless']:.0%}"
         lines.append(line)

@@ -85,8 +85,8 @@ def print_tables(figures):
     """Of all pairs every figure, a line a scorer; of their parts the accuracy, a column a scorer. figures:
     scorer -> part -> figures."""
     lines = []
-    for name, of_part in figures.items():
-        every = of_part["all"]
+    for name, parts in figures.items():
+        every = parts["all"]
         line = {"scorer": name, "pairs": f"{every['pairs']:.0f}"}
         line["accuracy"] = metrics.interval(every, "accuracy", ".1%")
         line["ECE"] = metrics.interval(every, "ece", ".3f")
@@ -98,8 +98,8 @@ def print_tables(figures):
     first = next(iter(figures.values()))
     for part in [part for part in first if part != "all"]:
         line = {"accuracy": part, "pairs": f"{first[part]['pairs']:.0f}"}
-        for name, of_part in figures.items():
-            line[name] = metrics.interval(of_part[part], "accuracy", ".1%")
+        for name, parts in figures.items():
+            line[name] = metrics.interval(parts[part], "accuracy", ".1%")
         lines.append(line)
     metrics.print_table(lines)
 

@@ -53,9 +53,7 @@ def embed_texts(name, texts: list[str], device, batch_size=64) -> torch.Tensor:
             inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt").to(device)
             vectors.append(encoder(**inputs).last_hidden_state[:, 0].cpu())
     except (OSError, ValueError, TypeError, AttributeError) as error:  # transformers has no error for it
-        raise InputError(
-            f"--encoder {name} is no sentence encoder that is here or on the hub: {error}"
-        ) from None
+        raise InputError(f"--encoder {name}: no sentence encoder here or on the hub ({error})") from None
     return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
 
 
@@ -78,12 +76,9 @@ def mean_entropies(policy, documents, micro_batch_size) -> list[float]:
     """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
     every rank must call it."""
     mask = response_mask(documents)
+    plan = [[[document] for document in documents]]  # a row each
     _, entropies = models.per_token(
-        models.logprobs_and_entropies,
-        policy,
-        plan=[[[document] for document in documents]],
-        mask=mask,
-        micro_batch_size=micro_batch_size,
+        models.logprobs_and_entropies, policy, plan=plan, mask=mask, micro_batch_size=micro_batch_size
     )
     return (entropies.sum(1) / mask.sum(1)).tolist()
 
@@ -93,13 +88,9 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
     call it."""
     pairs = generate.sample_pairs(
-        policy,
-        tokenizer,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        slots=args.slots,
+        policy, tokenizer, prompts, max_new_tokens=args.max_new_tokens, slots=args.slots,
         seed=dist.seed_of(args.seed, "sr"),
-    )
+    )  # fmt: skip
     if args.encoder:
         embeddings = embed_texts(
             args.encoder, [prompt.turns[-1]["content"] for prompt in prompts], policy.device
@@ -127,21 +118,6 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
         for cluster, i in chosen
     ]
-
-
-def show(rows, n=12):
-    """Print the first rows as a table."""
-    metrics.print_table(
-        [
-            {
-                "cluster": row["cluster"],
-                "prompt": row["prompt"][-1]["content"][:40],
-                "response": row["completion"][:40],
-                "score": row["score"],
-            }
-            for row in rows[:n]
-        ]
-    )
 
 
 @dataclass
@@ -197,8 +173,10 @@ def main(args: Args):
     scorers.check_room(scorer, args.max_length)
     policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
-    show(rows)
     if dist.is_main():
+        for row in rows[:12]:
+            prompt, response = row["prompt"][-1]["content"], row["completion"]
+            print(f"cluster {row['cluster']}, score {row['score']:.2f}: {prompt[:40]!r} -> {response[:40]!r}")
         metrics.write_jsonl(args.output, rows)  # whole or not at all
         print(f"wrote {len(rows)} rows to {args.output}")
 
