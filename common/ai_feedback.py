@@ -502,8 +502,7 @@ def measures(rows, failed, shortened) -> dict[str, float]:
         share, n = metrics.accuracy(agreement), len(judged)
         low, high = metrics.wilson(share, n)
         figures.update(metrics.with_interval("alignment", share, low, high, n))
-        figures["alignment/n"] = n
-        figures["alignment/one_order"] = metrics.accuracy(one_order)
+        figures.update({"alignment/n": n, "alignment/one_order": metrics.accuracy(one_order)})
     if judged or unanswered:
         figures["accuracy"] = metrics.accuracy(agreement + [0.0] * len(unanswered))
     orders = [row["ai"]["orders"] for row in rows if "orders" in row["ai"]]

@@ -171,7 +171,7 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     order = [prompt.key for prompt in loaded[0][1] if prompt.key in readable]
     for name, prompts in of_policy.items():
         of_key = {prompt.key: prompt for prompt in prompts}
-        of_policy[name] = generate.a_part([of_key[key] for key in order], args.eval_prompts)
+        of_policy[name] = a_part([of_key[key] for key in order], args.eval_prompts)
     return of_policy
 
 
@@ -405,9 +405,7 @@ def main(args: Args):
     reference = pool.load(policies[args.reference], reference_tokenizer, args, device)
     bar = metrics.progress(len(policies) * len(answers), 0, "evaluate")
     for name, tokenizer in tokenizers.items():
-        policy = reference
-        if name != args.reference:
-            policy = pool.load(policies[name], tokenizer, args, device)
+        policy = reference if name == args.reference else pool.load(policies[name], tokenizer, args, device)
         for temperature, pairs in answers.items():
             pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
             if scorers.same_tokens(tokenizer, reference_tokenizer):

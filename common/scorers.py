@@ -309,7 +309,7 @@ def load_value_model(scorer, tokenizer, prompts, args, device):
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])
-            head.bias.fill_(-mean_expected_reward(scorer, generate.a_part(prompts, 256), args, device))
+            head.bias.fill_(-mean_expected_reward(scorer, a_part(prompts, 256), args, device))
         model.score, model.config.num_labels = head, 1
     return dist.shard(model, device)
 

@@ -2,11 +2,8 @@
 random models against plain softmax; the run directory; the scripts that read what it writes."""
 
 import collections
-import importlib
-import linecache
 import math
 import re
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -35,8 +32,8 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import ai_feedback as ai
-from common import comparisons, data, dist, generate, models, scorers, tiny
-from common.batches import Comparison, Row
+from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common.batches import Row
 from common.comparisons import load
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -111,40 +108,6 @@ def prompts(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", some)
 
 
-# -- a baseline for reward models ----------------------------------------------------------
-def test_a_judge_is_another_one_when_its_module_changes(tmp_path, monkeypatch):
-    """Its answers are kept in cache.json under this key, which outlives --overwrite."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    keys = []
-    for text in ("def judge(): return 1\n", "def judge(): return 2\n", "def judge(): return 1\n"):
-        (tmp_path / "changing_judge.py").write_text(text)
-        sys.modules.pop("changing_judge", None)
-        linecache.clearcache()
-        importlib.invalidate_caches()
-        keys.append(ai.identity("changing_judge:judge"))
-    assert keys[0] == keys[2] != keys[1]
-    assert ai.identity("org/judge") == models.identity("org/judge")
-
-
-def test_the_judge_baseline_counts_right_pairs_and_half_of_those_without_an_answer(monkeypatch):
-    """Of a ranking of three and a pair: gold is 2, 1, 0 and 1, 1 (a tie of gold, so 1/2)."""
-    turns = [{"role": "user", "content": "copy ant bear"}]
-    plain = dict(prompt_ids=torch.zeros(1), response_ids=[], source="x", row=Row("rows:0", {}))
-    three = Comparison(turns, ["ant bear", "ant", ""], ranks=torch.tensor([0, 2, 1]), **plain)
-    two = Comparison(turns, ["ant", "bear"], ranks=torch.tensor([0, 1]), **plain)
-    device, labeler = torch.device("cpu"), GoldLabeler(place_bias=2.0)
-    monkeypatch.setattr(ai, "load_labeler", lambda *name: labeler)
-    # labelled: 0 over 1 and 2 (right, right), 2 over 1 (wrong), and the pair (a tie)
-    assert ai.baseline("any", [three, two], device) == {
-        "baseline/judge_accuracy": (1 + 1 + 0 + 0.5) / 4, "baseline/judge_failed": 0.0,
-    }  # fmt: skip
-    assert len(labeler.asked) == 8  # both orders
-    labeler = GoldLabeler(mass=0.01)
-    found = ai.baseline("any", [three, two], device)
-    assert found == {"baseline/judge_accuracy": 0.5, "baseline/judge_failed": 1.0}
-    assert ai.baseline("any", [], device) == {}
-
-
 # -- label: probabilities ------------------------------------------------------------------
 def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     """copy ant bear: "ant bear" has gold 2, "ant" has gold 1. With a place bias of 2 the log-odds of "1" are
@@ -207,32 +170,31 @@ ROWS = [
 def test_alignment_counts_ties_half_and_has_wilsons_interval():
     """3.5 of 5 are right; twice, for 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
     z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7: (0.7 + 0.19208) / 1.38416 = 0.644492; sqrt(0.021 + 0.009604) =
-    0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719."""
-    twice = ai.measures(ROWS * 2, 2, 3)
+    0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719. Of 10 and p = 1: n / (n + z2) to 1."""
+    twice = ai.measures(ROWS * 2, [], 3)
     assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
     assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
-    found = ai.measures(ROWS, 2, 3)
+    assert metrics.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
+    found = ai.measures(ROWS, [], 3)
     assert found["alignment_n"] == 5 and "alignment_low" not in found
-    assert found["alignment"] == 0.7 and found["alignment/n"] == 5
+    assert found["alignment"] == found["accuracy"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
     assert found["alignment/one_order"] == 0.6
-    assert (found["rows"], found["failed"], found["shortened"], found["mass"]) == (7, 2, 3, 1.0)
+    assert (found["rows"], found["failed"], found["shortened"], found["mass"]) == (7, 0, 3, 1.0)
 
 
-def test_the_interval_of_alignment_stays_within_0_and_1_and_shrinks():
-    few, many = (ai.measures(ROWS[:1] * n, 0, 0) for n in (10, 100))
-    assert few["alignment"] == many["alignment"] == 1
-    assert few["alignment_low"] == pytest.approx(
-        10 / (10 + 1.96**2), abs=1e-3
-    )  # known for p = 1: n / (n + z2)
-    assert many["alignment_low"] == pytest.approx(100 / (100 + 1.96**2), abs=1e-3)
-    assert all(x["alignment_high"] == pytest.approx(1, abs=1e-3) for x in (few, many))
+def test_the_accuracy_counts_pairs_without_an_answer_as_half_and_those_without_a_label_not_at_all():
+    failed = [{"human": human, "failed": "neither 1 nor 2"} for human in (1.0, 0.0, 0.3, 0.5, None)]
+    found = ai.measures(ROWS, failed, 0)
+    assert found["alignment"] == 0.7 and found["accuracy"] == (3.5 + 1.5) / 8 and found["failed"] == 5
+    assert ai.measures([], failed, 0) == {"rows": 0, "failed": 5, "shortened": 0, "accuracy": 0.5}
+    assert ai.measures([], failed[3:], 0) == {"rows": 0, "failed": 2, "shortened": 0}
 
 
 def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
     """Of each row: P(first text) shown first, and shown second. The mean probability of the first place is
     that of a and of 1 - b."""
-    found = ai.measures(ROWS, 0, 0)
+    found = ai.measures(ROWS, [], 0)
     assert found["position/decides"] == pytest.approx(2 / 7)
     a, b = (0.9, 0.4, 0.8, 0.7, 0.8, 0.9, 0.1), (0.7, 0.2, 0.4, 0.3, 0.6, 0.9, 0.3)
     assert found["position/first"] == pytest.approx((sum(a) + 7 - sum(b)) / 14)
@@ -242,13 +204,14 @@ def test_an_unbiased_labeler_has_no_place_and_a_biased_one_has(pairs, tmp_path):
     exact = run(tmp_path / "exact", pairs).summary
     assert exact["position/decides"] == 0 and exact["position/first"] == pytest.approx(0.5)
     assert exact["alignment"] == exact["alignment/one_order"] > 0.6
+    rows, counted = read_jsonl(pairs), 0.0  # what reward.py --judge counted on these pairs
+    for row in rows:
+        chosen, rejected = (tiny.gold_score(row["prompt"], row[side]) for side in ("chosen", "rejected"))
+        counted += (chosen > rejected) + (chosen == rejected) / 2
+    assert exact["accuracy"] == pytest.approx(counted / len(rows))
     biased = run(tmp_path / "biased", pairs, model="gold_labeler:biased").summary
     assert biased["position/decides"] > 0.3 and biased["position/first"] > 0.7
     assert biased["alignment"] == exact["alignment"] > biased["alignment/one_order"]
-
-
-def test_measures_of_nothing_are_counts_alone():
-    assert ai.measures([], 4, 0) == {"rows": 0, "failed": 4, "shortened": 0}
 
 
 # -- label: rows -----------------------------------------------------------------------------
@@ -467,10 +430,10 @@ def test_every_built_in_template_holds_its_fields_and_no_other():
 
 
 @pytest.mark.parametrize("chain_of_thought", [False, True])
-@pytest.mark.parametrize("n", [0, 1, 8])
-def test_so_many_solved_examples_stand_before_the_pair(n, chain_of_thought):
+@pytest.mark.parametrize("n, preamble", [(0, "base"), (1, "detailed"), (8, "base")])
+def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preamble, chain_of_thought):
     labeler = GoldLabeler()
-    labels(labeler, [item()], examples=n, chain_of_thought=chain_of_thought)
+    labels(labeler, [item()], examples=n, preamble=preamble, chain_of_thought=chain_of_thought)
     text = text_of(labeler.asked[0])
     for i, example in enumerate(ai.EXAMPLES):
         thoughts = f"Comparison of the responses: {example.thoughts}\n" if chain_of_thought else ""
@@ -482,17 +445,10 @@ def test_so_many_solved_examples_stand_before_the_pair(n, chain_of_thought):
         assert (block in text) == (i < n)
         assert example.thoughts not in text or (chain_of_thought and i < n)
     own = "Conversation:\ncopy ant bear\n\nResponse 1:\nant bear\n\nResponse 2:\nant\n\n"
-    assert text.startswith(ai.TEMPLATES["base"]) and text.endswith(own + "Which response is better, 1 or 2?")
-    assert len(ai.EXAMPLES) == 8 and [e.better for e in ai.EXAMPLES].count("1") == 4
-
-
-def test_the_detailed_preamble_is_told_in_place_of_the_short_one():
-    labeler = GoldLabeler()
-    labels(labeler, [item()], preamble="detailed")
-    text = text_of(labeler.asked[0])
-    assert (
-        text.startswith(ai.TEMPLATES["detailed"] + "\n\nConversation:") and ai.TEMPLATES["base"] not in text
+    assert text.startswith(ai.TEMPLATES[preamble] + "\n\nConversation:") and text.endswith(
+        own + "Which response is better, 1 or 2?"
     )
+    assert len(ai.EXAMPLES) == 8 and [e.better for e in ai.EXAMPLES].count("1") == 4
 
 
 def test_a_conversation_of_several_messages_is_lines_of_roles():
@@ -738,6 +694,8 @@ def test_special_tokens_in_texts_are_left_out(model_of):
 
 
 def test_texts_that_are_too_long_are_cut_in_their_middle_and_counted(folders):
+    rooms = [ai.LanguageModel(str(folders / "bytes"), CPU, max_length=n).room for n in (None, 4096, 100)]
+    assert rooms == [2048, 2048, 100]  # the model's positions, at most
     labeler = ai.LanguageModel(str(folders / "spaced"), CPU, max_length=100)
     long = "begin " + "x" * 300 + " end"
     question = ai.Question("Of {a} and {b}:", {"a": long, "b": "a short text"}, "Rating:")
@@ -769,11 +727,6 @@ def test_texts_are_cut_whatever_the_mark_of_a_cut_costs(text, folders):
     labeler = ai.LanguageModel(str(folders / "bytes"), CPU, max_length=100)
     ids = labeler.encode(ai.Question("Of {a}:", {"a": text}, "Rating:"), 10)
     assert len(ids) <= 90 and "[...]" in labeler.tokenizer.decode(ids) and labeler.shortened == 1
-
-
-def test_without_a_length_the_models_positions_are_the_room(folders, model_of):
-    assert model_of["bytes"].room == 2048
-    assert ai.LanguageModel(str(folders / "bytes"), CPU, max_length=4096).room == 2048
 
 
 def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of):
@@ -882,6 +835,7 @@ def scorer_pairs(rows):
 
 def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_path, monkeypatch):
     monkeypatch.setattr(ai.Args, "min_mass", 1e-12)  # of random weights no number is a likely answer
+    assert ai.rater("gold_labeler:mute")(["copy ant"], ["ant"], [{"messages": A.turns}]) == [0.0]
     for model in ("gold_labeler:exact", str(folders / "spaced")):
         rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
         scorer = scorers.load_scorer(f"common.ai_feedback:rater={model}", TOKENIZER, CPU)
@@ -889,15 +843,6 @@ def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_pa
         got = scorers.score(scorer, scorer_pairs(rows), 7, CPU)
         assert len(rows) == 20 and got == pytest.approx([r["score"] for r in rows], rel=1e-4, abs=1e-5)
         assert len(set(got)) > 5
-
-
-def test_the_raters_scores_are_never_outside_minus_1_and_1():
-    fn = ai.rater("gold_labeler:mute")
-    try:
-        scores = fn(["copy ant"], ["ant"], [{"messages": A.turns}])
-    except Exception:  # an error would do as well
-        return
-    assert all(-1 <= x <= 1 for x in scores)
 
 
 def test_a_rater_with_another_model_under_its_name_has_another_version(folders, tmp_path):
@@ -1072,22 +1017,14 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     assert found.text == whole.text and found.summary == whole.summary and found.failed == whole.failed == []
 
 
-def test_a_line_that_is_cut_in_the_middle_of_a_letter_is_mended_too(tmp_path):
-    rows = [{"prompt": "copy ant", "chosen": text, "rejected": "ant"} for text in ("cat", "é")]
-    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "run"
-    whole = run(folder, path)
-    (folder / "summary.json").unlink()
-    written = (folder / "rows.jsonl").read_bytes()
-    (folder / "rows.jsonl").write_bytes(written[: written.index("é".encode()) + 1])
-    assert run(folder, path, resume=True).text == whole.text
-
-
 def test_lines_of_two_ranks_with_gaps_are_filled_and_sorted(pairs, tmp_path):
-    """Rank 0 has rows 0, 2, 4, ...: what is there after a crash is neither in order nor without gaps."""
+    """Rank 0 has rows 0, 2, 4, ...: what is there after a crash is neither in order nor without gaps, and its
+    last line may end in the middle of a letter."""
     whole, folder = run(tmp_path / "run", pairs, model="gold_labeler:noisy"), tmp_path / "run"
     lines = whole.text.splitlines(keepends=True)
     (folder / "summary.json").unlink()
-    (folder / "rows.jsonl").write_text("".join(lines[i] for i in (0, 2, 4, 1, 7, 6)))
+    half = '{"prompt": "é'.encode()[:-1]
+    (folder / "rows.jsonl").write_bytes("".join(lines[i] for i in (0, 2, 4, 1, 7, 6)).encode() + half)
     found = run(folder, pairs, model="gold_labeler:noisy", resume=True)
     assert found.text == whole.text and found.summary == whole.summary
 
@@ -1265,20 +1202,21 @@ def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
         assert words in out
 
 
-@pytest.mark.parametrize("responses", [["ant", "cat"], [None, {"text": "ant"}]])
-def test_responses_that_are_no_objects_are_left_out_by_name(responses, tmp_path):
-    check_no_list(responses, tmp_path)
+NO_LISTS = [
+    "ant",
+    {"a": "b"},
+    ["ant", "cat"],
+    [None, {"text": "ant"}],
+    [{"text": 1}, {"text": 2}],
+    [{"say": "ant"}, {}],
+]
 
 
-@pytest.mark.parametrize("responses", ["ant", {"a": "b"}, [{"text": 1}, {"text": 2}], [{"say": "ant"}, {}]])
+@pytest.mark.parametrize("responses", NO_LISTS)
 def test_responses_that_are_no_list_of_texts_are_left_out_by_name(responses, tmp_path):
-    check_no_list(responses, tmp_path)
-
-
-def check_no_list(responses, tmp_path):
-    rows = [{"prompt": "copy ant", "responses": responses}]
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "copy ant", "responses": responses}])
     with pytest.raises(InputError, match="responses is no list of"):
-        run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows))
+        run(tmp_path / "run", rows)
 
 
 @pytest.mark.parametrize("task", ["rate", "revise"])
@@ -1295,76 +1233,48 @@ def test_the_first_word_of_the_command_is_the_task():
 
 
 # -- the whole chain -------------------------------------------------------------------------------
-SHORT = {"max_length": 64, "max_new_tokens": 8, "save_every": 0, "batch_size": 8, "micro_batch_size": 8}
-
-
-def test_labels_ratings_and_revisions_go_through_the_scripts(pairs, prompts, tmp_path):
-    """Only that they fit together: label -> reward.py; revise -> sft.py -> dpo_iterative.py, scored by that
-    reward model and by a rater."""
-    base, revised = smaller_model(tmp_path / "base"), tmp_path / "revised"
+def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for_ppo(
+    pairs, prompts, tmp_path
+):
+    """Only that they fit together, as they are; tests/benchmarks/rlaif.py has sizes that show an effect."""
+    few = {
+        "max_steps": 3,
+        "batch_size": 8,
+        "micro_batch_size": 8,
+        "max_length": 64,
+        "eval_every": 0,
+        "save_every": 0,
+    }
+    base = smaller_model(tmp_path / "base")
     succeeds(script(tmp_path / "labels", pairs, model="gold_labeler:noisy"))
-    succeeds(script(revised, prompts, "revise"))
-
-    options = {**SHORT, "model": base, "dataset": tmp_path / "labels" / "rows.jsonl", "max_steps": 3}
-    options |= {"output_dir": tmp_path / "reward", "length_prompts": 2, "eval_every": 0}
-    succeeds(processes.script("reward", *flags(**options), plots=False))
-    losses = [r["optim/lr"] for r in rows_of(tmp_path / "reward")]
-    assert len(losses) == 3 and read_json(tmp_path / "reward" / "summary.json")["steps"] == 3
-
-    options = {**SHORT, "model": base, "dataset": revised / "rows.jsonl", "output_dir": tmp_path / "sft"}
-    options |= {"max_steps": 40, "epochs": 20, "lr": 1e-2, "sample_prompts": 0, "eval_every": 0}
-    succeeds(processes.script("sft", *flags(**options), plots=False))
-    assert read_json(tmp_path / "sft" / "args.json")["args"]["dataset"].endswith("revised/rows.jsonl")
-
-    for scorer in (tmp_path / "reward", "common.ai_feedback:rater=gold_labeler:exact"):
-        folder = tmp_path / f"dpo {len(str(scorer))}"
-        options = {**SHORT, "model": tmp_path / "sft", "dataset": prompts, "scorer": scorer}
-        options |= {"output_dir": folder, "iterations": 1, "prompts_per_iteration": 8, "n_samples": 4}
-        options |= {"eval_prompts": 0, "batch_size": 100, "epochs": 1}
-        succeeds(processes.script("dpo_iterative", *flags(**options), plots=False, cwd=TESTS))
-        pool = read_jsonl(folder / "pool.jsonl")
-        assert len(pool) == 32 and all(math.isfinite(r["score"]) for r in pool)
-    for r in pool:  # the rater's
-        s = gold_labeler.rating(r["prompt"][-1]["content"], r["response"])
-        assert r["score"] == pytest.approx((0.8 * s + 0.2 * (1 if s > 5 else 10) - 5.5) / 4.5, abs=1e-6)
-
-
-# -- the whole chain, in small ---------------------------------------------------------------
-def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for_ppo(tmp_path):
-    """reward.py, sft.py and ppo.py take what the labeler gives as it is; tests/benchmarks/rlaif.py has sizes
-    that show an effect."""
-    few = {"max_steps": 2, "batch_size": 4, "micro_batch_size": 4, "max_length": 64, "plots": False}
-    smaller_model(tmp_path / "policy")
-    kinds = {"preferences": "label", "prompts": "revise"}
-    for kind, task in kinds.items():
-        for split, n in (("train", 24), ("test", 8)):
-            write_rows(tmp_path / f"{kind}.{split}.jsonl", tiny.rows(kind, split)[:n])
-        succeeds(script(tmp_path / task, tmp_path / f"{kind}.train.jsonl", task))
+    succeeds(script(tmp_path / "revised", prompts, "revise"))
 
     def trained(name, folder, **options):
-        options = {"model": tmp_path / "policy", "output_dir": tmp_path / folder, **options}
-        plots = options.pop("plots", False)
-        succeeds(processes.script(name, *flags(**options), cwd=TESTS, plots=plots))
+        options = {"model": base, "output_dir": tmp_path / folder, **options}
+        succeeds(processes.script(name, *flags(**options), cwd=TESTS, plots=False))
         return tmp_path / folder
 
-    test = {"eval_dataset": tmp_path / "preferences.test.jsonl", "sft_model": tmp_path / "policy"}
-    folder = trained(
-        "reward", "reward", dataset=tmp_path / "label/rows.jsonl", length_prompts=0, **test, **few
+    labels = tmp_path / "labels" / "rows.jsonl"
+    assert all(0 < row["preference"] < 1 for row in read_jsonl(labels))  # soft labels, and learnt as such:
+    reward = trained("reward", "reward", dataset=labels, length_prompts=0, **few)
+    steps = [row["loss/reward"] for row in rows_of(reward)]
+    assert len(steps) == 3 and all(map(math.isfinite, steps))
+    policy = trained("sft", "sft", dataset=tmp_path / "revised" / "rows.jsonl", sample_prompts=0, **few)
+    test = write_rows(
+        tmp_path / "test.jsonl", [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "test")[:8]]
     )
-    rows = read_jsonl(tmp_path / "label" / "rows.jsonl")
-    first = read_jsonl(folder / "metrics.jsonl")
-    assert all(0 < row["preference"] < 1 for row in rows)  # soft labels, and learnt as such:
-    steps = [row["loss/reward"] for row in first if "loss/reward" in row]
-    assert len(steps) == 2 and all(map(math.isfinite, steps))
-    sft = write_rows(tmp_path / "sft.test.jsonl", tiny.rows("sft", "test")[:8])
-    options = {"dataset": tmp_path / "revise/rows.jsonl", "eval_dataset": sft}
-    trained("sft", "revised", sample_prompts=0, **options, **few)
-    options = {"dataset": tmp_path / "prompts.train.jsonl", "eval_dataset": tmp_path / "prompts.test.jsonl"}
-    options |= {"scorer": "common.ai_feedback:rater=gold_labeler:exact", "iterations": 1, "max_length": 64}
-    options |= {"prompts_per_iteration": 8, "minibatch_size": 16, "max_new_tokens": 24, "eval_prompts": 8}
-    options["value_warmup_steps"] = 0
-    folder = trained("ppo", "ppo", **options)
-    for row in read_jsonl(folder / "samples.jsonl"):
+    options = {"model": policy, "dataset": prompts, "eval_dataset": test, "iterations": 1, "max_length": 64}
+    options |= {
+        "prompts_per_iteration": 8,
+        "minibatch_size": 16,
+        "max_new_tokens": 8,
+        "value_warmup_steps": 0,
+    }
+    options["missing_eos_penalty"] = 0
+    for number, scorer in enumerate((reward, "common.ai_feedback:rater=gold_labeler:exact")):
+        rows = read_jsonl(trained("ppo", f"ppo{number}", scorer=scorer, **options) / "samples.jsonl")
+        assert rows and all(math.isfinite(row["score"]) for row in rows)
+    for row in rows:  # the rater's
         s = gold_labeler.rating(row["prompt"][-1]["content"], row["response"])
         wanted = 0.8 * s + 0.2 * (1 if s > 5 else 10)
-        assert row["score"] == pytest.approx((wanted - 5.5) / 4.5)
+        assert row["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from figures import assert_readable, legend_texts, tick_labels
-from processes import flags
 from scorers import (
     CPU,
     TOKENIZER,
@@ -30,11 +29,13 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import evaluate, generate, metrics, pairwise, pool, scorers, tiny
-from common.batches import a_part
+from common import (
+    comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, metrics, models, pairwise, pool,
+    scorers, tiny,
+)  # fmt: skip
 from common.errors import InputError
 from common.metrics import read_jsonl
-from common.run import launch, parse
+from common.run import parse
 
 GOLD, SAFETY = "common.tiny:gold_scorer", "common.tiny:safety_scorer"
 PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
@@ -127,21 +128,15 @@ def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_
     def beats(a, b):
         return BEATS[a, b] if (a, b) in BEATS else [1 - p for p in BEATS[b, a]]
 
-    def score(oracle, pairs, batch_size, device):
-        """As rollout.score gives it of two answers to each prompt."""
-        out = []
-        for (one, a), (other, b) in zip(pairs[::2], pairs[1::2]):
-            assert one is other and (a.text, b.text) != (b.text, a.text)
-            p = beats(a.text, b.text)[(A, B, C).index(one)]
-            out += [p, 1 - p]
-        asked.append((oracle, len(pairs), batch_size, device))
-        return out
+    def log_odds(oracle, duels, batch_size, device):
+        asked.append((oracle, len(duels), batch_size, device))
+        return [logit(beats(a.text, b.text)[(A, B, C).index(prompt)]) for prompt, a, b in duels]
 
     asked, oracle = [], SimpleNamespace(pairwise=True)
-    monkeypatch.setattr(scorers, "score", score)
+    monkeypatch.setattr(scorers, "log_odds", log_odds)
     pairs, args = {name: answers(name, name, name) for name in names}, args_of(tie_margin=0.1)
     scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, "ref", args, CPU)
-    assert asked == [(oracle, 6, 64, CPU)] * 3
+    assert asked == [(oracle, 3, 64, CPU)] * 3
     assert scores == {"ref": [0.5] * 3, **{name: pytest.approx(beats(name, "ref")) for name in "xy"}}
     won = {  # .55 and .45 tie
         ("x", "ref"): [1, 0.5, 0],
@@ -214,13 +209,6 @@ def test_the_win_rate_at_equal_length_is_the_grids_maximum(n):
         assert abs(value - found) > 2e-5, name
 
 
-def test_where_length_says_nothing_the_win_rate_is_the_plain_one():
-    won, d = [1.0, 1.0, 1.0, 0.0] * 200, [10, -10, 30, -30] * 100 + [-10, 10, -30, 30] * 100
-    assert evaluate.length_controlled(won, d) == pytest.approx(0.75, abs=0.002)
-    assert evaluate.length_controlled(won, [7] * 800) == pytest.approx(0.75, abs=0.002)
-    assert evaluate.length_controlled([0.5] * 800, d) == 0.5
-
-
 def test_wins_that_length_explains_are_half_of_the_games_at_equal_length():
     d = [10] * 4000 + [-10] * 1000  # the longer answer wins four times in five, whoever wrote it
     won = ([1.0] * 4 + [0.0]) * 800 + ([0.0] * 4 + [1.0]) * 200
@@ -242,16 +230,6 @@ def test_at_equal_lengths_the_shrunk_rate_obeys_its_equation_and_one_sided_games
         assert p == pytest.approx(rate, abs=0.01)
 
 
-def test_seen_from_the_other_side_the_win_rate_is_the_rest():
-    won, d = some_games(50, seed=1)
-    found = evaluate.length_controlled(won, d)
-    assert evaluate.length_controlled([1 - w for w in won], [-x for x in d]) == pytest.approx(1 - found)
-    assert evaluate.length_controlled(won, [3 * x for x in d]) == pytest.approx(
-        found
-    )  # only relative lengths
-    assert evaluate.length_controlled([1.0] * 40 + [1.0] * 10, d) > 0.9
-
-
 # -- ratings ---------------------------------------------------------------------------------------
 def table_of(games, m):
     """{(i, j): (won by i, won by j)} as a matrix."""
@@ -271,34 +249,27 @@ def test_two_ratings_differ_by_the_log_odds_with_one_drawn_game_added(ours, thei
     assert abs(want - 400 * math.log((ours + 0.5) / (theirs + 0.5))) > 20  # another logarithm
 
 
-STRENGTHS = [1.0, 4.0, 0.5, 2.0]
+NO_ORDER = {
+    (0, 1): (9, 1),
+    (0, 2): (2, 8),
+    (1, 2): (6, 4),
+    (0, 3): (10, 0),
+    (1, 3): (7.5, 2.5),
+    (2, 3): (3, 7),
+}
+EACH_BEATS_THE_NEXT = dict.fromkeys(itertools.combinations(range(7), 2), (1000, 0))
 
 
-def expected_games(n):
-    """What each wins on the average, less the drawn game that elo adds."""
-    won = torch.zeros(4, 4, dtype=torch.float64)
-    for i, j in itertools.permutations(range(4), 2):
-        won[i, j] = n * STRENGTHS[i] / (STRENGTHS[i] + STRENGTHS[j]) - 0.5
-    return won
-
-
-@pytest.mark.parametrize("anchor", range(4))
-def test_the_strengths_of_consistent_games_are_recovered(anchor):
-    found = evaluate.elo(expected_games(40), anchor)
-    want = [1000 + 400 * math.log10(p / STRENGTHS[anchor]) for p in STRENGTHS]
-    assert found.tolist() == pytest.approx(want, abs=1e-4) and found[anchor] == 1000
-
-
-def test_ratings_solve_the_equations_of_the_likelihood():
+@pytest.mark.parametrize("games, m", [(NO_ORDER, 4), (EACH_BEATS_THE_NEXT, 7)])
+def test_ratings_solve_the_equations_of_the_likelihood(games, m):
     """At the likeliest strengths everyone wins as many games as is expected of him: sum_j n_ij p_i / (p_i +
     p_j)."""
-    games = {(0, 1): (9, 1), (0, 2): (2, 8), (1, 2): (6, 4), (0, 3): (10, 0), (1, 3): (7.5, 2.5)}
-    won = table_of(games | {(2, 3): (3, 7)}, 4)  # no order fits them all
+    won = table_of(games, m)
     p = 10 ** ((evaluate.elo(won, 2) - 1000) / 400)
-    for i in range(4):
-        others = [j for j in range(4) if j != i]
-        expected = sum(11 * p[i] / (p[i] + p[j]) for j in others)
-        assert expected.item() == pytest.approx(sum(won[i, j].item() + 0.5 for j in others), abs=1e-5)
+    for i in range(m):
+        others = [j for j in range(m) if j != i]
+        expected = sum((won[i, j] + won[j, i] + 1) * p[i] / (p[i] + p[j]) for j in others)
+        assert expected.item() == pytest.approx(sum(won[i, j].item() + 0.5 for j in others), abs=1e-3)
 
 
 def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch():
@@ -315,22 +286,6 @@ def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch
     )
     pairs = evaluate.elo(won.view(5, 1, 4, 4).expand(5, 2, 4, 4), 1)
     torch.testing.assert_close(pairs, batch[:, None].expand(5, 2, 4), atol=1e-5, rtol=0)
-
-
-def test_a_policy_that_never_wins_and_one_that_always_does_have_finite_ratings():
-    found = evaluate.elo(table_of({(0, 1): (50, 0), (0, 2): (50, 0), (1, 2): (50, 0)}, 3), 1)
-    assert found.isfinite().all() and found[1] == 1000
-    assert found[0].item() - 1000 == pytest.approx(1000 - found[2].item(), abs=1e-3) and found[0] > 1400
-
-
-def test_ratings_of_policies_of_which_each_always_beats_the_next_have_converged():
-    m, n = 7, 1000
-    won = table_of({pair: (n, 0) for pair in itertools.combinations(range(m), 2)}, m)
-    p = 10 ** ((evaluate.elo(won, 0) - 1000) / 400)
-    for i in range(m):
-        others = [j for j in range(m) if j != i]
-        expected = sum((n + 1) * p[i] / (p[i] + p[j]) for j in others)
-        assert expected.item() == pytest.approx(n * (m - 1 - i) + 0.5 * (m - 1), abs=1e-3)
 
 
 def test_an_interval_is_the_bootstrap_over_prompts():
@@ -355,22 +310,6 @@ def test_an_interval_is_the_bootstrap_over_prompts():
         assert (low, high) == pytest.approx((at(0.025), at(0.975)), abs=1e-4)
         assert middle == pytest.approx(rating(range(5))[i], abs=1e-6)
         assert low < middle < high if i != 1 else low == middle == high == 1000
-
-
-def test_intervals_hold_the_rating_follow_the_seed_and_shrink_with_the_prompts():
-    games = {(0, 1): [1, 0, 1, 0.5] * 10, (0, 2): [1, 1, 0, 1] * 10, (1, 2): [1, 0.5, 1, 1] * 10}
-    found, again, other = (evaluate.ratings(games, 3, 2, args_of(seed=seed)) for seed in (0, 0, 1))
-    assert found == again != other and [x[0] for x in found] == [x[0] for x in other]
-    assert all(low < middle < high for middle, low, high in found[:2]) and found[2] == (1000, 1000, 1000)
-    more = evaluate.ratings({pair: x * 16 for pair, x in games.items()}, 3, 2, args_of(seed=0))
-    width = [[high - low for _, low, high in some[:2]] for some in (found, more)]
-    assert all(0.15 < b / a < 0.4 for a, b in zip(*width))  # 1/4
-
-
-def test_games_that_are_alike_on_all_prompts_have_an_interval_of_no_width():
-    found = evaluate.ratings({(0, 1): [1.0] * 9, (0, 2): [0.5] * 9, (1, 2): [0.0] * 9}, 3, 0, args_of())
-    assert all(low == pytest.approx(middle) == high for middle, low, high in found)
-    assert found[1][0] < found[0][0] == 1000
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -540,7 +479,7 @@ def plain_sums(folder, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, loaded, small):
     args = args_of(score_batch_size=2)
-    found = evaluate.kl_of(*loaded, TOKENIZER, SAID, temperature, args, CPU)
+    found = evaluate.kl_of(*loaded, SAID, temperature, args)
     ref = plain_sums(small / "b")
     ours = plain_sums(small / "a", temperature) if temperature else [0.0] * 3
     assert found == pytest.approx([x - y for x, y in zip(ours, ref)], abs=1e-4)
@@ -550,12 +489,8 @@ def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, load
         assert all(abs(x - y) > 0.01 for wrong in (both, neither) for x, y in zip(wrong, found))
     if temperature == 0:
         assert min(found) > 0
-
-
-def test_the_kl_of_a_model_to_itself_is_0_at_temperature_1_and_not_at_others(loaded):
-    args, (a, _) = args_of(), loaded
-    assert evaluate.kl_of(a, a, TOKENIZER, SAID, 1.0, args, CPU) == [0.0] * 3
-    assert 0.0 not in evaluate.kl_of(a, a, TOKENIZER, SAID, 0.5, args, CPU)
+    to_itself = evaluate.kl_of(loaded[0], loaded[0], SAID, temperature, args)
+    assert to_itself == [0.0] * 3 if temperature == 1 else 0.0 not in to_itself
 
 
 # -- policies --------------------------------------------------------------------------------------
@@ -569,14 +504,12 @@ def test_a_policy_has_the_name_it_is_given_or_its_paths_last_part(small):
     assert found == want and list(found) == list(want)
 
 
-def test_a_path_with_an_equals_sign_is_read_behind_a_name(tmp_path):
-    folder = smaller_model(tmp_path / "lr=1e-5")
-    assert policies(f"slow={folder}", "tiny") == {"slow": str(folder), "untrained": "tiny"}
-
-
-def test_a_path_with_an_equals_sign_that_is_there_needs_no_name(tmp_path):
-    folder = smaller_model(tmp_path / "lr=1e-5" / "seed 0" / "last")
-    assert policies(folder, "tiny") == {"last": str(folder), "untrained": "tiny"}
+def test_a_path_with_an_equals_sign_is_read_behind_a_name_or_needs_none(tmp_path):
+    folder = smaller_model(tmp_path / "lr=1e-5" / "last")
+    assert policies(f"slow={folder}", folder, reference="last") == {"slow": str(folder), "last": str(folder)}
+    specs = ("common.ai_feedback:rater=org/x", "judge=common.ai_feedback:rater=org/y=z")
+    named = evaluate.named(specs, "--scorers", args_of())
+    assert named == {"x": specs[0], "judge": "common.ai_feedback:rater=org/y=z"}
 
 
 def test_mistaken_policies_are_named(small, tmp_path):
@@ -884,6 +817,10 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--scorer", "common.tiny:nothing"], "wanted module:function"),
         (["--reference", "ppo"], "--reference ppo: no such policy"),
         (["--policy", "tiny"], "unknown argument .*--polic"),
+        (["--scorers", GOLD], "--scorers .*: wanted none beside --policies"),
+        (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two are named 'a'"),
+        (["--policies", "--scorers", GOLD, "--max-length", "2"], "none of its 4000 rows can be used"),
+        (["--policies", "--scorers", "/nowhere/run"], "there is no /nowhere/run"),
         (["everything"], "unknown recipe"),
     ],
 )
@@ -895,15 +832,124 @@ def test_arguments_out_of_their_limits_are_named_in_one_line(given, words, tmp_p
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
-def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(tmp_path, monkeypatch, capsys):
-    given = flags(policies="tiny", reference="untrained", temperatures=(1, -1), output_dir=tmp_path / "run")
-    monkeypatch.setattr("sys.argv", ["evaluate.py", *given])
-    with pytest.raises(SystemExit) as end:
-        launch(evaluate.main, evaluate.RECIPES)
-    assert end.value.code == 2 and not (tmp_path / "run").exists()
-    assert (
-        capsys.readouterr().err == "error: --temperatures (1.0, -1.0): wanted one or more, each 0 or more\n"
-    )
+# -- what PPO forgot -------------------------------------------------------------------------------
+def test_wins_ties_and_losses_on_prompts_of_ones_own_are_those_that_ppo_counted(asked, small, tmp_path):
+    """One response of each policy to each prompt with the same seed, then plain counting."""
+    options = {"scorer": GOLD, "reference": "sft", "dataset": str(asked), "tie_margin": 0.5}
+    found = run(tmp_path / "run", [f"sft={small}/a", f"ppo={small}/b"], **options)
+    scores = []
+    for policy in "ab":
+        prompts = generate.load_prompts(str(asked), "test", TOKENIZER, 64 - 6)
+        model, seed = (
+            pool.load(str(small / policy), TOKENIZER, args_of(), CPU),
+            dist.seed_of(0, "evaluate", 1.0),
+        )
+        pairs = generate.sample_pairs(model, TOKENIZER, prompts, max_new_tokens=6, seed=seed)
+        scores.append([tiny.gold_score(p.turns[-1]["content"], response.text) for p, response in pairs])
+    differences = [b - a for a, b in zip(*scores, strict=True)]
+    ppo, n = found.summary["temperatures"]["1"]["ppo"], len(PROMPTS)
+    assert ppo["score_win"] == sum(d > 0.5 for d in differences) / n
+    assert ppo["score_lose"] == sum(d < -0.5 for d in differences) / n
+    assert ppo["score_tie"] == pytest.approx(1 - ppo["score_win"] - ppo["score_lose"])
+    gain = tuple(ppo[f"score_gain{end}"] for end in ("", "_low", "_high"))
+    assert gain == metrics.paired(*scores) and 0 < ppo["score_win"] + ppo["score_lose"] < 1
+
+
+# -- scorers ---------------------------------------------------------------------------------------
+def small_pairs(folder):
+    """Pairs, rankings, a tie, and RewardBench's name of a category."""
+    pairs = [{**row, "subset": row.pop("category")} for row in tiny.rows("preferences", "test")[:24]]
+    tie = {"prompt": "copy ant", "chosen": "ant", "rejected": "cat", "preference": 0.5}
+    rows = write_rows(folder / "pairs.jsonl", [*pairs, tie])
+    return f"{rows},{write_rows(folder / 'rankings.jsonl', tiny.rows('rankings', 'test')[:6])}"
+
+
+@pytest.fixture(scope="module")
+def compared(small, tmp_path_factory):
+    """A reward model, an Advantage Model, one with other tokens, a pairwise model and a function."""
+    folder = tmp_path_factory.mktemp("scorers")
+    make_scorer(folder / "rm")
+    own = models.load_scorer("tiny", TOKENIZER, 2, seed=1)
+    own.config.advantage_model = {"n_policies": 1, "n_others": 0}
+    dist.save_model(dist.shard(own, CPU), TOKENIZER, folder / "am")
+    wordy = models.load_scorer(str(small / "wordy"), other_tokens(), 1)
+    dist.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
+    smaller_model(folder / "pm")
+    config = read_json(folder / "pm" / "config.json")
+    (folder / "pm" / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
+    specs = (*(f"{name}={folder / name}" for name in ("rm", "am", "wordy", "pm")), f"gold={GOLD}")
+    dataset = small_pairs(folder)
+    found = run(folder / "run", (), scorers=specs, dataset=dataset)
+    found.folder = folder
+    return found
+
+
+def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
+    found = compared.summary["scorers"]
+    assert list(found) == ["rm", "am", "wordy", "pm", "gold"]
+    files = {path.name for path in (compared.folder / "run").iterdir()}
+    assert files == {"args.json", "samples.jsonl", "summary.json", "scores.png"}
+    for name, parts in found.items():
+        rows = [row for row in compared.rows if row["scorer"] == name]
+        assert len(rows) == 30 and set(parts) == {
+            "all", "data set pairs.jsonl", "data set rankings.jsonl", *(f"category {r['category']}" for r in rows)
+        }  # fmt: skip
+        want = metrics.pair_figures(rows)  # of the very rows that are written
+        for key in ("pairs", "accuracy", "nll", "brier", "ece", "ece_low", "ece_high", "ece_floor"):
+            assert parts["all"][key] == want[f"eval/{key}"]
+        for row in rows if name == "gold" else ():
+            for r in row["responses"]:
+                assert r["score"] == tiny.gold_score(row["prompt"][-1]["content"], r["text"])
+        inside = [row for row in rows if row["source"] == "rankings.jsonl"]
+        assert parts["data set rankings.jsonl"]["nll"] == metrics.pair_figures(inside)["eval/nll"]
+    first, *rest = [
+        [r["text"] for row in compared.rows if row["scorer"] == n for r in row["responses"]] for n in found
+    ]
+    assert all(texts == first for texts in rest)
+
+
+def test_a_models_scores_are_those_of_its_own_evaluation(compared):
+    """What reward.py and advantage_model.py measure, with the prompt shared; a pairwise model's log-odds."""
+    tokenizer, rows = TOKENIZER, {}
+    for row in compared.rows:
+        rows.setdefault(row["scorer"], []).append(row)
+    held_out = comparisons.load(small_pairs(compared.folder), "test", tokenizer, 64)[:24]
+    for name, n_outputs in (("rm", 1), ("am", 2)):
+        model = dist.shard(models.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
+        args = SimpleNamespace(micro_batch_size=8, share_prompt=True)
+        want = evaluation.scores_of_each(models.scores_of, model, held_out, args)
+        got = [[r["score"] for r in row["responses"]] for row in rows[name][:24]]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
+    oracle = scorers.load_scorer(str(compared.folder / "pm"), tokenizer, CPU, pairwise=True)
+    want = pairwise.preferences(oracle.model, tokenizer, [(c.prompt, *c.texts) for c in held_out], 8, CPU)
+    assert [x for row in rows["pm"][:24] for x in row["differences"]] == pytest.approx(want, abs=1e-5)
+
+
+def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
+    """Wilson of 15 of 20, by scipy.stats.binomtest(15, 20).proportion_ci(method="wilson"); four of the pairs
+    in each of five rankings tell no more than 20**2 / (5 * 4**2) = 5 pairs."""
+    pair = lambda d: {
+        "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}],
+        "source": "",
+        "category": "",
+    }
+    found = evaluate_scorers.figures_of([pair(1)] * 15 + [pair(-1)] * 5)
+    assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
+    ranking = {**pair(1), "responses": [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]}  # four pairs
+    assert evaluate_scorers.figures_of([ranking] * 5)["accuracy_n"] == 5
+
+
+def test_the_tables_of_scorers_have_a_line_a_scorer_and_a_column_a_scorer(compared):
+    lines = compared.out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("scorer"))
+    assert lines[start].split() == ["scorer", "pairs", "accuracy", "ECE", "its", "floor", "NLL", "Brier"]
+    assert [line.split()[0] for line in lines[start + 1 : start + 6]] == ["rm", "am", "wordy", "pm", "gold"]
+    rm, head = compared.summary["scorers"]["rm"], lines[start + 6]
+    assert metrics.interval(rm["all"], "accuracy", ".1%") in lines[start + 1]
+    assert head.split() == ["accuracy", "pairs", "rm", "am", "wordy", "pm", "gold"]
+    rankings = next(line for line in lines if line.startswith("data set rankings.jsonl"))
+    cell = metrics.interval(rm["data set rankings.jsonl"], "accuracy", ".1%")
+    assert rankings[head.index("rm") :].startswith(cell)
 
 
 def results_to_plot(**kls):

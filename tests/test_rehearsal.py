@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
+from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
 
 from common import data, dist, generate, models, rehearsal, scorers, tiny
@@ -37,23 +38,14 @@ def selected(per_cluster, usable=(True,) * 10, n_clusters=3, scores=SCORES):
 def test_the_best_of_each_cluster_come_first_best_score_first():
     assert selected(2) == [[3, 6], [7, 9], [5, 2]]
     assert selected(1) == [[3], [7], [5]]  # the best three of all would be 7, 9, 1 of one group
-
-
-def test_a_cluster_gives_all_it_has_where_it_has_fewer():
     assert selected(99) == [[3, 6, 0], [7, 9, 1, 4], [5, 2, 8]]
+    assert [set(group) for group in selected(99, scores=SCORES[::-1])] == GROUPS  # whatever the scores
 
 
 def test_unusable_responses_are_never_selected_and_the_next_best_stand_in():
     usable = [i not in (3, 7, 9, 2, 5, 8) for i in range(10)]
     assert selected(2, usable) == [[6, 0], [1, 4]]  # of the third group none is left
     assert selected(2, [False] * 10) == []
-
-
-def test_prompts_are_clustered_by_their_embeddings_and_not_by_scores():
-    assert [set(some) for some in selected(99, scores=SCORES[::-1])] == GROUPS
-    assert rehearsal.select(EMBEDDINGS, SCORES, [True] * 10, 3, 2) == rehearsal.select(
-        EMBEDDINGS, SCORES, [True] * 10, 3, 2
-    )
 
 
 def test_more_clusters_than_prompts_are_refused():
@@ -115,13 +107,11 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
     monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [[response] for response in responses])
     model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
-    judge = scorers.Scorer(
-        "length", "1", function=lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    )
-    asked = [prompt(text, i) for i, text in enumerate(TEXTS)]
-    return rehearsal.rehearsal_rows(
-        model, TOKENIZER, judge, asked, clusters, per_cluster, max_new_tokens=8, **options
-    )
+    count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
+    judge = scorers.Scorer("length", "1", function=count)
+    prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
+    args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8, **options)
+    return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
 
 
 def answer(text, finished=True):
@@ -130,17 +120,13 @@ def answer(text, finished=True):
 
 
 def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(monkeypatch):
-    some = [
-        answer("ant"),
-        answer("ant bear cat", finished=False),
-        answer(" "),
-        answer("bear cat"),
-        answer("ant bear cat dog"),
-    ]
+    with_special_token = answer("ant bear")._replace(clean=False)
+    cut = answer("ant bear cat", finished=False)
+    some = [with_special_token, cut, answer(" "), answer("bear cat"), answer("ant bear cat dog")]
     rows = rows_from(monkeypatch, some)
     assert [(row["completion"], row["score"], row["cluster"]) for row in rows] == [
-        ("ant bear cat dog", 4, 0), ("bear cat", 2, 0), ("ant", 1, 0),
-    ]  # fmt: skip  # neither the one that was cut nor the one without words
+        ("ant bear cat dog", 4, 0), ("bear cat", 2, 0),
+    ]  # fmt: skip  # none that was cut, has no words, or a special token inside
     assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
 
 
@@ -195,39 +181,62 @@ def files(tmp_path_factory):
     return folder
 
 
+OPTIONS = {"scorer": GOLD, "clusters": 3, "per_cluster": 4, "max_new_tokens": 10, "max_length": 64}
+
+
 @pytest.fixture(scope="module")
 def written(files):
     """The rows by `python -m common.rehearsal`."""
-    options = {"model": files / "policy", "scorer": GOLD, "dataset": files / "prompts.jsonl", "clusters": 3}
-    options |= {"per_cluster": 4, "max_new_tokens": 10, "max_length": 64, "output": files / "rehearsal.jsonl"}
-    ended = succeeds(processes.python("-m", "common.rehearsal", *flags(**options)))
+    paths = {
+        "model": files / "policy",
+        "dataset": files / "prompts.jsonl",
+        "output": files / "rehearsal.jsonl",
+    }
+    ended = succeeds(processes.python("-m", "common.rehearsal", *flags(**OPTIONS, **paths)))
     assert f"wrote {len(read_jsonl(files / 'rehearsal.jsonl'))} rows" in ended.out
+    assert not list(files.glob("*.tmp"))
     return files / "rehearsal.jsonl"
 
 
-def ppo_run(files, folder, **options):
-    given = {"model": files / "policy", "scorer": GOLD, "dataset": files / "prompts.jsonl", "slots": 64}
-    given |= {"eval_dataset": files / "asked.jsonl", "iterations": 1, "prompts_per_iteration": 4}
-    given |= {
-        "minibatch_size": 8,
-        "value_warmup_steps": 0,
-        "eval_every": 0,
-        "save_every": 0,
-        "max_length": 64,
+def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
+    """Step by step, with ppo.py's seeds: one response to each prompt, KMeans of the mean last hidden states,
+    and of each cluster the best responses that ended."""
+    policy = dist.shard(models.load_policy(str(files / "policy"), TOKENIZER), CPU)
+    prompts = generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54)
+    ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
+    answers = generate.sample_responses(policy, TOKENIZER, ids, n=1, max_new_tokens=10, slots=256, seed=seed)
+    with torch.no_grad():
+        hidden = [policy.base_model(input_ids=torch.tensor([x])).last_hidden_state[0].mean(0) for x in ids]
+    vectors = F.normalize(torch.stack(hidden), dim=1).double().numpy()
+    rows = [[], [], []]
+    for p, (r,), cluster in zip(prompts, answers, KMeans(3, n_init=4, random_state=0).fit_predict(vectors)):
+        score = tiny.gold_score(p.turns[-1]["content"], r.text)
+        row = {"prompt": p.turns, "completion": r.text, "cluster": int(cluster), "score": score}
+        rows[cluster] += [row] if r.finished and r.clean and r.text.strip() else []
+    best = [sorted(cluster, key=lambda row: -row["score"])[:4] for cluster in rows]
+    assert read_jsonl(written) == sum(best, []) and max(map(len, rows)) > 4
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"clusters": 0}, "--clusters 0: wanted 1 or more"),
+        ({"clusters": 25}, "--clusters 25: there are only 24 prompts"),
+        ({"encoder": "/nowhere/encoder"}, "--encoder /nowhere/encoder: no sentence encoder"),
+        ({"output": "/nowhere/rows.jsonl"}, "--output /nowhere/rows.jsonl: there is no such folder"),
+        ({"output": __file__}, "--output .*test_rehearsal.py is there already"),
+    ],
+)
+def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "sample_responses", None)
+    given = {
+        "model": str(files / "policy"),
+        "dataset": str(files / "prompts.jsonl"),
+        "output": str(tmp_path / "x"),
     }
-    given |= {"max_new_tokens": 10, "rehearsal_batch_size": 4, "output_dir": folder}
-    return processes.script("ppo", *flags(**{**given, **options}), plots=False)
-
-
-def test_the_program_writes_the_best_responses_of_each_cluster(written):
-    rows = read_jsonl(written)
-    assert {row["cluster"] for row in rows} == {0, 1, 2} and len(rows) <= 12
-    for cluster in range(3):
-        scores = [row["score"] for row in rows if row["cluster"] == cluster]
-        assert 1 <= len(scores) <= 4 and scores == sorted(scores, reverse=True)
-    for row in rows:
-        assert row["score"] == tiny.gold_score(row["prompt"][-1]["content"], row["completion"])
-        assert set(row) == {"prompt", "completion", "cluster", "score"}
+    with pytest.raises(InputError, match=words):
+        rehearsal.main(rehearsal.Args(**{**OPTIONS, **given, **options}))
+    assert not (tmp_path / "x").exists()
 
 
 def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
@@ -249,27 +258,8 @@ def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
     succeeds(processes.script("sft", *flags(**options), plots=False))
 
 
-def test_its_rows_are_rehearsed_by_ppo(files, written, tmp_path):
-    succeeds(ppo_run(files, tmp_path, rehearsal_data=written))
-    (row,) = [row for row in read_jsonl(tmp_path / "metrics.jsonl") if "kl/per_response" in row]
-    assert row["loss/rehearsal"] > 1
-
-
 def test_the_held_out_prompts_are_not_rehearsed(files, written):
     held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
     documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
     keys = {prompt_key(d.messages) for d in documents}
     assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}
-
-
-def test_a_response_with_a_special_token_inside_is_not_rehearsed(monkeypatch):
-    inside = answer("ant bear")
-    ids = [inside.ids[0], TOKENIZER.convert_tokens_to_ids("<|user|>"), *inside.ids[1:]]
-    rows = rows_from(monkeypatch, [inside._replace(ids=ids, clean=False), *[answer("cat")] * 4])
-    assert [row["completion"] for row in rows] == ["cat"] * 4
-
-
-def test_no_clusters_are_refused_by_the_program(files, tmp_path):
-    args = {"model": str(files / "policy"), "scorer": GOLD, "dataset": str(files / "prompts.jsonl")}
-    with pytest.raises(InputError):
-        rehearsal.main(rehearsal.Args(**args, clusters=0, max_length=64, output=str(tmp_path / "rows.jsonl")))
