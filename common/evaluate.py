@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluate_scorers, evaluation, generate, metrics, models, pool, scorers
+from common import data, dist, evaluate_scorers, evaluation, generate, metrics, models, scorers
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run
@@ -402,18 +402,21 @@ def main(args: Args):
 
     # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
-    reference = pool.load(policies[args.reference], reference_tokenizer, args, device)
+    reference = evaluation.load_policy(policies[args.reference], reference_tokenizer, args, device)
     bar = metrics.progress(len(policies) * len(answers), 0, "evaluate")
     for name, tokenizer in tokenizers.items():
-        policy = reference if name == args.reference else pool.load(policies[name], tokenizer, args, device)
+        policy = reference
+        if name != args.reference:
+            policy = evaluation.load_policy(policies[name], tokenizer, args, device)
         for temperature, pairs in answers.items():
             pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
             if scorers.same_tokens(tokenizer, reference_tokenizer):
                 kl[temperature, name] = kl_of(policy, reference, pairs[name], temperature, args)
             bar.update(1)
         policy = None  # gone before the next one is loaded
+        gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
     reference = None
-    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+    gc.collect()
     bar.close()
 
     # scores and games

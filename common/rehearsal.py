@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from common import dist, generate, metrics, models, scorers
-from common.batches import response_mask, split
+from common.batches import my_micro_batches, split
 from common.errors import InputError
 from common.run import launch
 
@@ -72,15 +72,16 @@ def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[t
     return chosen
 
 
+@torch.no_grad()
 def mean_entropies(policy, documents, micro_batch_size) -> list[float]:
     """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
     every rank must call it."""
-    mask = response_mask(documents)
-    plan = [[[document] for document in documents]]  # a row each
-    _, entropies = models.per_token(
-        models.logprobs_and_entropies, policy, plan=plan, mask=mask, micro_batch_size=micro_batch_size
-    )
-    return (entropies.sum(1) / mask.sum(1)).tolist()
+    means = []
+    for batch in my_micro_batches([[document] for document in documents], policy, micro_batch_size):
+        _, entropies = models.logprobs_and_entropies(policy, batch)
+        of_document = entropies.sum(1) / batch.action_mask.sum(1)
+        means += zip([document.number for document in batch.documents], of_document.tolist())
+    return [mean for _, mean in sorted(dist.gather(means))]
 
 
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:

@@ -30,7 +30,7 @@ from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import (
-    comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, metrics, models, pairwise, pool,
+    batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, metrics, models, pairwise,
     scorers, tiny,
 )  # fmt: skip
 from common.errors import InputError
@@ -452,7 +452,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(small):
     """The two small models as policies."""
-    return [pool.load(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
+    return [evaluation.load_policy(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
 
 
 def other_tokens():
@@ -841,7 +841,7 @@ def test_wins_ties_and_losses_on_prompts_of_ones_own_are_those_that_ppo_counted(
     for policy in "ab":
         prompts = generate.load_prompts(str(asked), "test", TOKENIZER, 64 - 6)
         model, seed = (
-            pool.load(str(small / policy), TOKENIZER, args_of(), CPU),
+            evaluation.load_policy(str(small / policy), TOKENIZER, args_of(), CPU),
             dist.seed_of(0, "evaluate", 1.0),
         )
         pairs = generate.sample_pairs(model, TOKENIZER, prompts, max_new_tokens=6, seed=seed)
@@ -916,10 +916,9 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
     held_out = comparisons.load(small_pairs(compared.folder), "test", tokenizer, 64)[:24]
     for name, n_outputs in (("rm", 1), ("am", 2)):
         model = dist.shard(models.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
-        args = SimpleNamespace(micro_batch_size=8, share_prompt=True)
-        want = evaluation.scores_of_each(models.scores_of, model, held_out, args)
-        got = [[r["score"] for r in row["responses"]] for row in rows[name][:24]]
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=1e-4, rtol=1e-4)
+        want = models.scores_of(model, batches.collate_comparisons(held_out, tokenizer.pad_token_id))
+        got = [r["score"] for row in rows[name][:24] for r in row["responses"]]
+        assert got == pytest.approx(want.tolist(), abs=1e-4)
     oracle = scorers.load_scorer(str(compared.folder / "pm"), tokenizer, CPU, pairwise=True)
     want = pairwise.preferences(oracle.model, tokenizer, [(c.prompt, *c.texts) for c in held_out], 8, CPU)
     assert [x for row in rows["pm"][:24] for x in row["differences"]] == pytest.approx(want, abs=1e-5)
