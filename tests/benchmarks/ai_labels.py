@@ -64,19 +64,18 @@ def main(args: Args):
         flags = ["label", "--model", args.model, "--dataset", dataset, "--max-rows", args.rows]
         flags += ["--preamble", preamble, "--examples", examples, "--dtype", args.dtype]
         flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
-        found = peers.tool("common.ai_feedback", out, flags)
-        name = f"{preamble}{' + thoughts' * thoughts}, {examples} examples"
+        figures = peers.tool("common.ai_feedback", out, flags)
         line = {
-            "prompt": name,
-            "alignment": metrics.interval(found, "alignment", ".1%"),
-            "n": found["alignment/n"],
+            "prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples",
+            "alignment": metrics.interval(figures, "alignment", ".1%"),
+            "n": figures["alignment/n"],
+            "one order": f"{figures['alignment/one_order']:.1%}",
+            "failed": figures["failed"],
+            "order decides": f"{figures['position/decides']:.0%}",
+            "first": f"{figures['position/first']:.2f}",
+            "mass": f"{figures['mass']:.2f}",
         }
-        line |= {"one order": f"{found['alignment/one_order']:.1%}", "failed": found["failed"]}
-        line |= {
-            "order decides": f"{found['position/decides']:.0%}",
-            "first": f"{found['position/first']:.2f}",
-        }
-        table.append({**line, "mass": f"{found['mass']:.2f}"})
+        table.append(line)
         print(line, flush=True)
     metrics.print_table(table)
 

@@ -63,14 +63,23 @@ def main(args: Args):
             flags += [] if "--scorer" in flags else ["--scorer", args.reward]
             summary, seconds = peers.arm("dpo_iterative.py", out, flags)
             for version, row in summary["versions"].items():
-                line = {"seed": seed, "version": version, "score": f"{row['eval/score']:.2f}"}
-                line |= {"gold": f"{row['gold/score']:.2f}", "kl": row["eval/kl"], "gold over SFT": ""}
-                line |= {"win / tie / lose": "", "tokens": row["sample/length"], "seconds": seconds}
+                gain, shares = "", []
                 if "sft/gold_gain" in row:
-                    shares = [row[f"sft/gold_{x}"] for x in ("win", "tie", "lose")]
-                    line["gold over SFT"] = metrics.interval(row, "sft/gold_gain")
-                    line["win / tie / lose"] = " / ".join(f"{x:.0%}" for x in shares)
-                table.append(line)
+                    gain = metrics.interval(row, "sft/gold_gain")
+                    shares = [f"{row[f'sft/gold_{x}']:.0%}" for x in ("win", "tie", "lose")]
+                table.append(
+                    {
+                        "seed": seed,
+                        "version": version,
+                        "score": f"{row['eval/score']:.2f}",
+                        "gold": f"{row['gold/score']:.2f}",
+                        "kl": row["eval/kl"],
+                        "gold over SFT": gain,
+                        "win / tie / lose": " / ".join(shares),
+                        "tokens": row["sample/length"],
+                        "seconds": seconds,
+                    }
+                )
         print(f"\n{name}", flush=True)
         metrics.print_table(table)
 

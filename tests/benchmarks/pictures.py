@@ -14,7 +14,7 @@ import tyro
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "sft_tiny": ("sft/metrics.png", "python sft.py"),
-    "tiny_scores": ("advantage_model/scores.png", "python reward.py, then python advantage_model.py"),
+    "tiny_scores": ("scorers/scores.png", "evaluate --scorers runs/reward runs/advantage_model"),
     "tiny_best_of_n": ("rejection_sampling/best_of_n.png", "python rejection_sampling.py"),
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),

@@ -22,8 +22,8 @@ from common import metrics
 
 RM, AM = ["--scorer", "{reward}"], ["--scorer", "{advantage_model}"]
 GATE = ["--safety-scorer", "{safety}"]
-SETS = {"practised": "tiny:commands=copy+ends+first+loop", "forget": "tiny:commands=rest+reverse+next+double"}
-HALF = ["--dataset", SETS["practised"]]
+HALF = ["--dataset", "tiny:commands=copy+ends+first+loop"]
+FORGET = "tiny:commands=rest+reverse+next+double"
 ARMS = {
     "the recipe": RM,
     "from rejection sampling": [*RM, "--model", "{rejection_sampling}"],
@@ -32,9 +32,9 @@ ARMS = {
     "RM-PPO": [*RM, *HALF, "--reward-norm", "none"],
     "RM-PPO, running mean": [*RM, *HALF, "--reward-norm", "mean"],
     "AM-PPO": [*AM, *HALF, "--reward-norm", "none"],
-    "AM-PPO-SR, c = 8": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "{rehearsal_8}"],
-    "AM-PPO-SR, c = 2": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "{rehearsal_2}"],
-    "AM-PPO-SR, c = 32": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "{rehearsal_32}"],
+    "AM-PPO-SR, c = 8": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "8"],
+    "AM-PPO-SR, c = 2": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "2"],
+    "AM-PPO-SR, c = 32": [*AM, *HALF, "--reward-norm", "none", "--rehearsal-data", "32"],
     "pretrained gradient 0.1": [*RM, "--ptx-dataset", "tiny:kind=text", "--ptx-coef", "0.1"],
     "its measure, coefficient 0": [*RM, "--ptx-dataset", "tiny:kind=text"],
     "safety gate": [*RM, *GATE],
@@ -61,38 +61,45 @@ class Args:
     """Numbers of the arms to run."""
 
 
-def rehearsal_rows(clusters, seed, args) -> Path:
-    """The file of the first policy's best responses in so many clusters; one that is there is not made again."""
-    path = Path(args.folder).resolve() / f"rehearsal_{clusters}_{seed}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
+def rehearsal_data(flags, clusters, seed, path) -> str:
+    """The file of `python -m common.rehearsal` with so many clusters, for the arm of these flags."""
     if not path.exists():
-        flags = ["--model", args.sft, "--scorer", args.advantage_model, *HALF, "--output", str(path)]
-        flags += ["--clusters", str(clusters), "--seed", str(seed)]
-        subprocess.run([sys.executable, "-m", "common.rehearsal", *flags], check=True, cwd=ROOT)
-    return path
+        chosen = [f"--{key}" for key in ("model", "scorer", "dataset")]
+        given = [x for key in chosen for x in (key, flags[flags.index(key) + 1])]
+        given += ["--clusters", clusters, "--seed", str(seed), "--output", str(path.resolve())]
+        subprocess.run([sys.executable, "-m", "common.rehearsal", *given], check=True, cwd=ROOT)
+    return str(path)
 
 
 def main(args: Args):
     folder = Path(args.folder)
+    folder.mkdir(parents=True, exist_ok=True)
     for number in args.only:
         name, table = list(ARMS)[number], []
         for seed in range(args.seeds):
             out = folder / f"{number}_{seed}"
-            clusters = [n for n in (2, 8, 32) if f"{{rehearsal_{n}}}" in ARMS[name]]
-            rehearsal = {f"rehearsal_{n}": rehearsal_rows(n, seed, args) for n in clusters}
-            flags = [x.format(**vars(args), **rehearsal) for x in ARMS[name]]
-            flags += ["--seed", seed] + (["--model", args.sft] if "--model" not in flags else [])
-            summary, seconds = peers.arm("ppo.py", out, flags)
+            flags = [x.format(**vars(args)) for x in ARMS[name]]
+            flags += [] if "--model" in flags else ["--model", args.sft]
+            if "--rehearsal-data" in flags:
+                place = flags.index("--rehearsal-data") + 1
+                flags[place] = rehearsal_data(flags, flags[place], seed, folder / f"{number}_{seed}.jsonl")
+            summary, seconds = peers.arm("ppo.py", out, [*flags, "--seed", seed])
             after = summary["after"]
             line = {"seed": seed, "score": f"{after['eval/score']:.2f}", "kl": after["eval/kl"]}
-            line.update({"entropy": f"{after['eval/entropy']:.2f}", "seconds": seconds})
-            line["gold gain"] = metrics.interval(after, "gold/score_gain")
-            for prompts, spec in SETS.items() if "--dataset" in flags else ():
-                told = ["--policies", f"sft={args.sft}", f"ppo={out}", "--dataset", spec, "--seed", seed]
-                told += flags[flags.index("--scorer") :][:2]
-                r = peers.tool("common.evaluate", f"{out}_{prompts}", told)["temperatures"]["1"]["ppo"]
-                shares = f"{r['gold_win']:.0%} / {r['gold_tie']:.0%} / {r['gold_lose']:.0%}"
-                line[f"{prompts}: gain, win / tie / lose"] = f"{metrics.interval(r, 'gold_gain')} {shares}"
+            line["entropy"] = f"{after['eval/entropy']:.2f}"
+            line["seconds"] = seconds
+            half = "--dataset" in flags
+            sets = {"held-out": HALF[1], "forget": FORGET} if half else {"held-out": "tiny"}
+            for group, dataset in sets.items():
+                first, scorer = (flags[flags.index(key) + 1] for key in ("--model", "--scorer"))
+                given = ["--policies", f"first={first}", f"ppo={out}", "--reference", "first"]
+                given += ["--scorer", scorer, "--dataset", dataset, "--seed", seed]
+                given += ["--max-length", "128", "--max-new-tokens", "32"]  # ppo.py's
+                results = peers.tool("common.evaluate", folder / f"{number}_{seed}_{group}", given)
+                result = results["temperatures"]["1"]["ppo"]
+                shares = [result[f"gold_{x}"] for x in ("win", "tie", "lose")]
+                line[f"{group} gain"] = metrics.interval(result, "gold_gain")
+                line[f"{group} win / tie / lose"] = " / ".join(f"{x:.0%}" for x in shares)
             if "eval/ptx_nll" in after:
                 line["ptx nll"] = f"{after['eval/ptx_nll']:.2f}"
             table.append(line)

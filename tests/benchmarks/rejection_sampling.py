@@ -54,8 +54,9 @@ def main(args: Args):
             print(f"\n{name}, seed {seed}, {seconds:.0f} s")
             table = []
             for version, row in versions.items():
-                line = {"version": version, "gold": f"{row['gold/score']:.3f}"}
-                line |= {"perfect": f"{row['gold/perfect']:.3f}", "score": f"{row['eval/score']:.3f}"}
+                line = {"version": version}
+                for key in ("gold/score", "gold/perfect", "eval/score"):
+                    line[key] = f"{row[key]:.3f}"
                 for other in ("first", "before"):
                     key = f"gold/score_over_{other}"
                     line[f"gold over the {other}"] = metrics.interval(row, key, "+.3f") if key in row else ""

@@ -43,14 +43,16 @@ def main(args: Args):
     folder, labels, tables = Path(args.folder), [], {}
     for labeler in args.labelers:
         flags = ["label", "--model", f"gold_labeler:{labeler}", "--dataset", "tiny"]
-        found = peers.tool("common.ai_feedback", folder / f"labels_{labeler}", flags)
-        line = {
-            "labeler": labeler,
-            "agrees with people": f"{found['alignment']:.1%}",
-            "n": found["alignment/n"],
-        }
-        line |= {"one order": f"{found['alignment/one_order']:.1%}"}
-        labels.append({**line, "order decides": f"{found['position/decides']:.0%}"})
+        figures = peers.tool("common.ai_feedback", folder / f"labels_{labeler}", flags)
+        labels.append(
+            {
+                "labeler": labeler,
+                "agrees with people": f"{figures['alignment']:.1%}",
+                "n": figures["alignment/n"],
+                "one order": f"{figures['alignment/one_order']:.1%}",
+                "order decides": f"{figures['position/decides']:.0%}",
+            }
+        )
     metrics.print_table(labels)
     flags = ["revise", "--model", f"gold_labeler:{args.labelers[0]}", "--dataset", "tiny"]
     peers.tool("common.ai_feedback", folder / "revisions", flags)
@@ -79,8 +81,8 @@ def main(args: Args):
         for reference in ("sft", "rlhf"):
             specs = [f"{name}={path}" for name, path in policies.items()]
             flags = ["--policies", *specs, "--scorer", args.reward, "--reference", reference, "--seed", seed]
-            found = peers.tool("common.evaluate", folder / f"against_{reference}_{seed}", flags)
-            for name, r in found["temperatures"]["1"].items():
+            summary = peers.tool("common.evaluate", folder / f"against_{reference}_{seed}", flags)
+            for name, r in summary["temperatures"]["1"].items():
                 line = tables.setdefault(reference, {}).setdefault(name, {"policy": name})
                 gain = metrics.interval(r, "gold_gain")
                 line[f"gain {seed}"] = f"{gain} {r['gold_win']:.0%}/{r['gold_tie']:.0%}/{r['gold_lose']:.0%}"

@@ -79,24 +79,17 @@ def main(args: Args):
     for point, name in (("training", "length"), ("training", "batch"), ("sampling", "samples")):
         first = None
         for times in (1, 2, 4):
-            rest = [f"--{key}={getattr(args, key)}" for key in ("length", "batch", "samples") if key != name]
-            flags = [
-                *rest,
-                "--point",
-                point,
-                f"--{name}",
-                str(times * getattr(args, name)),
-                "--seconds",
-                str(args.seconds),
-            ]
+            sizes = {key: getattr(args, key) for key in ("length", "batch", "samples", "seconds")}
+            sizes[name] *= times
+            flags = ["--point", point, *(f"--{key}={value}" for key, value in sizes.items())]
             out = subprocess.run(
                 [sys.executable, __file__, *flags], capture_output=True, text=True, check=True
             )
-            found = json.loads(out.stdout.strip().splitlines()[-1])
-            first = first or found
-            line = {"what": point, name: times * getattr(args, name), "tokens/s": f"{found['speed']:.0f}"}
-            line |= {"of the first": f"{found['speed'] / first['speed']:.2f}"}
-            line |= {"memory over the weights, GB": f"{found['memory']:.2f}"}
+            measured = json.loads(out.stdout.strip().splitlines()[-1])
+            first = first or measured
+            line = {"what": point, name: times * getattr(args, name), "tokens/s": f"{measured['speed']:.0f}"}
+            line["of the first"] = f"{measured['speed'] / first['speed']:.2f}"
+            line["memory over the weights, GB"] = f"{measured['memory']:.2f}"
             print(line, flush=True)
 
 
