@@ -4,7 +4,6 @@ random models against plain softmax; the run directory; the scripts that read wh
 import collections
 import math
 import re
-import threading
 from types import SimpleNamespace
 
 import gold_labeler
@@ -32,7 +31,7 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import ai_feedback as ai
-from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common import comparisons, data, generate, metrics, models, scorers, tiny
 from common.batches import Row
 from common.comparisons import load
 from common.errors import InputError
@@ -64,11 +63,11 @@ def run(folder, dataset, task="label", **options):
     )
 
 
-def script(folder, dataset, task="label", cwd=TESTS, **options):
+def script(folder, dataset, task="label", ranks=1, **options):
     """The command as a process."""
     options = {"model": "gold_labeler:exact", "dataset": dataset, "output_dir": folder, **options}
     options = {name: value for name, value in options.items() if value is not None}
-    return processes.script("common.ai_feedback", task, *flags(**options), cwd=cwd)
+    return processes.script("common.ai_feedback", task, *flags(**options), cwd=TESTS, ranks=ranks)
 
 
 def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0):
@@ -121,23 +120,6 @@ def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     assert [first.values["first"], first.values["second"]] == ["ant bear", "ant"]
     assert [second.values["first"], second.values["second"]] == ["ant", "ant bear"]
     assert first.template == second.template and first.opening == ai.TEMPLATES["ending"]
-
-
-@pytest.mark.parametrize("b", [-3.0, 0.5, 3.0])
-def test_a_place_bias_never_changes_the_winner_of_both_orders_but_that_of_one(b):
-    found = []
-    for texts in (("ant bear", "ant"), ("ant", "ant bear")):  # gold differs by d = 1 and by -1
-        (row,) = labels(GoldLabeler(place_bias=b), [item(texts=texts)])
-        found.append(row)
-    for d, row in zip((1, -1), found):
-        assert row["preference"] == pytest.approx((sigmoid(d + b) + sigmoid(d - b)) / 2)
-        assert (row["preference"] > 0.5) == (d > 0)
-        assert row["orders"] == pytest.approx([sigmoid(d + b), sigmoid(d - b)])
-    # One order alone: with a bias of more than 1 its winner is a matter of place
-    wrong = [(row["orders"][0] > 0.5) != (d > 0) for d, row in zip((1, -1), found)]
-    assert sum(wrong) == (abs(b) > 1)
-    # Texts swapped: the probability of the same text is the same
-    assert found[0]["preference"] == pytest.approx(1 - found[1]["preference"])
 
 
 def test_mass_below_the_least_in_either_order_is_no_answer():
@@ -969,24 +951,6 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
     assert len(rows) == 40 and all(list(r) == names for r in rows)
 
 
-def test_a_run_in_the_way_is_an_error_unless_it_may_be_replaced(pairs, responses, tmp_path):
-    folder = tmp_path / "run"
-    run(folder, pairs)
-    before = contents(folder)
-    for finished in (True, False):
-        if not finished:
-            (folder / "summary.json").unlink()
-            before = contents(folder)
-        with pytest.raises(InputError, match="a finished run" if finished else "an unfinished run"):
-            run(folder, pairs)
-        assert contents(folder) == before
-    found = run(folder, responses, "rate", overwrite=True)
-    assert len(found.rows) == 20 and "score" in found.rows[0]
-    before = contents(folder)
-    run(folder, responses, "rate", resume=True)  # finished: nothing is done
-    assert contents(folder) == before
-
-
 @pytest.mark.parametrize(
     "bad", [{"model": "gold_labeler:none"}, {"dataset": "none.jsonl"}, {"template": "none"}]
 )
@@ -1079,60 +1043,15 @@ def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
     assert run(tmp_path / "run", prompts, "revise", resume=True, **options).text == whole.text
 
 
-def as_two_ranks(monkeypatch, work):
-    """work() on two threads that are ranks 0 and 1; an error of either is raised."""
-    me, meet, sent, errors = threading.local(), threading.Barrier(2, timeout=60), {}, []
-
-    def gather(values):
-        sent[me.rank] = list(values)
-        meet.wait()
-        joined = [*sent[0], *sent[1]]
-        meet.wait()
-        return joined
-
-    def all_sum(*values):
-        both = gather([list(map(float, values))])
-        return [a + b for a, b in zip(*both)]
-
-    def one(rank):
-        me.rank = rank
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-            meet.abort()
-
-    for name, fn in (
-        ("rank", lambda: me.rank),
-        ("world_size", lambda: 2),
-        ("gather", gather),
-        ("all_sum", all_sum),
-        ("barrier", lambda: gather([]) and None),
-    ):
-        monkeypatch.setattr(dist, name, fn)
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-@pytest.mark.parametrize("task, chunk_rows", [("label", 7), ("label", 1), ("rate", 3), ("revise", 64)])
-def test_two_ranks_give_the_rows_of_one(task, chunk_rows, pairs, responses, prompts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("task, chunk_rows, max_rows", [("label", 1, 3), ("revise", 7, 15)])
+def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, prompts, tmp_path):
     """In chunks of one row, rank 1 has nothing to do."""
-    dataset = {"label": pairs, "rate": responses, "revise": prompts}[task]
-    options = {"model": "gold_labeler:noted", "chunk_rows": chunk_rows, "max_rows": 15}
-    made = asked_by(monkeypatch, gold_labeler.noisy)
+    dataset = {"label": pairs, "revise": prompts}[task]
+    options = {"model": "gold_labeler:noisy", "chunk_rows": chunk_rows, "max_rows": max_rows}
     alone = run(tmp_path / "one", dataset, task, **options)
-    two = {"output_dir": str(tmp_path / "two"), "dataset": str(dataset), **options}
-    as_two_ranks(monkeypatch, lambda: ai.main(args_of(task, **two)))
+    succeeds(script(tmp_path / "two", dataset, task, ranks=2, **options))
     assert (tmp_path / "two" / "rows.jsonl").read_text() == alone.text
     assert read_json(tmp_path / "two" / "summary.json") == alone.summary
-    counts = [len(labeler.asked) for labeler in made]
-    assert len(counts) == 3 and counts[1] + counts[2] == counts[0]
-    assert 0 in counts[1:] if chunk_rows == 1 else min(counts[1:]) >= counts[0] // 3
 
 
 # -- bad input -----------------------------------------------------------------------------------
