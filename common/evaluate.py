@@ -289,10 +289,8 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 
 
 # -- figures ---------------------------------------------------------------------------------------
-COLUMNS = {  # figure -> the column of samples.jsonl whose mean it is
-    "score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl", "length": "tokens",
-    "finished": "finished",
-}  # fmt: skip
+# figure -> the column of samples.jsonl whose mean it is
+COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 JUDGES = {"score": "the scorer", "gold": "the true reward"}
 
 
@@ -324,8 +322,7 @@ def table(results) -> list[dict]:
     lines = []
     for name, result in results.items():
         kind = "gold" if "gold" in result else "score"
-        line = {"policy": name}
-        line.update({column: f"{result[column]:.2f}" for column in ("gold", "score") if column in result})
+        line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
         line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
         line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
         line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"

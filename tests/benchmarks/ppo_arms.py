@@ -83,7 +83,7 @@ def main(args: Args):
             if "--rehearsal-data" in flags:
                 place = flags.index("--rehearsal-data") + 1
                 flags[place] = rehearsal_data(flags, flags[place], seed, folder / f"{number}_{seed}.jsonl")
-            summary, seconds = peers.arm("ppo.py", out, [*flags, "--seed", seed])
+            summary, seconds = peers.arm("ppo.py", out, ["tiny", *flags, "--seed", seed])
             after = summary["after"]
             line = {"seed": seed, "score": f"{after['eval/score']:.2f}", "kl": after["eval/kl"]}
             line["entropy"] = f"{after['eval/entropy']:.2f}"
