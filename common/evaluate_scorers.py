@@ -4,9 +4,10 @@ second mode of common/evaluate.py:
     python -m common.evaluate --scorers rm=runs/reward am=runs/advantage_model --output-dir runs/scorers
     python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
 
-    accuracy     share of the pairs whose better response has the higher score, ties counting 1/2; 95 % interval
-    ECE          expected calibration error of sigmoid(score difference), its 95 % interval, and the floor: what
-                 a perfectly calibrated scorer would have on so few pairs
+    accuracy     share of the pairs whose better response has the higher score, ties counting 1/2; its 95 %
+                 interval (Wilson)
+    ECE          expected calibration error of sigmoid(score difference), its 95 % interval, and the floor:
+                 what a perfectly calibrated scorer would have on so few pairs
     NLL, Brier   of sigmoid(score difference)
 
 (metrics.pair_figures.) A pairwise preference model's score difference is its log-odds. Writes samples.jsonl
@@ -38,8 +39,8 @@ def load_pairs(paths, args):
 
 
 def score_rows(scorer, held_out, args, device) -> list[dict]:
-    """The comparisons as rows of samples.jsonl: responses with their `score`, or, of a model that reads two at
-    once, `differences`, one for each labelled pair."""
+    """The comparisons as rows of samples.jsonl: responses with their `score`, or, of a model that reads two
+    at once, `differences`, one for each labelled pair."""
     rows = [comparisons.describe(c) for c in held_out]
     prompts = [generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in held_out]
     responses = [
@@ -71,8 +72,8 @@ def parts_of(rows) -> dict[str, list[dict]]:
 
 
 def figures_of(rows) -> dict[str, float]:
-    """metrics.pair_figures of all these rows, with the interval of the accuracy: of so many independent pairs as
-    tell as much, for a ranking's pairs hang together."""
+    """metrics.pair_figures of all these rows, with the interval of the accuracy: of so many independent pairs
+    as tell as much, for a ranking's pairs hang together."""
     figures = metrics.pair_figures(rows)
     figures = {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
     sizes = [len(metrics.pairs_of([row])) for row in rows]

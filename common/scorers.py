@@ -163,8 +163,8 @@ def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
 
 
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a pairwise preference model;
-    the same on every rank, and every rank must call it."""
+    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a pairwise preference
+    model; the same on every rank, and every rank must call it."""
     texts = []
     for prompt, a, b in duels:
         turns, text = _without_special(scorer.tokenizer, prompt, a)
