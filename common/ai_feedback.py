@@ -37,6 +37,7 @@ import torch
 
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
 from common.batches import Row, split
+from common.cli import check_flags
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run

@@ -35,6 +35,8 @@ from pathlib import Path
 import torch
 
 from common import data, dist, evaluate_scorers, evaluation, generate, metrics, models, scorers
+from common.batches import a_part
+from common.cli import check_flags
 from common.errors import InputError
 from common.metrics import write_json
 from common.run import find_run, launch, start_run

@@ -19,7 +19,8 @@ from typing import Literal
 import torch
 
 from common import dist, generate, metrics, models, scorers
-from common.batches import my_micro_batches, split
+from common.batches import a_part, my_micro_batches, split
+from common.cli import check_flags
 from common.errors import InputError
 from common.run import launch
 

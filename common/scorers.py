@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 
 from common import data, dist, generate, models, pairwise
+from common.batches import a_part
 from common.errors import InputError
 from common.losses import safety_gated_score
 

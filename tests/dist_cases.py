@@ -38,7 +38,6 @@ from common import (
     evaluate,
     evaluation,
     generate,
-    losses,
     models,
     pairwise,
     pool,

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import platform
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

@@ -33,6 +33,7 @@ from common import (
     batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, metrics, models, pairwise,
     scorers, tiny,
 )  # fmt: skip
+from common.batches import a_part
 from common.errors import InputError
 from common.metrics import read_jsonl
 from common.run import parse
