@@ -60,14 +60,8 @@ def run_options(folder):
 
 
 # Of reward.py and advantage_model.py, on the pairs in `folder`
-SCORER_RUN = {
-    "model": "tiny",
-    "max_length": 64,
-    "batch_size": 7,
-    "micro_batch_size": 2,
-    "max_steps": 6,
-    "lr": 1e-4,
-}
+SCORER_RUN = {"model": "tiny", "max_length": 64, "batch_size": 7, "micro_batch_size": 2, "max_steps": 6}
+SCORER_RUN |= {"lr": 1e-4}
 SCORER_RUN |= {"save_every": 3, "eval_every": 4, "length_prompts": 3, "max_new_tokens": 6}
 
 
@@ -469,9 +463,8 @@ def saved(folder):
 
 def sharding(folder):
     model = models.load_policy(str(folder), TOKENIZER)
-    out = {
-        "on_meta": [all(p.is_meta for p in model.parameters()), any(p.is_meta for p in model.parameters())]
-    }
+    on_meta = [p.is_meta for p in model.parameters()]
+    out = {"on_meta": [all(on_meta), any(on_meta)]}
     dist.shard(model, CPU)
     plain = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(1, 41).view(2, 20)
@@ -487,10 +480,8 @@ def sharding(folder):
     train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), [4])
     trained = state(model)
     heads = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())]
-    out["tied"] = [
-        heads[0] is heads[1],
-        torch.equal(trained["lm_head.weight"], trained["model.embed_tokens.weight"]),
-    ]
+    equal = torch.equal(trained["lm_head.weight"], trained["model.embed_tokens.weight"])
+    out["tied"] = [heads[0] is heads[1], equal]
     out["all_changed"] = all(not torch.equal(trained[name], full[name]) for name in full)
     return dist.gather([out])
 
@@ -509,21 +500,13 @@ def untied(folder):
 def consolidated(folder):
     rank = dist.rank()
     prompts = [[5 + i + j for j in range(3 + 4 * i)] for i in range(5)] if rank == 0 else [[9, 8]]
-    options = {
-        "max_new_tokens": 24 if rank == 0 else 3,
-        "stop_ids": [TOKENIZER.eos_token_id] if rank == 0 else [],
-    }
-    options |= {"pad_id": TOKENIZER.pad_token_id, "temperature": 0}
-    want = sample(
-        AutoModelForCausalLM.from_pretrained(folder / "tied"), prompts, **options
-    ).response_tokens.tolist()
+    options = {"pad_id": TOKENIZER.pad_token_id, "temperature": 0, "max_new_tokens": 24 if rank == 0 else 3}
+    options |= {"stop_ids": [TOKENIZER.eos_token_id] if rank == 0 else []}
+    plain = AutoModelForCausalLM.from_pretrained(folder / "tied")
+    want = sample(plain, prompts, **options).response_tokens.tolist()
     model, optimizer = policy(folder / "tied")
-    out = {
-        "parameters": [held(model)],
-        "tensors": [held()],
-        "steps": len(want[0]),
-        "full": 4 * model.num_parameters(),
-    }
+    out = {"parameters": [held(model)], "tensors": [held()]}
+    out |= {"steps": len(want[0]), "full": 4 * model.num_parameters()}
     for _ in range(2):
         with dist.consolidated(model):
             out["parameters"].append(held(model))
@@ -545,10 +528,8 @@ def consolidated(folder):
         model.token_logprobs(torch.ones(1, 4, dtype=torch.long), torch.ones(1, 3, dtype=torch.bool))
     out["after_no_grad"] = [held(model), all(isinstance(p, DTensor) for p in model.parameters())]
     other, other_optimizer = policy(folder / "tied")  # never consolidated
-    figures = train(model, optimizer, [8, 5]), train(other, other_optimizer, [8, 5])
-    out["same_update"] = figures[0] == figures[1] and same(
-        state(model, optimizer), state(other, other_optimizer)
-    )
+    same_figures = train(model, optimizer, [8, 5]) == train(other, other_optimizer, [8, 5])
+    out["same_update"] = same_figures and same(state(model, optimizer), state(other, other_optimizer))
     return dist.gather([out])
 
 

@@ -89,9 +89,7 @@ def two(tmp_path_factory):
 
 
 def close(a, b, tolerance=1e-5):
-    return [x == pytest.approx(y, rel=tolerance, abs=tolerance) for x, y in zip(a, b, strict=True)] == [
-        True
-    ] * len(a)
+    return list(a) == [pytest.approx(x, rel=tolerance, abs=tolerance) for x in b]
 
 
 def test_the_launch_of_all_cases_ends_with_exit_code_0(two):
@@ -243,23 +241,14 @@ def test_a_run_of_the_script_logs_what_one_rank_logs(two, tmp_path):
     sft.main(sft.Args(**dist_cases.run_options(two.folder), output_dir=str(tmp_path)))
     one, both = (read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path, two.folder / "undisturbed"))
     assert [list(row) for row in one] == [list(row) for row in both]
-    exact = ("step", "iteration", "optim/lr", "data/documents", "data/response_tokens", "data/tokens")
-    assert [[row.get(key) for key in exact] for row in one] == [
-        [row.get(key) for key in exact] for row in both
-    ]
-    for key in (
-        "loss/nll",
-        "optim/grad_norm",
-        "eval/nll",
-    ):  # of the first steps: later ones drift apart by rounding
-        assert close(
-            [row[key] for row in one[:5] if key in row], [row[key] for row in both[:5] if key in row]
-        )
-    prompts = [
-        [row["prompt"] for row in read_jsonl(f / "samples.jsonl")]
-        for f in (tmp_path, two.folder / "undisturbed")
-    ]
-    assert len(prompts[0]) == 5 and sorted(map(str, prompts[0])) == sorted(map(str, prompts[1]))
+    column = lambda rows, key: [row[key] for row in rows if key in row]
+    for key in ("step", "iteration", "optim/lr", "data/documents", "data/response_tokens", "data/tokens"):
+        assert column(one, key) == column(both, key)
+    for key in ("loss/nll", "optim/grad_norm", "eval/nll"):  # later steps drift apart by rounding
+        assert close(column(one[:5], key), column(both[:5], key))
+    samples = [read_jsonl(f / "samples.jsonl") for f in (tmp_path, two.folder / "undisturbed")]
+    one, both = (sorted(str(row["prompt"]) for row in rows) for rows in samples)
+    assert len(one) == 5 and one == both
     assert json.loads((two.folder / "undisturbed" / "args.json").read_text())["world_size"] == 2
 
 
@@ -557,22 +546,16 @@ def test_the_model_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(
     assert two("saved")
     start = dist_cases.state(dist_cases.policy()[0])
     dist.save_model(dist_cases.descend(), dist_cases.TOKENIZER, tmp_path / "model")
-    one, both = (
-        load_file(f / "model.safetensors") for f in (tmp_path / "model", two.folder / "saved by two")
-    )
+    folders = tmp_path / "model", two.folder / "saved by two"
+    one, both = (load_file(f / "model.safetensors") for f in folders)
     for name in one:
         torch.testing.assert_close(one[name], both[name], atol=1e-5, rtol=1e-5)
         moved, apart = (start[name] - one[name]).abs().max(), (one[name] - both[name]).abs().max()
         assert apart <= 0.01 * moved and moved > 0, name
-    configs = [
-        json.loads((f / "config.json").read_text()) for f in (tmp_path / "model", two.folder / "saved by two")
-    ]
+    configs = [json.loads((f / "config.json").read_text()) for f in folders]
     assert configs[0] == configs[1] and configs[0]["architectures"] == ["LlamaForCausalLM"]
-    assert type(AutoModelForCausalLM.from_pretrained(two.folder / "saved by two")) is LlamaForCausalLM
-    assert (
-        AutoTokenizer.from_pretrained(two.folder / "saved by two").get_vocab()
-        == dist_cases.TOKENIZER.get_vocab()
-    )
+    assert type(AutoModelForCausalLM.from_pretrained(folders[1])) is LlamaForCausalLM
+    assert AutoTokenizer.from_pretrained(folders[1]).get_vocab() == dist_cases.TOKENIZER.get_vocab()
 
 
 def test_tied_weights_are_written_once_by_two_ranks_as_by_one(two, tmp_path):
@@ -689,10 +672,8 @@ def assert_same_run(folder, undisturbed):
     got, want = (load_file(f / WEIGHTS) for f in (folder, undisturbed))
     assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
     keys = ("step", "loss/nll", "optim/grad_norm", "eval/nll")
-    got, want = (
-        [[row.get(key) for key in keys] for row in read_jsonl(f / "metrics.jsonl")]
-        for f in (folder, undisturbed)
-    )
+    rows = [read_jsonl(f / "metrics.jsonl") for f in (folder, undisturbed)]
+    got, want = ([[row.get(key) for key in keys] for row in of_run] for of_run in rows)
     assert got == want and [row[0] for row in got] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after
 
 
@@ -724,23 +705,14 @@ def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
 
 @pytest.mark.parametrize("error", ["missing file", "nan on rank 1"])
 def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
-    if error == "missing file":
-        program, words = (
-            [ROOT / "sft.py", "tiny", *flags(dataset="nothing.jsonl", micro_batch_size=4)],
-            ["nothing.jsonl", "no such file"],
-        )
-    else:
-        program = [
-            ROOT / "tests" / "processes.py",
-            "sft",
-            "nan 2 1",
-            *flags(**dist_cases.run_options(two.folder)),
-        ]
-        words = ["step 2", "nan"]
-    ended = processes.torchrun(*program, *flags(output_dir=tmp_path / "run"))
-    assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[
-        -3000:
-    ]  # torchrun's own traceback is there
+    options, words = {"dataset": "nothing.jsonl", "micro_batch_size": 4}, ["nothing.jsonl", "no such file"]
+    program = [ROOT / "sft.py", "tiny"]
+    if error != "missing file":
+        options, words = dist_cases.run_options(two.folder), ["step 2", "nan"]
+        program = [ROOT / "tests" / "processes.py", "sft", "nan 2 1"]
+    ended = processes.torchrun(*program, *flags(**options, output_dir=tmp_path / "run"))
+    # torchrun's own traceback is there
+    assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[-3000:]
     assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-3000:]
     assert all(word in ended.errors[0] for word in words), ended.errors
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "summary.json").exists()
