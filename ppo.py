@@ -14,9 +14,9 @@ policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses 
     + gamma_sr sum_t -log pi_theta(y_t | x, y_<t)      selective rehearsal, eq. 9 of "Stabilizing RLHF through
                                                        Advantage Model and Selective Rehearsal", 2309.10202
 
-Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots, summary.json
-and checkpoint/: policy, value model and their optimisers, how many iterations and optimiser steps are done, the
-statistics of the scores, the best held-out score, and what tells the scorers from others.
+Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
+summary.json and checkpoint/: policy, value model and their optimisers, the iterations and optimiser steps that
+are done, the statistics of the scores, the best held-out score, and what tells the scorers from others.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
@@ -225,8 +225,8 @@ def blocks_of(documents, rows, args):
 
 
 def normalise(scores, statistics, kind):
-    """Scores -> rewards by --reward-norm. statistics: [count, mean, sum of squares around it] of all scores so
-    far, this rollout's included from now on; updated in place."""
+    """Scores -> rewards by --reward-norm. statistics: [count, mean, squares around it] of all scores so
+    far, this rollout's included; updated in place."""
     n, mean = len(scores), scores.double().mean().item()
     squares = ((scores.double() - mean) ** 2).sum().item()
     total, shift = statistics[0] + n, mean - statistics[1]  # Chan et al.'s update of mean and squares
@@ -262,8 +262,8 @@ def estimate_advantages(rollout, args):
 
 def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args):
     """One optimiser step of the value model and, if it learns already, of the policy, over all ranks. extra:
-    {"ptx" or "rehearsal": documents}. Returns sums over tokens and the gradient norms, by name. Where a loss or
-    a gradient is not finite neither model moves, and the run stops."""
+    {"ptx" or "rehearsal": documents}. Returns sums over tokens and the gradient norms, by name. Where a loss
+    or a gradient is not finite neither model moves, and the run stops."""
     n = int(rollout.mask[minibatch].sum())  # response tokens of all micro-batches and ranks
     blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
@@ -310,8 +310,8 @@ def nll_backward(policy, name, documents, sums, args):
 
 
 def figures_of(rollout, steps):
-    """The figures of an iteration: means over the tokens of its optimiser steps; of the first minibatch alone,
-    where the policy has not moved yet, the largest ratio and the approximate KL."""
+    """The figures of an iteration: means over the tokens of its steps; of the first minibatch alone, where
+    the policy has not moved yet, the largest ratio and the approximate KL."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     n = total["n"]
     returns = rollout.returns[rollout.mask]
@@ -363,7 +363,7 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: prompts to practise on, held-out prompts, and rows of the two losses that keep what the policy knew
+    # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     for name in (args.model, args.reference or args.model):
         generate.check_policy(name, tokenizer, args)
@@ -506,8 +506,8 @@ RECIPES = {
             dataset="Anthropic/hh-rlhf",  # its prompts; theirs are not public
             n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, as the next line
             lr=1e-6, value_lr=5e-6, clip_value=0.15, value_warmup_steps=50,
-            iterations=200, prompts_per_iteration=256, epochs=1, minibatch_size=64, max_length=2048,  # not said
-            **LARGE,
+            iterations=200, prompts_per_iteration=256, epochs=1, minibatch_size=64,  # not said, as below
+            max_length=2048, **LARGE,
         ),
     ),
     "advantage_model": (
