@@ -15,7 +15,7 @@ policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses 
                                                        Advantage Model and Selective Rehearsal", 2309.10202
 
 Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
-summary.json and checkpoint/: policy, value model and their optimisers, the iterations and optimiser steps that
+summary.json and checkpoint/: policy, value model and their optimisers, the iterations and steps that
 are done, the statistics of the scores, the best held-out score, and what tells the scorers from others.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
