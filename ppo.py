@@ -34,19 +34,11 @@ from typing import Literal
 import torch
 
 from common import data, dist, evaluation, generate, metrics, models, scorers
-from common.batches import (
-    Document,
-    make_blocks,
-    my_micro_batches,
-    n_response_tokens,
-    response_lengths,
-    response_mask,
-    split,
-)
-from common.cli import check_flags
+from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
+from common.batches import response_mask, split
 from common.errors import InputError
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
-from common.run import Run, launch
+from common.run import Run, check_flags, launch
 
 
 @dataclass

@@ -21,10 +21,7 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
         "chunk_prompts chunk_rows offline_pairs chains clusters per_cluster",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
-    "more than 0": (
-        lambda x: x > 0,
-        "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta",
-    ),
+    "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
     "0 or more": (
         lambda x: x >= 0,
         "iterations n_samples lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm freeze_layers "

@@ -1022,13 +1022,7 @@ class Dice(GoldLabeler):
         return [(f"{seed} {i}", True) for i in range(len(questions))]
 
 
-@pytest.mark.parametrize(
-    "lines",
-    [
-        12,
-        9,
-    ],
-)
+@pytest.mark.parametrize("lines", [12, 9])
 def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
     lines, prompts, tmp_path, monkeypatch
 ):

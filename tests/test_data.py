@@ -62,11 +62,7 @@ FORMATS = {
         [user("a\n\ni"), bot("b")],
         False,
     ),
-    "instruction, no input": (
-        {"instruction": "a", "input": "", "output": "b"},
-        [user("a"), bot("b")],
-        False,
-    ),
+    "instruction, no input": ({"instruction": "a", "input": "", "output": "b"}, [user("a"), bot("b")], False),
     "prompt, responses": ({"prompt": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "instruction, responses": ({"instruction": "a", "responses": SCORED}, [user("a"), bot("b")], False),
     "prompt, chosen": ({"prompt": "a", "chosen": "b", "rejected": "x"}, [user("a"), bot("b")], False),

@@ -284,10 +284,7 @@ def test_bradley_terry_refuses_a_margin_or_label_of_another_shape(name, shape):
         losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), **{name: torch.zeros(shape)})
 
 
-@pytest.mark.parametrize(
-    "value",
-    [-0.01, 1.01, NAN],
-)
+@pytest.mark.parametrize("value", [-0.01, 1.01, NAN])
 def test_a_preference_is_a_probability(value):
     with pytest.raises(ValueError, match="from 0 to 1"):
         losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), preference=torch.tensor([0.5, value]))

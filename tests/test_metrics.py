@@ -226,7 +226,7 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several():
 def test_known_figures_by_hand():
     """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels."""
     rows = [
-        row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0]),  # pairs 1, 1, 0
+        row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0])  # pairs 1, 1, 0
     ]
     figures = metrics.known_figures(rows)
     assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)

@@ -163,10 +163,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rehearsal")
     model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
     documents = data.sft_documents(
-        [Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])],
-        TOKENIZER,
-        64,
-        "sft",
+        [Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])], TOKENIZER, 64, "sft"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for i in range(15):  # a little supervised training

@@ -39,12 +39,7 @@ from scorers import (
     write_rows,
 )
 from tokenizers import Tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import rejection_sampling as rs
 from common import data, dist, evaluation, generate, models, tiny
