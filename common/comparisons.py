@@ -353,7 +353,7 @@ def one_of_each_prompt(comparisons) -> list[Comparison]:
 
 def with_samples_only(comparison, samples) -> Comparison:
     """The prompt with these responses (lists of ids) in place of the labelled ones."""
-    ids = tuple(torch.tensor(x, dtype=torch.int32) for x in samples)
+    ids = tuple(torch.as_tensor(x, dtype=torch.int32) for x in samples)
     return comparison._replace(samples=ids, response_ids=[], texts=[""], ranks=torch.zeros(0))
 
 

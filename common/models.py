@@ -635,7 +635,7 @@ def scores_of(model, batch):
         )
         return outputs[:, 0]
     rewards, expected = rewards_and_expected(model, batch)
-    sizes = torch.tensor(batch.sizes, device=rewards.device)
+    sizes = torch.tensor(batch.sizes, dtype=torch.long, device=rewards.device)  # also of no comparison
     return advantages(model, rewards, expected.repeat_interleave(sizes))
 
 
