@@ -8,13 +8,14 @@ arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples f
 fine-tunes a new version from the base model. The candidates of all earlier iterations stay in a pool, from
 which the best are taken: training on the last iteration's alone forgets (Llama 2, after its third version).
 
-What is trained on: of the pool's responses to each prompt that ended within max_new_tokens, hold words and no
-special token, equal ones counted once, the one with the highest score; with thresholds, all that reach them.
+What is trained on: of the pool's responses to each prompt the one with the highest score; with thresholds, all
+that reach them. Differs from the paper: a response that did not end within max_new_tokens, has no words or holds
+a special token is never selected; of equal responses to a prompt one counts.
 
 Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever sampled),
-versions/ (each iteration's model, and its study: what it does on held-out prompts), model/ (the last one),
-metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being
-trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
+versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last one), metrics.jsonl,
+samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being trained, its
+optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
 
     python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds in place of the best
@@ -223,16 +224,15 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: prompts to sample for, held-out prompts, and perhaps rows that are trained on beside the selected
+    # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected ones, and a pool
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
         generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
-    also = []
+    also, earlier = [], []
     if args.sft_dataset:
         also = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
-    earlier = []
     if args.pool and not run.resumed:
         earlier = take(args.pool, prompts, tokenizer, args.max_length)
 
