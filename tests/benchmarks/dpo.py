@@ -55,15 +55,15 @@ def offline(args, share_prompt=True):
     import dpo_iterative
 
     folder, seconds = tempfile.mkdtemp(), []
-    plain = dpo_iterative.with_reference
+    add = dpo_iterative.References.add
 
-    def timed(pairs, *rest):
+    def timed(self, pairs, name):
         start = time.perf_counter()
-        found = plain(pairs, *rest)
+        pairs = add(self, pairs, name)
         seconds.append((time.perf_counter() - start) / len(pairs))
-        return found
+        return pairs
 
-    dpo_iterative.with_reference = timed
+    dpo_iterative.References.add = timed
     dpo_iterative.main(
         dpo_iterative.Args(
             model=f"{args.models}/policy", offline_data=f"{args.models}/pairs.jsonl", iterations=0, epochs=1,

@@ -1,6 +1,6 @@
 """sft.py, reward.py and dpo_iterative.py against TRL 1.16's SFTTrainer, RewardTrainer and DPOTrainer, step by
-step: the same weights, rows and order, a constant learning rate without warm-up, fp32. Prints both losses of
-each step, and exits with 1 where they differ by more than 1e-5 of TRL's.
+step: the same weights, rows and order, no warm-up, fp32. Prints both losses of each step, and exits with 1
+where they differ by more than 1e-5 of TRL's.
 
     pip install trl==1.16.0 accelerate         in an environment of its own, whose interpreter is --trl-python
     python tests/benchmarks/trl_steps.py --trl-python trl/bin/python
@@ -72,8 +72,6 @@ def ours(script, folder):
             "epochs": 1, "beta": BETA,
         },
     }[script]  # fmt: skip
-    if hasattr(module.Args, "lr_schedule"):
-        options["lr_schedule"] = "constant_with_warmup"
     with mock.patch("torch.randperm", lambda n, **_: torch.arange(n)):
         module.main(
             module.Args(
