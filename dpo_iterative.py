@@ -31,7 +31,6 @@ import torch
 from common import comparisons, data, dist, evaluation, generate, metrics, models, scorers
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
 from common.cli import check_flags
-from common.errors import InputError
 from common.losses import dpo_loss, length_penalty
 from common.pool import Pool, References, Versions, write_pairs
 from common.run import Run, launch
@@ -143,17 +142,6 @@ def check(args):
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
         ("dataset", not astray, "prompts to evaluate on, as --offline-data is your own, or --eval-prompts 0"),
     )
-
-
-def deal_prompts(prompts, args):
-    """{iteration: its prompts}, no prompt in two of them."""
-    n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
-    if n * args.iterations > len(prompts):
-        raise InputError(
-            f"{args.dataset}: {args.iterations} iterations of {n} fresh prompts need {n * args.iterations}, "
-            f"there are {len(prompts)}: lower --iterations or --prompts-per-iteration"
-        )
-    return {i: generate.fresh_prompts(prompts, n, i, args.seed) for i in range(1, args.iterations + 1)}
 
 
 def samplers(versions, iteration, args):
@@ -315,7 +303,7 @@ def main(args: Args):
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
-    fresh_prompts = deal_prompts(prompts, args)
+    fresh_prompts = generate.deal_prompts(prompts, args)
 
     # models: the oracle stays, policies and the reference come and go
     scorer = scorers.load_oracle(args, tokenizer, run.device, pairwise=True) if sampled else None
@@ -324,9 +312,9 @@ def main(args: Args):
         for name in dict.fromkeys([reference, args.model]):
             models.check_shared_prompt(versions.load(name), args.max_length)
     evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
+    versions.evaluate = evaluate
 
     run.begin({}, {}, evaluate.fingerprint())  # only now is an old run replaced
-    versions.evaluate = evaluate
     versions.begin()
     pool = Pool(run)
     references = References(run, tokenizer, pair_logprobs)

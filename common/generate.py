@@ -78,6 +78,17 @@ def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
     return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
 
 
+def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
+    """{iteration: its --prompts-per-iteration fresh prompts}, none in two of them."""
+    n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
+    if n * args.iterations > len(prompts):
+        raise InputError(
+            f"{args.dataset}: {args.iterations} iterations of {n} fresh prompts need {n * args.iterations}, "
+            f"there are {len(prompts)}: lower --iterations or --prompts-per-iteration"
+        )
+    return {i: fresh_prompts(prompts, n, i, args.seed) for i in range(1, args.iterations + 1)}
+
+
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
     says why there are none."""
