@@ -577,9 +577,7 @@ class Answers:
         figures = {**studies[version]["pairs"], **metrics.means(samples, FIGURES)}
         same = comparable(studies, version)
         if version and samples and 0 in same:
-            tie_margin = (
-                0.1 if self.scorer.pairwise else None
-            )  # of probabilities; None: by the scores' spread
+            tie_margin = 0.1 if self.scorer.pairwise else None  # of probabilities; None: of their spread
             figures.update(metrics.against(same[0], samples, tie_margin, "sft/"))
         if version > 1:
             figures.update(gains_over(studies, version, {"before": version - 1}))
