@@ -40,7 +40,7 @@ from scorers import (
     write_rows,
 )
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rejection_sampling as rs
 from common import data, dist, evaluation, generate, models, tiny
