@@ -160,11 +160,12 @@ def samplers(versions, iteration, args):
 
 
 def best_against_worst(rows, prompts, iteration, args):
-    """(pairs, {reason: how many prompts gave none}) of the pool's rows of an iteration: of each prompt the
-    best and the worst response by score less the length penalty."""
+    """(pairs, {reason: how many prompts gave none}) of an iteration's responses: of each prompt the best and
+    the worst by score less the length penalty."""
     groups, pairs, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for row in rows:
-        groups.setdefault(turns_key(row["prompt"]), []).append(row)
+        if row["iteration"] == iteration:
+            groups.setdefault(turns_key(row["prompt"]), []).append(row)
     for prompt in [prompt for prompt in prompts if prompt.key in groups]:
         group = groups[prompt.key]
         scores = torch.tensor([row["score"] for row in group], dtype=torch.float64)
@@ -334,10 +335,9 @@ def main(args: Args):
             run.lap("score")
 
             # 3. pair: of each prompt the best against the worst
-            rows = pool.of_iteration(iteration)
-            new_pairs, dropped = best_against_worst(rows, fresh, iteration, args)
+            new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
             pairs = pairs + new_pairs
-            row = evaluation.pairing_figures(rows, new_pairs, dropped)
+            row = evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)
             if not pairs:  # the next version is this one
                 row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):
@@ -350,8 +350,7 @@ def main(args: Args):
             start = args.model
             learnt += offline if iteration > 1 else []
             for earlier in range(1, iteration):
-                rows = pool.of_iteration(earlier)
-                learnt += best_against_worst(rows, fresh_prompts[earlier], earlier, args)[0]
+                learnt += best_against_worst(pool.rows, fresh_prompts[earlier], earlier, args)[0]
         learnt = references.add(learnt, latest if args.reference == "last" else reference)
         write_pairs(run.folder, pairs, iteration)
         model = versions.load(start)

@@ -616,9 +616,9 @@ def selection_figures(rows, selected, iteration) -> dict[str, float]:
     return figures
 
 
-def pairing_figures(rows, pairs, dropped) -> dict[str, float]:
-    """Of the pool's rows of an iteration, and of the pairs made of them."""
-    by_prompt = {}
+def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
+    """Of an iteration's responses, and of the pairs made of them."""
+    rows, by_prompt = [row for row in rows if row["iteration"] == iteration], {}
     for row in rows:
         by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
 
