@@ -171,7 +171,7 @@ def log_odds(scorer, duels, batch_size, device) -> list[float]:
         turns, text = _without_special(scorer.tokenizer, prompt, a)
         texts.append((turns, text, _without_special(scorer.tokenizer, prompt, b)[1]))
     try:
-        return pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size, device)
+        return pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size)
     except ValueError as error:  # its template refuses a role, for one
         raise InputError(f"{scorer.name}: {error}") from None
 

@@ -901,7 +901,7 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
         got = [r["score"] for row in rows[name][:24] for r in row["responses"]]
         assert got == pytest.approx(want.tolist(), abs=1e-4)
     oracle = scorers.load_scorer(str(compared.folder / "pm"), tokenizer, CPU, pairwise=True)
-    want = pairwise.preferences(oracle.model, tokenizer, [(c.prompt, *c.texts) for c in held_out], 8, CPU)
+    want = pairwise.preferences(oracle.model, tokenizer, [(c.prompt, *c.texts) for c in held_out], 8)
     assert [x for row in rows["pm"][:24] for x in row["differences"]] == pytest.approx(want, abs=1e-5)
 
 
