@@ -315,7 +315,7 @@ def main(args: Args):
     evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
     versions.evaluate = evaluate
 
-    run.begin({}, {}, evaluate.fingerprint())  # only now is an old run replaced
+    run.begin(held_out=evaluate.fingerprint())  # only now is an old run replaced
     versions.begin()
     pool = Pool(run)
     references = References(run, tokenizer, pair_logprobs)

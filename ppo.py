@@ -279,8 +279,8 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
             nll_backward(policy, name, documents, sums, args)
     totals = sums.over_ranks()
     learning = slice(0 if policy_learns else 1, 2)  # both models, or the value model alone
-    loss = sum(totals.values())
-    norms = dist.optimizer_step([policy, value][learning], optimizers[learning], loss, args.max_grad_norm)
+    finite = sum(totals.values())  # no step is taken unless it is
+    norms = dist.optimizer_step([policy, value][learning], optimizers[learning], finite, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
@@ -380,11 +380,11 @@ def main(args: Args):
     modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
     fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0], "scorer": scorer.version}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
-    state = run.begin(modules, fresh, evaluate.fingerprint())
+    state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint())
     run.log_before(evaluate, policy, keep_samples=True)
     best = state.setdefault("best", {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0})
 
-    for iteration in run.steps(args.iterations):
+    for iteration in run.steps(args.iterations):  # behind each, every --save-every, a checkpoint
         if args.patience and best["evaluations_since"] >= args.patience:
             break
 

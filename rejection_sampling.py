@@ -243,7 +243,7 @@ def main(args: Args):
     if args.packing:  # now, not when all is sampled
         models.check_packing(versions.load(policy if args.start_from == "last" else args.model))
 
-    run.begin({}, {}, versions.evaluate.fingerprint())  # only now is an old run replaced
+    run.begin(held_out=versions.evaluate.fingerprint())  # only now is an old run replaced
     pool = Pool(run, earlier)
     newest = max((row["iteration"] for row in pool.rows), default=0)
     versions.begin(newest if args.n_samples else max(0, newest - 1))  # of a pool alone: its last one again

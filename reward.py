@@ -171,10 +171,10 @@ def main(args: Args):
     evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin({"reward": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
+    run.begin(modules={"reward": (model, optimizer)}, held_out=comparisons.fingerprint(held_out))
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):
+    for step in run.steps(total_steps):  # behind each, every --save-every, a checkpoint
         # the same order on every rank, another one in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)

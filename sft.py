@@ -132,10 +132,10 @@ def main(args: Args):
     optimizer = dist.adamw(model, args.lr, args)
 
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin({"policy": (model, optimizer)}, {}, evaluate.fingerprint())
+    run.begin(modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint())
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):
+    for step in run.steps(total_steps):  # behind each, every --save-every, a checkpoint
         # the blocks of this step: the same on every rank, in another order in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = dist.shuffled(len(blocks), args.seed, "order", epoch)

@@ -5,7 +5,7 @@ and to the action, token t+1. Every mask is True where a value is KEPT. Reductio
 masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
 
 A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks:
-the scripts do, because FSDP averages gradients.
+dist.backward does, because FSDP averages gradients.
 """
 
 import torch

@@ -117,16 +117,16 @@ class Run:
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.state, self.laps = {"step": 0}, {}
 
-    def begin(self, modules: dict, state: dict, held_out) -> dict:
+    def begin(self, *, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
         """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
         optimizer)}, and into `state`, which is returned. Call it when nothing that a user can have mistyped
         is left to be read. held_out: JSON that tells the held-out set, on which before and after are
         compared, from others."""
         start_run(self.args, self.stage, self.status, held_out)
-        Run.current, self.modules = self, modules
+        Run.current, self.modules = self, modules or {}
         # now, for the model it is taken from may be gone at the end
         self.dtype = models.export_dtype(self.args.model, self.args.save_dtype)
-        self.state.update(state)
+        self.state.update(state or {})
         if self.resumed and modules:
             self.state.update(dist.load_checkpoint(self.checkpoint, modules))
         rows = self.state.get("logged_rows") if self.resumed else None

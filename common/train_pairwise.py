@@ -123,7 +123,7 @@ def main(args: Args):
     evaluate = evaluation.HeldOutPairs(held_out, tokenizer, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin({"reward": (model, optimizer)}, {}, comparisons.fingerprint(held_out))
+    run.begin(modules={"reward": (model, optimizer)}, held_out=comparisons.fingerprint(held_out))
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):
