@@ -53,7 +53,8 @@ def launch(main, recipes):
         main(args)
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         if isinstance(error, NotFinite) and Run.current:
-            step, left = Run.current.state["step"] + 1, Run.current.last_checkpoint
+            state, left = Run.current.state, Run.current.last_checkpoint
+            step = state.get("first_step", 0) + state["step"] + 1
             error = f"step {step}: {error}; {left}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
