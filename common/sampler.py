@@ -1,5 +1,5 @@
 """Sample from any transformers causal LM with full attention, with a KV cache whose rows differ in length.
-Needs torch and transformers: copy this file anywhere. It also talks, in a terminal:
+Needs torch and transformers, for a progress bar tqdm: copy this file anywhere. It also talks, in a terminal:
 
     python -m common.sampler --model DIR --prompt "..."
 
@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
 @torch.no_grad()
 def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
-    temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=None,
+    temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=False,
 ):  # fmt: skip
     """Draw n responses to each prompt. Returns a Rollout on the model's device.
 
@@ -59,7 +59,7 @@ def sample(
     slots: rows that decode together; memory grows with slots * (longest prompt + max_new_tokens).
     seed: of a generator of this call's own; None: torch's global generator. What a row draws depends on the
       rows beside it: the same call gives the same responses, another number of slots gives others.
-    progress: a tqdm bar, or another object with its update and set_postfix, that counts finished responses.
+    progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update and set_postfix.
     Raises ValueError for unusable arguments, for models whose attention is not full, and for NaN logits."""
     _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots)
     was_training = model.training
@@ -92,6 +92,10 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     row = torch.zeros(slots, dtype=torch.long, device=device)  # which output row a slot holds
     length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
     live, logits = 0, None  # slots 0 to live - 1 are decoding; logits (live, V) of their next tokens
+    if progress is True:
+        from tqdm import tqdm
+
+        progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
 
     while live or waiting:
         # refill
