@@ -37,6 +37,17 @@ FILES = {
 }
 
 
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+TALK, SYSTEM = [user("ant"), bot("bear"), user("cat")], {"role": "system", "content": "so"}
+
+
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

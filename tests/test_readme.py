@@ -1,6 +1,7 @@
 """README.md and docs/ say what is so: their commands are understood; their links, files, lines of code, metrics and
 pictures are there."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -92,7 +93,8 @@ def test_the_lines_below_the_equations_are_lines_of_losses():
 def test_metrics_that_are_named_are_logged():
     """The code has each name, or its beginning (eval/ece of eval/ece_low), or its group and its words."""
     code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("*.py")])
-    quoted, words = set(re.findall(r'"([^"{]*)["{]', code)), set(re.findall(r"[a-z]+", code))
+    quoted = {str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
+    words = set(re.findall(r"[a-z]+", code))
     tables = PAGES[ROOT / "docs" / "runs.md"].partition("## Reading metrics")[2]
     cells = re.findall(r"^\| (`.*?) \| ", tables, re.M)
     names = {name for cell in cells for name in re.findall(r"`([\w-]+/[a-z_]+)`", cell)}

@@ -114,13 +114,14 @@ mask = batches.response_mask(documents)
 noise = lambda: torch.randn(mask.shape) * mask
 given = {
     "model": model, "policy": model, "value": value, "optimizer": dist.adamw(model, 1e-3, args),
-    "optimizers": {"policy": dist.adamw(model, 1e-3, args), "value": dist.adamw(value, 1e-3, args)},
+    "optimizers": [dist.adamw(model, 1e-3, args), dist.adamw(value, 1e-3, args)],
     "blocks": batches.make_blocks(documents, 64), "batch": [pair(5), pair(6)], "pairs": [pair(5), pair(6)],
     "minibatch": [0, 1, 2], "extra": {"ptx": documents}, "policy_learns": True, "largest_gap": 8.0, "args": args,
 }
 if NAME == "ppo":
     logprobs = noise()
-    given["rollout"] = Rollout([], documents, mask, mask[:, 0], noise()[:, 0], logprobs, logprobs, noise())
+    given["rollout"] = Rollout([], documents, mask, mask[:, 0], rewards=noise()[:, 0], old_logprobs=logprobs,
+        ref_logprobs=logprobs, old_values=noise())
     estimate_advantages(given["rollout"], args)
 before = [p.detach().clone() for p in model.parameters()]
 update(**{name: given[name] for name in inspect.signature(update).parameters})

@@ -1,6 +1,5 @@
-"""common/rollout.py: prompts from rows, a policy's responses, and their scores by models and functions."""
+"""common/scorers.py: scores of responses by models, functions and pairwise preference models."""
 
-import dataclasses
 import importlib
 import math
 import os
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from scorers import CPU, TOKENIZER, Plain, write_rows
+from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, user, write_rows
 from test_data import CHATML, NO_END, byte_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -17,34 +16,11 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from common import data, dist, evaluation, generate, models, pairwise, scorers, tiny
+from common import data, dist, generate, models, pairwise, scorers, tiny
 from common.batches import Row
 from common.errors import InputError
-from common.sampler import Rollout
 
 EOS = TOKENIZER.eos_token_id
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def bot(text):
-    return {"role": "assistant", "content": text}
-
-
-@pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "common.rehearsal"])
-def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
-    def sample(model, prompts, slots, **options):
-        raise InputError(f"{slots} slots")
-
-    monkeypatch.setattr(scorers, "sample", sample)
-    module, folder = importlib.import_module(name), tmp_path / "run"
-    options = {"model": "tiny", "scorer": "common.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
-    options |= {"output_dir": str(folder), "output": str(folder), "dataset": "tiny:commands=copy", "slots": 3}
-    known = {field.name for field in dataclasses.fields(module.Args)}
-    with pytest.raises(InputError, match="^3 slots"):
-        module.main(module.Args(**{key: value for key, value in options.items() if key in known}))
 
 
 @pytest.fixture
@@ -53,213 +29,6 @@ def load(tmp_path):
     return lambda rows, max_tokens=64: generate.load_prompts(
         str(write_rows(tmp_path / "p.jsonl", rows)), "train", TOKENIZER, max_tokens
     )
-
-
-# -- prompts: (row, its turns) -------------------------------------------------------------------
-TALK, SYSTEM = [user("ant"), bot("bear"), user("cat")], {"role": "system", "content": "so"}
-HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
-FORMATS = {
-    "prompt": ({"prompt": "cat"}, [user("cat")]),
-    "prompt and completion": ({"prompt": "cat", "completion": "dog"}, [user("cat")]),
-    "prompt messages": ({"prompt": TALK}, TALK),
-    "prompt messages with an answer": ({"prompt": [*TALK, bot("dog")]}, TALK),
-    "prompt as HH dialogue": ({"prompt": HH}, TALK),
-    "prompt as HH dialogue with an answer": ({"prompt": HH + " dog"}, TALK),
-    "prompt beside a preference": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
-    "instruction": ({"instruction": "cat", "output": "dog"}, [user("cat")]),
-    "instruction and input": ({"instruction": "copy", "input": "cat"}, [user("copy\n\ncat")]),
-    "instruction and empty input": ({"instruction": "cat", "input": ""}, [user("cat")]),
-    "prompt that is null": ({"prompt": None, "instruction": "cat"}, [user("cat")]),
-    "messages": ({"messages": TALK}, TALK),
-    "messages with an answer": ({"messages": [*TALK, bot("dog")], "prompt": "ant"}, TALK),
-    "RLHFlow's context messages": ({"context": "cat", "context_messages": [user("cat")]}, [user("cat")]),
-    "messages with a system turn": ({"messages": [SYSTEM, user("cat")]}, [SYSTEM, user("cat")]),
-    "conversations": (
-        {"conversations": [{"from": "human", "value": "cat"}, {"from": "gpt", "value": "dog"}]},
-        [user("cat")],
-    ),
-    "prompt and a system column": ({"prompt": TALK, "system": "so"}, [SYSTEM, *TALK]),
-    "messages and two system turns": ({"messages": [SYSTEM, *TALK], "system": "no"}, [SYSTEM, *TALK]),
-    "content in parts": (
-        {"messages": [{**user(""), "content": [{"type": "text", "text": "cat"}]}, bot("dog")]},
-        [user("cat")],
-    ),
-    "chosen as HH dialogue": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
-    "chosen as messages": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
-}
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_prompts_of_every_row_format(name, load):
-    row, turns = FORMATS[name]
-    (prompt,) = load([row])
-    assert (prompt.turns, prompt.row.where, prompt.row.data) == (turns, "p.jsonl:1", row)
-    assert prompt.messages == [*turns, bot("")]
-
-
-def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
-    with pytest.raises(InputError, match="knows few of its words: is it the right --model"):
-        load([{"prompt": "please tell me what the capital of france is"}])
-
-
-def test_ids_are_the_rendered_turns_and_the_opening_of_an_answer(load):
-    (prompt,) = load([{"messages": [*TALK, bot("dog")]}])
-    words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
-    assert TOKENIZER.convert_ids_to_tokens(prompt.ids) == words.split()
-
-
-def test_a_prompt_is_taken_once_whatever_its_format_and_answer(load, capsys):
-    rows = [{"prompt": "cat"}, {"instruction": "cat"}, {"messages": [user(" cat\n"), bot("dog")]}]
-    prompts = load([*rows, {"prompt": "dog"}, {"messages": [SYSTEM, user("cat")]}])
-    assert [p.row.where for p in prompts] == ["p.jsonl:1", "p.jsonl:4", "p.jsonl:5"]
-    assert len({p.key for p in prompts}) == 3
-    assert "dropped 2 of 5 rows" in (out := capsys.readouterr().out)
-    assert "2: the prompt is there already (p.jsonl:2, p.jsonl:3)" in out
-
-
-UNUSABLE = {
-    "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
-    "the text holds a special token": {"prompt": "copy <|end|> ant"},
-    "no prompt": {"prompt": " "},
-    "are no prompt row, wanted prompt, instruction, messages, context_messages, or chosen": {"text": "ant"},
-    "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
-    "a message is not {role, content}": {"prompt": 5},
-    "a lone surrogate": {"prompt": "\ud800"},
-    "an earlier answer is empty": {"prompt": HH.replace(" bear", "")},
-    "a message has tool_calls": {"messages": [{**bot("ant"), "tool_calls": [{}]}, user("cat")]},
-    "content of a message is null": {"messages": [{"role": "user", "content": None}]},
-}
-
-
-@pytest.mark.parametrize("reason", UNUSABLE)
-def test_a_row_that_cannot_be_used_is_counted_and_named(reason, load, capsys):
-    (prompt,) = load([{"prompt": "copy ant cat dog"}, UNUSABLE[reason]], max_tokens=8)  # it has 8 tokens
-    out = capsys.readouterr().out
-    assert prompt.row.where == "p.jsonl:1" and "dropped 1 of 2 rows" in out
-    assert reason in out and "(p.jsonl:2)" in out
-
-
-def test_nothing_left_is_an_error_with_each_reason_and_place(load):
-    with pytest.raises(InputError) as error:
-        load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
-    says = str(error.value)
-    assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
-    assert "wanted prompt" in says and "(p.jsonl:2)" in says
-    assert "special token" in says and "(p.jsonl:3)" in says
-
-
-MALFORMED = [{"messages": 5}, {"messages": user("cat")}, {"messages": "cat"}, {"conversations": 5}]
-MALFORMED += [{"prompt": [5]}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}, {"instruction": ["cat"]}]
-MALFORMED += [{"instruction": "copy", "input": 5}]  # which is not left out
-
-
-@pytest.mark.parametrize("row", MALFORMED)
-def test_malformed_values_are_a_reason_and_no_crash(row, load):
-    (prompt,) = load([{"prompt": "owl"}, row])
-    assert prompt.turns == [user("owl")]
-
-
-@pytest.mark.parametrize("messages", [[*TALK, bot("dog"), bot("eel")], [SYSTEM], [user("ant"), SYSTEM]])
-def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
-    """Such a row may be dropped or cut; a scorer gets the last turn as the prompt."""
-    assert all(p.turns[-1]["role"] == "user" for p in load([{"prompt": "owl"}, {"messages": messages}]))
-
-
-def test_category_is_text_or_none(load):
-    prompts = load([{"prompt": "ant", "category": 3}, {"prompt": "cat"}, {"prompt": "dog", "category": "a"}])
-    assert [p.category for p in prompts] == ["3", None, "a"]
-
-
-def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
-    train, test = (generate.load_prompts("tiny", split, TOKENIZER, 64) for split in ("train", "test"))
-    assert (len(train), len(test)) == (6000, 1000)
-    assert not {p.key for p in train} & {p.key for p in test}
-    assert {p.category for p in train} == set(tiny.COMMANDS)
-
-
-# -- responses -----------------------------------------------------------------------------------
-QUESTIONS = ["copy ant cat dog", "reverse owl pig fox toad bear", "first ant"]
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return tiny.model().eval()
-
-
-@pytest.fixture
-def prompts(load):
-    return [p.ids for p in load([{"prompt": q} for q in QUESTIONS])]
-
-
-def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(policy, prompts):
-    found = generate.sample_responses(policy, TOKENIZER, prompts, 8, 24)
-    assert [len(responses) for responses in found] == [8, 8, 8]
-    everything = [r for responses in found for r in responses]
-    assert {r.finished for r in everything} == {True, False}
-    special = {*TOKENIZER.all_special_ids}
-    for r in everything:
-        assert r.finished == (r.ids[-1] == EOS) and EOS not in r.ids[:-1]
-        assert len(r.ids) <= 24 if r.finished else len(r.ids) == 24
-        words = TOKENIZER.convert_ids_to_tokens([i for i in r.ids if i not in special])
-        assert r.text == " ".join(words)
-    assert any(len(r.ids) < 24 for r in everything)  # cut where they ended, without the padding of the batch
-
-
-def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
-    """At a temperature near 0: those of plain greedy forwards."""
-    found = generate.sample_responses(policy, TOKENIZER, prompts, 2, 6, temperature=1e-6)
-    for ids, responses in zip(prompts, found):
-        with torch.no_grad():
-            row = list(ids)
-            for _ in range(6):  # greedy, by plain forwards
-                row.append(policy(input_ids=torch.tensor([row])).logits[0, -1].argmax().item())
-                if row[-1] == EOS:
-                    break
-        assert [r.ids for r in responses] == [row[len(ids) :]] * 2
-    assert len({tuple(responses[0].ids) for responses in found}) == 3  # in another order they would differ
-
-
-def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
-    one, again, other = (
-        generate.sample_responses(policy, TOKENIZER, prompts, 4, 12, seed=s) for s in (3, 3, 4)
-    )
-    assert one == again and one != other
-    assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
-
-
-def prefilled(model, prompts, n, slots):
-    """How many rows of prompts, not of single tokens, the model ran through for n responses to each."""
-    rows = []
-
-    def look(module, args, kwargs):
-        rows.extend([1] * len(kwargs["input_ids"]) if kwargs["input_ids"].shape[1] > 1 else [])
-
-    generate.sample_responses(
-        model, TOKENIZER, prompts[:1], 1, 1
-    )  # the sampler tries a new model on rows of its own
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        generate.sample_responses(model, TOKENIZER, prompts, n, 6, slots=slots)
-    finally:
-        handle.remove()
-    return len(rows)
-
-
-@pytest.mark.parametrize("slots", [64, 5, 1])
-def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
-    assert prefilled(policy, prompts, 8, slots) == 3
-    assert (
-        prefilled(policy, [ids for ids in prompts for _ in range(8)], 1, slots) == 24
-    )  # what it must not be
-
-
-def test_no_prompts_no_responses(policy):
-    assert generate.sample_responses(policy, TOKENIZER, [], 8, 4) == []
-
-
-def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
-    with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
-        generate.sample_responses(policy, TOKENIZER, prompts, 1, 124)
 
 
 # -- scores of models ----------------------------------------------------------------------------
@@ -388,8 +157,8 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
-def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path, policy):
-    dist.save_model(policy, TOKENIZER, tmp_path / "lm")
+def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
+    dist.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
         with pytest.raises(
             InputError, match=r"is a .*wanted a run of reward.py or advantage_model.py"
@@ -756,42 +525,8 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, 
     assert max(abs(x - 0.5) for x in want) > 0.02  # 1/2 for all would not do
 
 
-# -- models with several end tokens --------------------------------------------------------------
-@pytest.fixture
-def two_ends(tmp_path):
-    """(folder, the other end token): a model whose generation_config lists two, as Llama 3's and Qwen's do."""
-    other = TOKENIZER.convert_tokens_to_ids("<|unk|>")
-    model = tiny.model()
-    model.generation_config.eos_token_id = [other, EOS]
-    model.save_pretrained(tmp_path / "two")
-    TOKENIZER.save_pretrained(tmp_path / "two")
-    return str(tmp_path / "two"), other
-
-
-def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(two_ends, tmp_path, monkeypatch):
-    (folder, other), asked, plain = two_ends, [], scorers.sample
-    model = dist.shard(models.load_policy(folder, TOKENIZER), CPU)
-    assert model.generation_config.eos_token_id == [EOS, other]
-
-    def sample(*args, stop_ids, **options):
-        asked.append(stop_ids)
-        return plain(*args, stop_ids=stop_ids, **options)
-
-    monkeypatch.setattr(scorers, "sample", sample)
-    found = generate.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
-    ends = {response.ids[-1] for response in found if response.finished}
-    assert asked == [[EOS, other]] and ends == {EOS, other}
-    assert any(response.clean for response in found if response.ids[-1] == other)
-    dist.save_model(model, TOKENIZER, tmp_path / "out")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert exported.generation_config.eos_token_id == [EOS, other]
-    one = models.load_policy("tiny", TOKENIZER)
-    generate.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
-    assert one.generation_config.eos_token_id == EOS and asked[1] == [EOS]
-
-
-def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(two_ends, tmp_path):
-    other, name = two_ends[1], str(tmp_path / "rm")
+def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(tmp_path):
+    other, name = TOKENIZER.convert_tokens_to_ids("<|unk|>"), str(tmp_path / "rm")
     dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     asked = generate.Prompt([1, 4, 9], [user("ant")], None)
@@ -843,30 +578,3 @@ def test_a_version_is_rank_0s(monkeypatch):
     """Copies of the same files on two nodes have other times."""
     monkeypatch.setattr(dist, "gather", lambda values: ["a@of rank 0", *values])
     assert scorers.version_of("a", [1]) == "a@of rank 0"
-
-
-# -- samples.jsonl -------------------------------------------------------------------------------
-def test_describe_tells_the_true_reward_of_the_tiny_world_alone(load):
-    (prompt,) = load([{"prompt": "reverse ant fox owl", "category": "reverse"}])
-    row = evaluation.describe_response(prompt, response("owl um fox"), 0.5, is_tiny=False)
-    assert row == {
-        "prompt": [user("reverse ant fox owl")],
-        "response": "owl um fox",
-        "tokens": 4,
-        "finished": True,
-        "category": "reverse",
-        "score": 0.5,
-    }
-    known = evaluation.describe_response(prompt, response("owl um fox"), 0.5, is_tiny=True)
-    assert known == {**row, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
-
-
-def test_a_response_with_a_special_token_inside_is_not_clean(monkeypatch):
-    """Its text lacks that token: a scorer would judge one thing, and the policy learn another."""
-    ant, user, end = (TOKENIZER.convert_tokens_to_ids(t) for t in ("ant", "<|user|>", "<|end|>"))
-    tokens = torch.tensor([[ant, user, end], [ant, ant, end]])
-    everything = torch.ones(2, 3, dtype=torch.bool)
-    fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
-    monkeypatch.setattr(scorers, "sample", lambda *args, **options: fake)
-    ((strange, clean),) = generate.sample_responses(None, TOKENIZER, [[1]], 2, 3)
-    assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)
