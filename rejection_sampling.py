@@ -307,7 +307,7 @@ def main(args: Args):
 RECIPES = {
     "tiny": (
         "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
-        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (README, "Results")
+        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (docs/rejection_sampling.md)
         Args(),
     ),
     "base": (

@@ -39,7 +39,7 @@ MOVED = {  # what does now what a script did -> the flags that it did it by
     "python -m common.rehearsal, then --rehearsal-data FILE": "--rehearsal-clusters --rehearsal-per-cluster "
     "--rehearsal-prompts --rehearsal-by --rehearsal-encoder",
     "python -m common.evaluate --dataset FORGET --tie-margin X": "--forget-dataset --tie-margin",
-    "rejection_sampling.py --model STUDENT --pool TEACHER/pool.jsonl --n-samples 0": "--student",
+    "rejection_sampling.py --model STUDENT --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1": "--student",
 }
 
 
@@ -103,7 +103,7 @@ def not_tiny(args, defaults):
 
     for name, value in vars(args).items():
         missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
-        is_model = name in ("model", "policy", "student") and value and not missing
+        is_model = name in ("model", "policy") and value and not missing
         is_data = name.endswith(("dataset", "_data")) and value
         if is_data and not data.is_tiny(value) or is_model and not _leads_to_tiny(value):
             return f"--{name.replace('_', '-')} {value}"

@@ -1,4 +1,4 @@
-"""Data sets in standard formats -> token ids. See the README's table of row formats, one JSON line each.
+"""Data sets in standard formats -> token ids. docs/data.md has a table of row formats, one JSON line each.
 
 `load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
 `sft_documents` turns rows into token ids with a response mask; `pack` and `collate` make batches. A row that

@@ -1,4 +1,4 @@
-"""Files of rows, what is printed, plots, and measures. Every key is defined by a formula in the README."""
+"""Files of rows, what is printed, plots, and measures. Every key is defined by a formula in docs/runs.md."""
 
 import json
 import math

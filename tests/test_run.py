@@ -91,7 +91,7 @@ def test_a_far_name_gets_no_suggestion(argv):
         ),
         ("ppo", "--forget-dataset --tie-margin", "common.evaluate --dataset FORGET --tie-margin X"),
         ("dpo_iterative", "--tie-margin", "python -m common.evaluate --dataset FORGET --tie-margin X"),
-        ("rejection_sampling", "--student", "--model STUDENT --pool TEACHER/pool.jsonl --n-samples 0"),
+        ("rejection_sampling", "--student", "--pool TEACHER/pool.jsonl --n-samples 0 --iterations 1"),
     ],
 )
 def test_a_flag_that_left_a_script_names_the_command_that_does_it_now(script, flags, command):
