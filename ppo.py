@@ -176,6 +176,7 @@ def check(args):
     check_flags(
         args,
         ("iterations", args.iterations >= 1, "1 or more"),
+        ("n_samples", args.n_samples >= 1, "1 or more"),
         ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("minibatch_size", divides, divisor),

@@ -46,13 +46,14 @@ MOVED = {  # what does now what a script did -> the flags that it did it by
 def check_flags(args, *more):
     """InputError that names the first argument out of its limits. An argument that is None has none.
 
-    more: (name, whether it is right, what is wanted) of limits that only this script has."""
-    limits = list(more)
+    more: (name, whether it is right, what is wanted) of limits that only this script has; they come last, for
+      one may be of several arguments."""
+    limits = []
     for wanted, (right, names) in LIMITS.items():
         for name in names.split():
             if getattr(args, name, None) is not None:
                 limits.append((name, right(getattr(args, name)), wanted))
-    for name, right, wanted in limits:
+    for name, right, wanted in [*limits, *more]:
         if not right:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
 

@@ -54,7 +54,8 @@ def launch(main, recipes):
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         if isinstance(error, NotFinite) and Run.current:
             state, left = Run.current.state, Run.current.last_checkpoint
-            step = state.get("first_step", 0) + state["step"] + 1
+            done = state.get("first_step", 0) + state["step"]
+            step = 1 + state.get("value_steps", done)  # a round of ppo.py is several steps
             error = f"step {step}: {error}; {left}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile

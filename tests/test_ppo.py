@@ -1086,7 +1086,7 @@ def test_a_policy_that_has_gone_too_far_stops_the_run_and_keeps_the_checkpoint(s
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_step(small, tmp_path):
-    words = ["step 1", "loss nan", "the step was not taken", "--lr", "checkpoint"]
+    words = ["step 3", "loss nan", "the step was not taken", "--lr", "checkpoint"]
     assert_error(run(small, tmp_path, moment="nan 3", **SHORT), *words)
     assert not (tmp_path / "model").exists()
 
