@@ -8,20 +8,20 @@ arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples f
 fine-tunes a new version from the base model. The candidates of all earlier iterations stay in a pool, from
 which the best are taken: training on the last iteration's alone forgets (Llama 2, after its third version).
 
-What is trained on: of the pool's responses to each prompt the one with the highest score; with thresholds, all
-that reach them. Differs from the paper: a response that did not end within max_new_tokens, has no words or holds
-a special token is never selected; of equal responses to a prompt one counts.
+What is trained on: of the pool's responses to each prompt the one with the highest score; with thresholds,
+all that reach them. Differs from the paper: a response that did not end within max_new_tokens, has no words
+or holds a special token is never selected; of equal responses to a prompt one counts.
 
-Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever sampled),
-versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last one), metrics.jsonl,
-samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being trained, its
-optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
+Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever
+sampled), versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last one),
+metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being
+trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
 
     python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds in place of the best
     python rejection_sampling.py --policy runs/ppo --pool runs/rejection_sampling/pool.jsonl --output-dir B
     python rejection_sampling.py --model SMALL --pool runs/rejection_sampling/pool.jsonl --n-samples 0 \\
-        --iterations 1 --output-dir C                        distillation: a smaller model learns from the pool
+        --iterations 1 --output-dir C                        distillation: a small model learns from a pool
     torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
 """
 
@@ -151,8 +151,8 @@ def check(args):
 
 
 def select(rows, prompts, iteration, threshold, args):
-    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold. The pool's
-    `finished` says of a response that it ended and holds no special token."""
+    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold. The
+    pool's `finished` says of a response that it ended and holds no special token."""
     candidates = {prompt.key: {} for prompt in prompts}  # prompt -> text -> row
     for row in rows:
         prompt, text = turns_key(row["prompt"]), row["response"].strip()
@@ -171,8 +171,8 @@ def why_none(rows, prompts, iteration, threshold, args) -> str:
     if not scores:
         return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
     return (
-        f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best has "
-        f"{scores[-1]:.3g}, the median {scores[len(scores) // 2]:.3g}"
+        f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best "
+        f"has {scores[-1]:.3g}, the median {scores[len(scores) // 2]:.3g}"
     )
 
 
@@ -224,7 +224,7 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected ones, and a pool
+    # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
     tokenizer = models.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
@@ -307,7 +307,7 @@ def main(args: Args):
 RECIPES = {
     "tiny": (
         "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
-        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (docs/rejection_sampling.md)
+        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (its page in docs/)
         Args(),
     ),
     "base": (

@@ -492,7 +492,8 @@ def output_row(item, result, args) -> dict:
 def measures(rows, failed, shortened) -> dict[str, float]:
     """Of labels: the alignment with human labels (share of pairs whose likelier side is the human's, ties
     counting 1/2) with its 95 % interval, the same of single orders, the accuracy, in which pairs without an
-    answer count 1/2 too, and how often the order decides. Of ratings: their mean. And how many rows failed."""
+    answer count 1/2 too, and how often the order decides. Of ratings: their mean. And how many rows
+    failed."""
     figures = {"rows": len(rows), "failed": len(failed), "shortened": shortened}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     unanswered = [row for row in failed if row.get("human") not in (None, 0.5)]

@@ -41,8 +41,8 @@ def turns_key(turns: list[dict]) -> str:
 
 
 def a_part(prompts, n):
-    """n of some prompts or comparisons, by the hash of their text and in their order: a sample of all of a mixture or of a
-    file that is sorted, where the first n would be of one kind."""
+    """n of some prompts or comparisons, by the hash of their text and in their order: a sample of all of a
+    mixture or of a file that is sorted, where the first n would be of one kind."""
     chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
     return [prompts[i] for i in sorted(chosen)]
 

@@ -24,7 +24,8 @@ LIMITS = {  # what a number may be -> the test, and the arguments of any script 
     "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
     "0 or more": (
         lambda x: x >= 0,
-        "iterations n_samples lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm freeze_layers "
+        "iterations n_samples lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm "
+        "freeze_layers "
         "kl_coef ptx_coef rehearsal_coef missing_eos_penalty length_penalty tie_margin temperature "
         "eval_every save_every patience eval_prompts sample_prompts length_prompts sweep_prompts "
         "min_score_gap n_others expected_reward_samples",

@@ -342,9 +342,9 @@ def set_lr(optimizer, lr: float) -> float:
 
 
 def backward(loss):
-    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. All ranks'
-    shares add up to it, but FSDP takes the mean of the ranks' gradients: so each share is multiplied by the
-    number of ranks."""
+    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. All
+    ranks' shares add up to it, but FSDP takes the mean of the ranks' gradients: so each share is multiplied
+    by the number of ranks."""
     (loss * world_size()).backward()
 
 

@@ -339,8 +339,8 @@ def table(results) -> list[dict]:
 
 
 def plot(folder, results):
-    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. results: temperature ->
-    name -> figures. Returns both figures; of one policy, none."""
+    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. results: temperature
+    -> name -> figures. Returns both figures; of one policy, none."""
     temperature, first = next(iter(results.items()))
     kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
     if not kinds:

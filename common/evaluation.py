@@ -42,7 +42,8 @@ def describe_sample(turns, response, true_reward: bool, **columns) -> dict:
 
 
 class HeldOutDocuments:
-    """What sft.py evaluates: the held-out loss, and `samples`, answers to the prompts of held-out documents."""
+    """What sft.py evaluates: the held-out loss, and `samples`, answers to the prompts of held-out
+    documents."""
 
     def __init__(self, documents, tokenizer, args):
         self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
@@ -421,9 +422,10 @@ def gains_over(studies, version, names: dict) -> dict[str, float]:
 
 
 class Sweep:
-    """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each at
-    temperature 1, "curves": the expected largest and median score among N responses at each temperature, and
-    the best of K that can be selected, "temperature": the one where that is highest, "scorer": its version}."""
+    """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each
+    at temperature 1, "curves": the expected largest and median score among N responses at each temperature,
+    and the best of K that can be selected, "temperature": the one where that is highest, "scorer": its
+    version}."""
 
     def __init__(self, held_out, scorer, tokenizer, args):
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
@@ -493,8 +495,8 @@ class Sweep:
         return scorers.score(self.scorer, pairs, self.args.score_batch_size, device)
 
     def figures(self, studies, version) -> dict[str, float]:
-        """Means of a version's samples, its sweep at the temperature taken, and paired differences to the first
-        version and to the one before."""
+        """Means of a version's samples, its sweep at the temperature taken, and paired differences to the
+        first version and to the one before."""
         study = studies[version]
         figures = metrics.means(study["samples"], FIGURES)
         for curve in study["curves"]:
@@ -511,9 +513,9 @@ class Sweep:
 
 
 class Answers:
-    """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each held-out
-    prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}. A pairwise
-    oracle's score is the probability that a response beats version 0's."""
+    """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
+    held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}.
+    A pairwise oracle's score is the probability that a response beats version 0's."""
 
     def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
         """scorer: None where there are no --eval-prompts."""
@@ -571,8 +573,8 @@ class Answers:
         return scorers.score(self.scorer, games, self.args.score_batch_size, device)[::2]
 
     def figures(self, studies, version) -> dict[str, float]:
-        """Means of a version's samples, its figures on the held-out pairs, and its samples against those of the
-        first version and of the one before."""
+        """Means of a version's samples, its figures on the held-out pairs, and its samples against those of
+        the first version and of the one before."""
         samples = studies[version]["samples"]
         figures = {**studies[version]["pairs"], **metrics.means(samples, FIGURES)}
         same = comparable(studies, version)
@@ -589,7 +591,8 @@ class Answers:
 
 
 def one_line(figures, keys) -> str:
-    """The figures of a version that a person wants to see, those over the version before with their interval."""
+    """The figures of a version that a person wants to see, those over the version before with their
+    interval."""
     shown = [f"{key} {figures[key]:.3g}" for key in keys if key in figures]
     for key in ("eval/score_over_before", "gold/score_over_before"):
         if key in figures:

@@ -138,7 +138,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 
 
 def sample_responses(
-    model, tokenizer, prompts: list[list[int]], *, n, max_new_tokens, temperature=1.0, seed=0, top_p=1.0, slots=64
+    model, tokenizer, prompts: list[list[int]], *, n, max_new_tokens,
+    temperature=1.0, seed=0, top_p=1.0, slots=64,
 ) -> list[list[Response]]:  # fmt: skip
     """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
     call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among
@@ -184,8 +185,8 @@ def documents(pairs) -> list[Document]:
 
 
 def check_policy(name, tokenizer, args, sampled=True):
-    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if it
-    will be sampled, can be."""
+    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if
+    it will be sampled, can be."""
     own = name == args.model  # whose vocabulary is its own
     models.check_causal_lm(name, None if own else tokenizer, args.chat_template)
     models.check_room(args.max_length, name)

@@ -440,7 +440,8 @@ def plot_best_of_n(folder, curves: list[dict] | None = None):
     """`folder`/best_of_n.png: left, the largest and the median score among N samples at each policy's own
     temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
 
-    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ...; None: those
+    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ...; None:
+    those
       of the first and the last policy in `folder`/curves.jsonl, if one scorer scored both."""
     if curves is None:
         rows = read_jsonl(Path(folder) / "curves.jsonl")

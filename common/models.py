@@ -394,8 +394,8 @@ def check_shared_prompt(model, max_length=None):
 
 
 def set_safety_gate(model, gate: dict | None):
-    """What scorers.fit_safety_gate fitted is kept in model/config.json, for ppo.py; None: nothing was, and what
-    a first stage had fitted is of other scores."""
+    """What scorers.fit_safety_gate fitted is kept in model/config.json, for ppo.py; None: nothing was, and
+    what a first stage had fitted is of other scores."""
     vars(model.config).pop("safety_gate", None)
     if gate:
         model.config.safety_gate = gate
@@ -627,8 +627,8 @@ def rewards_and_expected(model, batch):
 
 
 def scores_of(model, batch):
-    """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of an
-    advantage model a(x, y), all ratios taken as 1."""
+    """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of
+    an advantage model a(x, y), all ratios taken as 1."""
     if model.config.num_labels == 1:
         outputs = model.head_outputs(
             batch.input_ids, batch.response_ends, batch.position_ids, batch.attention_mask

@@ -108,8 +108,9 @@ class Pool:
         dist.barrier()
 
     def sample(self, samplers, prompts, iteration, versions):
-        """Responses to each prompt, from each of the samplers [(model name, temperature, number of responses)],
-        appended to the pool and to its file chunk by chunk; what is there already is not sampled again."""
+        """Responses to each prompt, from each of the samplers [(model name, temperature, number of
+        responses)], appended to the pool and to its file chunk by chunk; what is there already is not sampled
+        again."""
         args = self.args
         for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
             if not chunks:
@@ -148,9 +149,9 @@ class Pool:
                         metrics.append_jsonl(self.path, rows)
 
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
-        """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does not
-        hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left out:
-        a chunk is sampled whole."""
+        """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
+        not hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left
+        out: a chunk is sampled whole."""
         size, counts = self.args.chunk_prompts, collections.defaultdict(collections.Counter)
         for row in self.rows:
             if row["iteration"] == iteration:
@@ -197,8 +198,8 @@ def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
 
 # -- pairs and their reference -------------------------------------------------------------------------
 class References:
-    """log pi_0 of both responses of pairs, computed once for each pair and kept in reference.json by the model
-    and by the pair's ids, which tell data and chat template."""
+    """log pi_0 of both responses of pairs, computed once for each pair and kept in reference.json by the
+    model and by the pair's ids, which tell data and chat template."""
 
     def __init__(self, run, tokenizer, pair_logprobs):
         """pair_logprobs: (model, pairs, args) -> a (2,) for each pair, on every rank."""
@@ -236,8 +237,8 @@ class References:
 
 
 def write_pairs(folder, pairs, iteration):
-    """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data read;
-    those of the iterations before stay."""
+    """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
+    read; those of the iterations before stay."""
     if not dist.is_main():
         return
     rows = [row for row in metrics.read_jsonl(folder / "pairs.jsonl") if row["iteration"] < iteration]
@@ -265,12 +266,13 @@ def pair_key(pair) -> str:
 
 # -- the versions -----------------------------------------------------------------------------------
 class Versions:
-    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json its
-    study, what `evaluate` found that it does. Version `first` is the model that all began from.
+    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
+    its study, what `evaluate` found that it does. Version `first` is the model that all began from.
 
-    What a resumed run does again is decided here: a version that is there is not trained again, a study that is
-    there not made again, and the last checkpoint holds the policy, its optimiser and, as JSON, {"iteration":
-    the version that is trained, "step": of its steps, "first_step": all steps before, "logged_rows"}.
+    What a resumed run does again is decided here: a version that is there is not trained again, a study that
+    is there not made again, and the last checkpoint holds the policy, its optimiser and, as JSON,
+    {"iteration": the version that is trained, "step": of its steps, "first_step": all steps before,
+    "logged_rows"}.
 
     evaluate: an object of evaluation.py. step: the optimiser steps of all versions so far."""
 
@@ -307,8 +309,8 @@ class Versions:
         self.run.metrics = metrics.Metrics(self.run.folder, keep_rows=len(kept))
 
     def iterations(self, n: int):
-        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the version
-        before each of them. The last version is studied by finish."""
+        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the
+        version before each of them. The last version is studied by finish."""
         self.last = self.first + n
         for iteration in range(self.first + 1, self.last + 1):
             self.study(iteration - 1)
@@ -335,8 +337,8 @@ class Versions:
         gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
 
     def study(self, version: int):
-        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures are
-        logged and printed."""
+        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures
+        are logged and printed."""
         if version not in self.studies:
             policy = self.load(self.path(version))
             if version == self.last:
@@ -353,8 +355,8 @@ class Versions:
         return dist.checkpoint_state(self.run.checkpoint).get("iteration") == version
 
     def train(self, version: int, n_steps: int, optimizer):
-        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then it
-        becomes versions/N, in float32 whatever is exported in the end."""
+        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
+        it becomes versions/N, in float32 whatever is exported in the end."""
         run = self.run
         run.modules = {"policy": (self.policy, optimizer)}
         run.state = {"iteration": version, "step": 0, "first_step": self.step}

@@ -295,8 +295,8 @@ def load_gated(args, tokenizer, device) -> Gated:
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model the row r of its head, with
-    the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's body and a head
-    of 0."""
+    the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's
+    body and a head of 0."""
     scorer = scorer.scorer
     name, checkpointing = args.scorer, args.gradient_checkpointing
     if scorer.function is not None or not scorer.same_tokens:
