@@ -40,7 +40,9 @@ MOVED = {  # what does now what a script did -> the flags that it did it by
     "python -m common.rehearsal, then --rehearsal-data FILE": "--rehearsal-clusters --rehearsal-per-cluster "
     "--rehearsal-prompts --rehearsal-by --rehearsal-encoder",
     "python -m common.evaluate --dataset FORGET --tie-margin X": "--forget-dataset --tie-margin",
-    "rejection_sampling.py --model STUDENT --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1": "--student",
+    (
+        "rejection_sampling.py --model STUDENT --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1"
+    ): "--student",
 }
 
 

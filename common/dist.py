@@ -155,8 +155,10 @@ def seed_of(*parts) -> int:
     return zlib.crc32(json.dumps(parts).encode())
 
 
+@functools.lru_cache(maxsize=1)  # each step of an epoch asks for the same order
 def shuffled(n: int, *key) -> list[int]:
-    """0 .. n-1 in a random order, the same on every rank. key: what seed_of takes."""
+    """0 .. n-1 in a random order, the same on every rank; read it, for the next caller gets the same list.
+    key: what seed_of takes."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*key))).tolist()
 
 

@@ -96,6 +96,19 @@ class HeldOutDocuments:
         ]
 
 
+def answer_once(policy, tokenizer, prompts, args):
+    """[(prompt, response)]: a response at temperature 1 to each held-out prompt, with the same seed whenever a
+    run asks."""
+    return generate.sample_pairs(
+        policy,
+        tokenizer,
+        prompts,
+        max_new_tokens=args.max_new_tokens,
+        slots=args.slots,
+        seed=dist.seed_of(args.seed, "eval"),
+    )
+
+
 class HeldOutPrompts:
     """What ppo.py evaluates: one response at temperature 1 to each held-out prompt, scored; its KL to the
     reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
@@ -119,14 +132,7 @@ class HeldOutPrompts:
 
     def answer(self, policy):
         args = self.args
-        pairs = generate.sample_pairs(
-            policy,
-            self.tokenizer,
-            self.prompts,
-            max_new_tokens=args.max_new_tokens,
-            slots=args.slots,
-            seed=dist.seed_of(args.seed, "eval"),
-        )
+        pairs = answer_once(policy, self.tokenizer, self.prompts, args)
         scores, _ = self.scorer.score(pairs)
         documents = generate.documents(pairs)
         per_token = partial(
@@ -536,14 +542,7 @@ class Answers:
 
     def answer(self, policy, version, studies) -> list[dict]:
         args = self.args
-        pairs = generate.sample_pairs(
-            policy,
-            self.tokenizer,
-            self.prompts,
-            max_new_tokens=args.max_new_tokens,
-            slots=args.slots,
-            seed=dist.seed_of(args.seed, "eval"),
-        )
+        pairs = answer_once(policy, self.tokenizer, self.prompts, args)
         first = studies[0]["samples"] if version else None
         scores = self.scores(pairs, first, policy.device)
         documents = generate.documents(pairs)
