@@ -31,7 +31,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, metrics, models
+from common import comparisons, dist, evaluation, loading, metrics, models
 from common.batches import labelled_pairs, my_comparison_batches
 from common.cli import check_flags
 from common.errors import InputError
@@ -202,7 +202,7 @@ def main(args: Args):
         return
 
     # data: comparisons, the same on every rank; with K > 0 each response has its ratios to K other policies
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     policy = evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train, ratio_figures = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
@@ -210,13 +210,13 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model: a language model's body with a head of two outputs, r and e
-    model = models.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
+    model = loading.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
     model.config.advantage_model = {
         "n_policies": n_policies(args),
         "n_others": args.n_others,
         "bound": args.bound,
     }
-    models.check_room(args.max_length, args.model, model.config)
+    loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
@@ -253,7 +253,7 @@ def main(args: Args):
     run.round_weights(model)
     after = {**evaluate(model), **evaluate.known_figures()}
     figures, correlations = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
-    models.read_at_end_token(model, tokenizer)
+    loading.read_at_end_token(model, tokenizer)
     run.finish(
         model,
         tokenizer,

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, data, dist, evaluation, generate, metrics, models, scorers
+from common import comparisons, data, dist, evaluation, generate, loading, metrics, models, scorers
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
@@ -294,7 +294,7 @@ def main(args: Args):
         return
 
     # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     reference = args.model if args.reference in ("sft", "last") else args.reference
     sampled = bool(args.iterations or args.eval_prompts)
     generate.check_policy(args.model, tokenizer, args, sampled)

@@ -33,7 +33,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, metrics, models, scorers
+from common import data, dist, evaluation, generate, loading, metrics, models, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split
 from common.errors import InputError
@@ -357,7 +357,7 @@ def main(args: Args):
         return
 
     # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     for name in (args.model, args.reference or args.model):
         generate.check_policy(name, tokenizer, args)
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
@@ -367,9 +367,9 @@ def main(args: Args):
     scorer = scorers.load_gated(args, tokenizer, run.device)
     if run.resumed and dist.checkpoint_state(run.checkpoint).get("scorer") != scorer.version:
         raise InputError("--resume with another scorer, or one whose files have changed: begin anew")
-    policy = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    policy = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     policy = dist.shard(models.freeze(policy, args.freeze_layers), run.device)
-    reference = models.load_policy(args.reference or args.model, tokenizer, seed=args.seed)
+    reference = loading.load_policy(args.reference or args.model, tokenizer, seed=args.seed)
     reference = dist.shard(reference.requires_grad_(False), run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     for model in (policy, reference, value) if args.packing else ():

@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, metrics, models, scorers
+from common import data, dist, evaluation, generate, loading, metrics, models, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
@@ -225,7 +225,7 @@ def main(args: Args):
         return
 
     # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
         generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))

@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, metrics, models, scorers
+from common import comparisons, dist, evaluation, loading, metrics, models, scorers
 from common.batches import my_comparison_batches
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
@@ -155,7 +155,7 @@ def main(args: Args):
         return
 
     # data: comparisons, the same on every rank
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     sft_model = evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = comparisons.with_margins(train, args.margin)
@@ -163,8 +163,8 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model: a language model's body with a head of one output
-    model = models.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
-    models.check_room(args.max_length, args.model, model.config)
+    model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
+    loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     if args.share_prompt:
         models.check_shared_prompt(model, args.max_length)
@@ -200,8 +200,8 @@ def main(args: Args):
     after = {**evaluate(model), **evaluate.known_figures()}
     length_figures, correlations = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
-    models.set_safety_gate(model, gate)
-    models.read_at_end_token(model, tokenizer)
+    loading.set_safety_gate(model, gate)
+    loading.read_at_end_token(model, tokenizer)
     run.finish(
         model,
         tokenizer,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import data, dist, evaluation, metrics, models
+from common import data, dist, evaluation, loading, metrics, models
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.cli import check_batch_size
 from common.losses import sft_loss
@@ -115,7 +115,7 @@ def main(args: Args):
         return
 
     # data: blocks of documents, the same on every rank
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     train, held_out = data.load_sft_split(args, tokenizer)
     blocks = make_blocks(train, args.max_length, args.packing)
     data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
@@ -123,8 +123,8 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model
-    model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
-    models.check_room(args.max_length, args.model, model.config)
+    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     if args.packing:
         models.check_packing(model)

@@ -35,7 +35,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common import comparisons, data, dist, generate, loading, metrics, models, scorers, tiny
 from common.batches import Row, split
 from common.cli import check_flags
 from common.errors import InputError
@@ -188,16 +188,16 @@ class LanguageModel:
     def __init__(self, name, device, chat_template=None, max_length=None, batch_size=16, dtype=None):
         from transformers import AutoModelForCausalLM
 
-        models.check_causal_lm(name)
+        loading.check_causal_lm(name)
         self.name, self.shortened = name, 0
-        self.tokenizer = models.load_tokenizer(name, chat_template)
+        self.tokenizer = loading.load_tokenizer(name, chat_template)
         dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         if name == "tiny":
             self.model = tiny.model()
             for weight in self.model.parameters():
                 weight.data = weight.data.to(dtype)
         else:
-            self.model = AutoModelForCausalLM.from_pretrained(models.find_model(name), dtype=dtype)
+            self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", math.inf)
         self.room, self.batch_size, self.device = min(max_length or room, room), batch_size, device

@@ -182,10 +182,10 @@ def schedule(step: int, n_steps: int, args) -> float:
 def shard(model, device, compute_dtype=None):
     """The model on this rank's device, sharded when there are several ranks.
 
-    model: real weights on rank 0, any device elsewhere (models.load_policy leaves the other ranks on "meta",
+    model: real weights on rank 0, any device elsewhere (loading.load_policy leaves the other ranks on "meta",
       so that one copy is read).
     compute_dtype: what forward and backward compute in; None: bf16 on GPU, fp32 on CPU. Master weights and
-      reductions are fp32. The model's `forward_methods` (see models.py) run FSDP's hooks too. Sets
+      reductions are fp32. The model's `forward_methods` (see loading.py) run FSDP's hooks too. Sets
       `model.compute_dtype`."""
     compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if not td.is_initialized():

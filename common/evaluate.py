@@ -34,7 +34,7 @@ from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluate_scorers, evaluation, generate, metrics, models, scorers
+from common import data, dist, evaluate_scorers, evaluation, generate, loading, metrics, models, scorers
 from common.batches import a_part
 from common.cli import check_flags
 from common.errors import InputError
@@ -152,7 +152,7 @@ def read_policies(args) -> dict[str, str]:
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
     for path in paths.values():
-        models.check_causal_lm(path)
+        loading.check_causal_lm(path)
         generate.check_sampled(path)
     return paths
 
@@ -388,7 +388,7 @@ def main(args: Args):
     # policies, prompts and judges
     policies = read_policies(args)
     tokenizers = {
-        name: models.load_tokenizer(path, args.chat_template, quiet=True) for name, path in policies.items()
+        name: loading.load_tokenizer(path, args.chat_template, quiet=True) for name, path in policies.items()
     }
     reference_tokenizer, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
     prompts = read_prompts(args, tokenizers)

@@ -19,7 +19,7 @@ import gc
 import re
 from pathlib import Path
 
-from common import comparisons, data, dist, generate, metrics, models, scorers
+from common import comparisons, data, dist, generate, loading, metrics, scorers
 from common.batches import labelled_pairs
 from common.errors import InputError
 from common.run import start_run, write_json
@@ -29,7 +29,7 @@ def load_pairs(paths, args):
     """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
     that is a model. The other ones encode the texts anew."""
     with_tokens = [path for path in paths.values() if not re.match(scorers.NAMED, path)] or ["tiny"]
-    tokenizer = models.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
+    tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:

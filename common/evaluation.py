@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from common import comparisons, data, dist, generate, metrics, models, pairwise, scorers, tiny
+from common import comparisons, data, dist, generate, loading, metrics, models, pairwise, scorers, tiny
 from common.batches import (
     a_part,
     labelled_pairs,
@@ -215,18 +215,18 @@ class HeldOutPairs:
 
 # -- what a language model says of comparisons -----------------------------------------------------
 def check_sft_model(name, tokenizer, args) -> str | None:
-    """The name of the causal LM that a reward or advantage model is compared with (models.sft_model: `name`,
+    """The name of the causal LM that a reward or advantage model is compared with (loading.sft_model: `name`,
     if it is not None), which has the tokens of --model and can be sampled."""
-    name = models.sft_model(args.model, name)
+    name = loading.sft_model(args.model, name)
     if name:
-        models.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
+        loading.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
         if args.length_prompts or getattr(args, "expected_reward_samples", 0):
             generate.check_sampled(name, "--length-prompts 0 does without samples")
     return name
 
 
 def load_policy(name, tokenizer, args, device):
-    return dist.shard(models.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
+    return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
 def length_bias(model, sft_model, held_out, tokenizer, args) -> tuple[dict[str, float], list[float]]:
@@ -266,7 +266,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
     if (k or n) and name is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
     for other in args.behavior_policies:
-        models.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
+        loading.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
     policy = load_policy(name, tokenizer, args, device) if k or n else None
     ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
     figures = {}
@@ -319,7 +319,7 @@ def behavior_logprobs(train, tokenizer, args, device):
     """The same from --behavior-policies."""
     columns = []
     for name in args.behavior_policies:
-        model = dist.shard(models.load_policy(name, tokenizer), device)
+        model = dist.shard(loading.load_policy(name, tokenizer), device)
         columns.append(comparisons.seq_logprobs(model, train, args.micro_batch_size))
         del model
         gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights

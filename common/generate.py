@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import data, dist, metrics, models, sampler
+from common import data, dist, loading, metrics, sampler
 from common.batches import Document, Row, turns_key
 from common.errors import InputError
 from common.sampler import sample
@@ -168,7 +168,7 @@ def check_sampled(name, mend=""):
     now than hours from now. mend: how to do without samples."""
     try:
         if name != "tiny":
-            sampler.check_attention(models._read_config(name).get_text_config())
+            sampler.check_attention(loading._read_config(name).get_text_config())
     except ValueError as error:
         raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
 
@@ -188,7 +188,7 @@ def check_policy(name, tokenizer, args, sampled=True):
     """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if
     it will be sampled, can be."""
     own = name == args.model  # whose vocabulary is its own
-    models.check_causal_lm(name, None if own else tokenizer, args.chat_template)
-    models.check_room(args.max_length, name)
+    loading.check_causal_lm(name, None if own else tokenizer, args.chat_template)
+    loading.check_room(args.max_length, name)
     if sampled:
         check_sampled(name)

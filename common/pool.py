@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from common import data, dist, evaluation, generate, metrics, models, scorers
+from common import data, dist, evaluation, generate, loading, metrics, scorers
 from common.batches import turns_key
 from common.errors import InputError
 from common.metrics import write_json
@@ -217,7 +217,7 @@ class References:
         if not pairs:
             return []
         seed = args.seed if name == "tiny" else None  # its weights are a function of it
-        version = scorers.version_of(name, [models.identity(name), seed, args.share_prompt])
+        version = scorers.version_of(name, [loading.identity(name), seed, args.share_prompt])
         if self.kept and version not in self.kept and args.reference != "last":
             if dist.is_main():
                 print(f"{self.path} is of another reference: its pairs are computed anew")
@@ -327,7 +327,7 @@ class Versions:
         if self.loaded != name:
             self.release()
             args = self.args
-            policy = models.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed)
+            policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 
@@ -396,7 +396,7 @@ class Versions:
                 summary["categories"] = metrics.regressions(same[self.first], same[self.last])
                 metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
             write_json(folder / "summary.json", summary)  # last
-            models.report_export(folder / "model", self.args.model, self.args.seed)
+            loading.report_export(folder / "model", self.args.model, self.args.seed)
         dist.barrier()
 
 

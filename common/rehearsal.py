@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from common import dist, generate, metrics, models, scorers
+from common import dist, generate, loading, metrics, models, scorers
 from common.batches import a_part, my_micro_batches, split
 from common.cli import check_flags
 from common.errors import InputError
@@ -165,7 +165,7 @@ def main(args: Args):
         raise InputError(f"--output {args.output}: there is no such folder")
     if args.encoder:
         embed_texts(args.encoder, ["a text"], device)  # now, and not after all responses are sampled
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     generate.check_policy(args.model, tokenizer, args)
     prompts = generate.load_prompts(args.dataset, "train", tokenizer, args.max_length - args.max_new_tokens)
     prompts = a_part(prompts, args.max_prompts)
@@ -173,7 +173,7 @@ def main(args: Args):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device)
     scorers.check_room(scorer, args.max_length)
-    policy = dist.shard(models.load_policy(args.model, tokenizer, seed=args.seed), device)
+    policy = dist.shard(loading.load_policy(args.model, tokenizer, seed=args.seed), device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
         for row in rows[:12]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import data, dist, metrics, models
+from common import data, dist, loading, metrics
 from common.cli import check_flags, parse
 from common.errors import InputError, NotFinite
 from common.metrics import read_json, write_json
@@ -127,7 +127,7 @@ class Run:
         start_run(self.args, self.stage, self.status, held_out)
         Run.current, self.modules = self, modules or {}
         # now, for the model it is taken from may be gone at the end
-        self.dtype = models.export_dtype(self.args.model, self.args.save_dtype)
+        self.dtype = loading.export_dtype(self.args.model, self.args.save_dtype)
         self.state.update(state or {})
         if self.resumed and modules:
             self.state.update(dist.load_checkpoint(self.checkpoint, modules))
@@ -225,7 +225,7 @@ class Run:
             write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
             metrics.print_results(before, after, shown, samples)
             metrics.say_if_worse(before, after)
-            models.report_export(self.folder / "model", self.args.model, self.args.seed)
+            loading.report_export(self.folder / "model", self.args.model, self.args.seed)
 
 
 def skip(in_a_row: int, iterations: int, why: str) -> dict[str, int]:

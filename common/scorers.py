@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import data, dist, generate, models, pairwise
+from common import data, dist, generate, loading, models, pairwise
 from common.batches import a_part
 from common.errors import InputError
 from common.losses import safety_gated_score
@@ -65,17 +65,17 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
         except (OSError, TypeError):
             code = ""
         with contextlib.suppress(InputError):  # the argument may be a model, which can change
-            code = [code, models.identity(argument)] if argument else code
+            code = [code, loading.identity(argument)] if argument else code
         function = function(argument) if argument and callable(function) else function
         if not callable(function):
             raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
         return Scorer(spec, version_of(spec, code), function=function)
-    pairwise = pairwise and models.is_preference_model(spec)
-    n_outputs = 0 if pairwise else models.n_outputs(spec)
-    own = models.load_tokenizer(spec, quiet=True)
-    model = models.load_policy(spec, own) if pairwise else models.load_scorer(spec, own, n_outputs)
+    pairwise = pairwise and loading.is_preference_model(spec)
+    n_outputs = 0 if pairwise else loading.n_outputs(spec)
+    own = loading.load_tokenizer(spec, quiet=True)
+    model = loading.load_policy(spec, own) if pairwise else loading.load_scorer(spec, own, n_outputs)
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version_of(spec, models.identity(spec)), None, model, own, pairwise=pairwise)
+    scorer = Scorer(spec, version_of(spec, loading.identity(spec)), None, model, own, pairwise=pairwise)
     return for_tokens(scorer, tokenizer)
 
 
@@ -92,7 +92,7 @@ def check_room(scorer, max_length):
     """InputError if the scorer has fewer positions than the max_length tokens of a prompt and its response.
     (One with other tokens, or one that reads two responses at once, can tell only when it encodes them.)"""
     if scorer.model and scorer.same_tokens and not scorer.pairwise:
-        models.check_room(max_length, scorer.name, scorer.model.config)
+        loading.check_room(max_length, scorer.name, scorer.model.config)
 
 
 def version_of(spec, behind) -> str:
@@ -128,7 +128,7 @@ def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_
         found = _ask(scorer, [pairs[i] for i in mine], batch_size)
         found = list(zip(mine, found))
     else:
-        end = models.end_of_scored(scorer.model, scorer.tokenizer)
+        end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
         for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
@@ -198,7 +198,7 @@ def _without_special(tokenizer, prompt, response):
 
 def _encode(scorer, prompt, response, end):
     """(prompt ids, response ids) in the scorer's tokens. end: what follows a response's text, as
-    models.end_of_scored gives it."""
+    loading.end_of_scored gives it."""
     room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         ids = response.ids[:-1] if response.finished else response.ids
@@ -300,13 +300,13 @@ def load_value_model(scorer, tokenizer, prompts, args, device):
     scorer = scorer.scorer
     name, checkpointing = args.scorer, args.gradient_checkpointing
     if scorer.function is not None or not scorer.same_tokens:
-        model = models.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
+        model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         with torch.no_grad():
             model.score.weight.zero_()
     elif scorer.model.config.num_labels == 1:
-        model = models.load_scorer(name, tokenizer, 1, checkpointing)
+        model = loading.load_scorer(name, tokenizer, 1, checkpointing)
     else:
-        model = models.load_scorer(name, tokenizer, 2, checkpointing)
+        model = loading.load_scorer(name, tokenizer, 2, checkpointing)
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])

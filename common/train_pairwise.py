@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import comparisons, dist, evaluation, metrics, models, pairwise
+from common import comparisons, dist, evaluation, loading, metrics, models, pairwise
 from common.losses import sft_loss
 from common.run import Run, launch
 
@@ -106,7 +106,7 @@ def main(args: Args):
         return
 
     # data: comparisons, the same on every rank
-    tokenizer = models.load_tokenizer(args.model, args.chat_template)
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
     if held_out:
@@ -115,9 +115,9 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model: a causal LM
-    model = models.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     model.config.preference_model = True  # not every language model can be asked for a letter
-    models.check_room(args.max_length, args.model, model.config)
+    loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     models.check_packing(model)
     evaluate = evaluation.HeldOutPairs(held_out, tokenizer, args)

@@ -32,18 +32,9 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons,
-    data,
-    dist,
-    evaluate,
-    evaluation,
-    generate,
-    models,
-    pairwise,
-    pool,
-    tiny,
+    comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, tiny,
     train_pairwise,
-)
+)  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import InputError, NotFinite
 from common.sampler import sample
@@ -184,7 +175,7 @@ def blocks():
 
 
 def policy(name="tiny", seed=0, compute_dtype=None):
-    model = dist.shard(models.load_policy(str(name), TOKENIZER, seed=seed), CPU, compute_dtype)
+    model = dist.shard(loading.load_policy(str(name), TOKENIZER, seed=seed), CPU, compute_dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
@@ -260,7 +251,7 @@ def pairs(folder, n_samples=0):
 
 
 def scorer(n_outputs, name="tiny"):
-    model = dist.shard(models.load_scorer(str(name), TOKENIZER, n_outputs), CPU)
+    model = dist.shard(loading.load_scorer(str(name), TOKENIZER, n_outputs), CPU)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
@@ -462,7 +453,7 @@ def saved(folder):
 
 
 def sharding(folder):
-    model = models.load_policy(str(folder), TOKENIZER)
+    model = loading.load_policy(str(folder), TOKENIZER)
     on_meta = [p.is_meta for p in model.parameters()]
     out = {"on_meta": [all(on_meta), any(on_meta)]}
     dist.shard(model, CPU)
@@ -767,7 +758,7 @@ def evaluated(folder):
 @case
 def one_rank_takes_longer_than_a_collective_may(folder):
     """Rank 0 to load a model and to write one, rank 1 to read data."""
-    load, save = models.load_policy, TOKENIZER.save_pretrained
+    load, save = loading.load_policy, TOKENIZER.save_pretrained
     slow = lambda *args, **options: (time.sleep(2.5 * dist.is_main()), load(*args, **options))[1]
     slow_tokenizer = SimpleNamespace(save_pretrained=lambda path: (time.sleep(2.5), save(path)))
     td.distributed_c10d._set_pg_timeout(timedelta(seconds=2), td.group.WORLD)

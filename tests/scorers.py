@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from common import comparisons, data, dist, evaluation, generate, models, scorers, tiny
+from common import comparisons, data, dist, evaluation, generate, loading, scorers, tiny
 from common.batches import Document, Row
 from common.metrics import read_jsonl
 
@@ -294,7 +294,7 @@ def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
 
 
 def make_scorer(folder, seed=0):
-    dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
+    dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
 
 
 # -- runs of versions: rejection sampling's and iterative DPO's ------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common import batches, comparisons, dist, losses, models
+from common import batches, comparisons, dist, loading, losses, models
 from common.batches import Comparison, Row, collate_comparisons, my_comparison_batches
 from common.comparisons import seq_logprobs
 
@@ -39,7 +39,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(folder):
-    return models.load_scorer(folder, Words(), 2)
+    return loading.load_scorer(folder, Words(), 2)
 
 
 EMPTY = torch.zeros(1, dtype=torch.int32)
@@ -252,7 +252,7 @@ def test_batches_of_all_ranks_are_a_partition_of_equal_number(n, world, size, mo
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return models.load_policy(folder, Words())
+    return loading.load_policy(folder, Words())
 
 
 def plain_logprobs(policy, comparisons):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers import models as backends
 from transformers import PreTrainedTokenizerFast
 
-from common import data, models, tiny
+from common import data, loading, tiny
 from common.batches import Document, Row, collate, pack
 from common.errors import InputError
 
@@ -484,7 +484,7 @@ def test_template_that_rewrites_earlier_turns_is_refused():
 def load(tokenizer, path, **options):
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
-    return models.load_tokenizer(str(path), **options)
+    return loading.load_tokenizer(str(path), **options)
 
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")

@@ -40,7 +40,7 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import dpo_iterative as dpo
-from common import comparisons, data, dist, evaluation, generate, models, pool, scorers, tiny
+from common import comparisons, data, dist, evaluation, generate, loading, models, pool, scorers, tiny
 from common import run as run_module
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -396,7 +396,7 @@ def test_the_optimiser_and_the_schedule_begin_anew_in_each_iteration(whole):
 def test_from_bfloat16_versions_are_float32_and_the_last_one_is_studied_as_exported(
     small, tmp_path, monkeypatch
 ):
-    source = in_bfloat16(models.find_model(small.options["model"]), tmp_path / "source")
+    source = in_bfloat16(loading.find_model(small.options["model"]), tmp_path / "source")
     options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
     monkeypatch.setattr(dpo, "PLOTS", [])
     assert_only_the_last_version_is_rounded(dpo, dpo.Args(**options), monkeypatch)
@@ -437,7 +437,7 @@ def test_a_model_or_the_version_before_answers_half_of_the_prompts_responses(sma
 @pytest.fixture
 def watched(monkeypatch):
     """What is loaded, and how many pairs are asked about, in a run in this process."""
-    seen, load, of_each = SimpleNamespace(loaded=[], asked=[]), models.load_policy, dpo.of_each_comparison
+    seen, load, of_each = SimpleNamespace(loaded=[], asked=[]), loading.load_policy, dpo.of_each_comparison
 
     def noted_load(name, *args, **options):
         seen.loaded.append(name)
@@ -447,7 +447,7 @@ def watched(monkeypatch):
         seen.asked.append([pair_key(pair) for pair in pairs])
         return of_each(forward, model, pairs, *args)
 
-    monkeypatch.setattr(models, "load_policy", noted_load)
+    monkeypatch.setattr(loading, "load_policy", noted_load)
     monkeypatch.setattr(dpo, "of_each_comparison", noted)
     return seen
 
@@ -591,7 +591,7 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
         make_scorer(scorer)
     else:
         about = {"n_policies": 4, "n_others": 1}  # a score is 3/4 (r - e)
-        marked(scorer, models.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
+        marked(scorer, loading.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
     succeeds(run(small, tmp_path / "run", scorer=scorer, **one))
     rows = of_iteration(tmp_path / "run", "pool")
     assert len({r["scorer"] for r in rows}) == 1 and rows[0]["scorer"].startswith(f"{scorer}@")
@@ -601,7 +601,7 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
 
 
 def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
-    judge = marked(tmp_path / "judge", models.load_policy("tiny", TOKENIZER), preference_model={})
+    judge = marked(tmp_path / "judge", loading.load_policy("tiny", TOKENIZER), preference_model={})
     tmp_path = tmp_path / "run"
     succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
     groups = collections.defaultdict(list)
@@ -951,7 +951,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
         .replace(inspect.getsource(dpo.check), "")
         .replace(inspect.getsource(dpo.Args), "")
     )
-    modules = (comparisons, data, dist, evaluation, generate, models, pool, run_module, scorers)
+    modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers)
     read = {*re.findall(r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, modules)))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 

@@ -11,7 +11,7 @@ import torch
 from scorers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
-from common import comparisons, dist, evaluation, losses, models, pool, tiny
+from common import comparisons, dist, evaluation, loading, losses, pool, tiny
 from common.batches import Comparison, Row
 from common.errors import NotFinite
 from common.metrics import read_jsonl
@@ -270,9 +270,9 @@ def pairs():
 @pytest.fixture
 def loaded(monkeypatch):
     """Names of the models that are loaded from now on."""
-    names, load = [], models.load_policy
+    names, load = [], loading.load_policy
     monkeypatch.setattr(
-        models,
+        loading,
         "load_policy",
         lambda name, *more, **options: names.append(name) or load(name, *more, **options),
     )
@@ -280,7 +280,7 @@ def loaded(monkeypatch):
 
 
 def tiny_policy(seed=0):
-    return dist.shard(models.load_policy("tiny", TOKENIZER, seed=seed), CPU)
+    return dist.shard(loading.load_policy("tiny", TOKENIZER, seed=seed), CPU)
 
 
 def save(folder, seed=0):
@@ -327,14 +327,14 @@ def test_only_pairs_that_are_not_known_are_computed_and_each_once(tmp_path, load
 
 
 def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
-    alive, load = [], models.load_policy
+    alive, load = [], loading.load_policy
 
     def noted(*args, **options):
         model = load(*args, **options)
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(models, "load_policy", noted)
+    monkeypatch.setattr(loading, "load_policy", noted)
     gc.disable()
     try:
         referenced(make_pairs(2), "tiny", tmp_path)

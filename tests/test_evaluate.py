@@ -30,8 +30,8 @@ from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import (
-    batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, metrics, models, pairwise,
-    scorers, tiny,
+    batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, loading, metrics, models,
+    pairwise, scorers, tiny,
 )  # fmt: skip
 from common.batches import a_part
 from common.errors import InputError
@@ -850,10 +850,10 @@ def compared(small, tmp_path_factory):
     """A reward model, an Advantage Model, one with other tokens, a pairwise model and a function."""
     folder = tmp_path_factory.mktemp("scorers")
     make_scorer(folder / "rm")
-    own = models.load_scorer("tiny", TOKENIZER, 2, seed=1)
+    own = loading.load_scorer("tiny", TOKENIZER, 2, seed=1)
     own.config.advantage_model = {"n_policies": 1, "n_others": 0}
     dist.save_model(dist.shard(own, CPU), TOKENIZER, folder / "am")
-    wordy = models.load_scorer(str(small / "wordy"), other_tokens(), 1)
+    wordy = loading.load_scorer(str(small / "wordy"), other_tokens(), 1)
     dist.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
     smaller_model(folder / "pm")
     config = read_json(folder / "pm" / "config.json")
@@ -896,7 +896,7 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
         rows.setdefault(row["scorer"], []).append(row)
     held_out = comparisons.load(small_pairs(compared.folder), "test", tokenizer, 64)[:24]
     for name, n_outputs in (("rm", 1), ("am", 2)):
-        model = dist.shard(models.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
+        model = dist.shard(loading.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
         want = models.scores_of(model, batches.collate_comparisons(held_out, tokenizer.pad_token_id))
         got = [r["score"] for row in rows[name][:24] for r in row["responses"]]
         assert got == pytest.approx(want.tolist(), abs=1e-4)

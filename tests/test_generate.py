@@ -8,7 +8,7 @@ import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 from transformers import AutoModelForCausalLM
 
-from common import dist, generate, models, tiny
+from common import dist, generate, loading, tiny
 from common.errors import InputError
 from common.sampler import Rollout
 
@@ -247,7 +247,7 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, mon
     model.generation_config.eos_token_id = [other, EOS]
     model.save_pretrained(tmp_path / "two")
     TOKENIZER.save_pretrained(tmp_path / "two")
-    model = dist.shard(models.load_policy(str(tmp_path / "two"), TOKENIZER), CPU)
+    model = dist.shard(loading.load_policy(str(tmp_path / "two"), TOKENIZER), CPU)
     assert model.generation_config.eos_token_id == [EOS, other]
 
     def sample(*args, stop_ids, **options):
@@ -262,7 +262,7 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, mon
     dist.save_model(model, TOKENIZER, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.generation_config.eos_token_id == [EOS, other]
-    one = models.load_policy("tiny", TOKENIZER)
+    one = loading.load_policy("tiny", TOKENIZER)
     generate.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
     assert one.generation_config.eos_token_id == EOS and asked[1] == [EOS]
 

@@ -36,7 +36,7 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import data, dist, models, tiny
+from common import data, dist, loading, models, tiny
 from common.batches import Document, Row, collate
 from common.errors import InputError
 
@@ -235,7 +235,7 @@ def see_everything(forward):  # with a mask of its own transformers does not loo
 @pytest.mark.parametrize("kind", ["policy", "scorer"])
 def test_check_packing_passes_where_documents_are_apart_and_refuses_where_they_leak(leak, kind):
     words = tiny.tokenizer()
-    model = models.load_policy("tiny", words) if kind == "policy" else models.load_scorer("tiny", words, 1)
+    model = loading.load_policy("tiny", words) if kind == "policy" else loading.load_scorer("tiny", words, 1)
     model.compute_dtype = torch.float32  # as dist.shard sets it
     if leak is None:
         models.check_packing(model)
@@ -256,7 +256,7 @@ def test_check_packing_takes_the_rounding_of_experts_for_no_leak(dtype, tmp_path
     """An expert multiplies the tokens of both documents at once, in as many rows as there are."""
     wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
     config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
-    policy = models.load_policy(saved(tmp_path, config, seed=4), Words(V))
+    policy = loading.load_policy(saved(tmp_path, config, seed=4), Words(V))
     policy.compute_dtype = dtype
     models.check_packing(policy)
     policy.model.forward = see_everything(policy.model.forward)
@@ -270,13 +270,13 @@ def test_an_unknown_token_that_no_text_needs_is_the_padding_before_a_new_one(tmp
     llama = byte_tokenizer(special=special, unk_token="<unk>", pad_token=None)
     loaded = with_config(llama, tmp_path)
     assert loaded.pad_token == "<unk>" and len(loaded) == len(llama)
-    assert models._never_unknown(tiny.tokenizer()) == []  # it has no bytes: <|unk|> stands in texts
+    assert loading._never_unknown(tiny.tokenizer()) == []  # it has no bytes: <|unk|> stands in texts
 
 
 def with_config(tokenizer, path, **options):
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    return models.load_tokenizer(str(path), **options)
+    return loading.load_tokenizer(str(path), **options)
 
 
 def test_a_template_is_read_as_utf_8_wherever_it_is_read(tmp_path, monkeypatch):
@@ -305,14 +305,14 @@ def test_the_chat_template_is_that_of_every_policy_of_a_run(script, given, tmp_p
     for name in ("model", "other"):
         with_config(byte_tokenizer(None), tmp_path / name, chat_template="mine.jinja")
     args = dataclasses.replace(script.RECIPES["tiny"][1], **given)
-    check = models.check_causal_lm
+    check = loading.check_causal_lm
 
     def check_and_stop(name, *options):
         check(name, *options)
         if name == "other":
             raise InputError("far enough")
 
-    monkeypatch.setattr(models, "check_causal_lm", check_and_stop)
+    monkeypatch.setattr(loading, "check_causal_lm", check_and_stop)
     with pytest.raises(InputError, match="^far enough$"):
         script.main(dataclasses.replace(args, model="model", chat_template="mine.jinja"))
 
@@ -321,7 +321,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line(tmp_path):
     own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoTokenizer": ["mine.T", None]}}
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(own_code))
-    for load in (models.load_tokenizer, models.is_causal_lm):
+    for load in (loading.load_tokenizer, loading.is_causal_lm):
         with pytest.raises(InputError, match="needs code of its own.*not run here$"):
             load(str(tmp_path))
 
@@ -330,9 +330,9 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
     name = saved(tmp_path, config)
-    models.check_room(32, name)
+    loading.check_room(32, name)
     with pytest.raises(InputError, match="33: .* has 32 positions, after which longrope turns a whole batch"):
-        models.check_room(33, name)
+        loading.check_room(33, name)
     model = AutoModelForCausalLM.from_pretrained(name)  # transformers: a long row changes a short one
     ids = torch.arange(40)[None] % V
     short = ids[:, :20]
@@ -355,7 +355,7 @@ class Words:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1))
-    policy = models.load_policy(name, Words(V), gradient_checkpointing=checkpointing)
+    policy = loading.load_policy(name, Words(V), gradient_checkpointing=checkpointing)
     plain = AutoModelForCausalLM.from_pretrained(name).train()
     once, twice = (policy.token_logprobs(*rows) for _ in range(2))
     assert policy.training and torch.equal(once, twice)
@@ -368,17 +368,17 @@ def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
 
 
 def test_noise_of_a_router_is_off_in_training(rows, tmp_path):
-    policy = models.load_policy(saved(tmp_path, MixtralConfig(**SMALL, router_jitter_noise=0.1)), Words(V))
+    policy = loading.load_policy(saved(tmp_path, MixtralConfig(**SMALL, router_jitter_noise=0.1)), Words(V))
     assert torch.equal(*(policy.token_logprobs(*rows) for _ in range(2)))
 
 
 def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
     with pytest.raises(InputError, match="phimoe: two forwards in training mode differ"):  # 16 experts
-        models.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
+        loading.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
 
 
 def test_training_in_fp16_is_refused(rows):
-    policy = models.load_policy("tiny", tiny.tokenizer())
+    policy = loading.load_policy("tiny", tiny.tokenizer())
     policy.compute_dtype = torch.float16
     with pytest.raises(InputError, match="fp16"):
         policy.token_logprobs(*rows)
@@ -387,7 +387,7 @@ def test_training_in_fp16_is_refused(rows):
 def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
     name = saved(tmp_path, LlamaConfig(**SMALL, dtype="bfloat16"))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    policy = models.load_policy(name, Words(V))
+    policy = loading.load_policy(name, Words(V))
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     for settings in (policy.config, policy.generation_config):
         assert (settings.pad_token_id, settings.eos_token_id) == (4, 5)
@@ -409,18 +409,18 @@ FALCON |= {"mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8}
 )
 def test_models_that_change_their_logits_are_refused(config, key, tmp_path):
     with pytest.raises(InputError, match=key):
-        models.load_policy(saved(tmp_path, config()), Words(V))
+        loading.load_policy(saved(tmp_path, config()), Words(V))
 
 
 def test_another_kind_of_model_is_refused_by_name(tmp_path):
     LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=1)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="LlamaForSequenceClassification, wanted a causal language model"):
-        models.load_policy(str(tmp_path), Words(V))
+        loading.load_policy(str(tmp_path), Words(V))
 
 
 def test_the_same_family_is_accepted_when_its_logits_are_plain(rows, tmp_path):
     config = GraniteConfig(**SMALL, logits_scaling=1.0)
-    policy = models.load_policy(saved(tmp_path, config), Words(V))
+    policy = loading.load_policy(saved(tmp_path, config), Words(V))
     with torch.no_grad():
         expected = reference(policy, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0]
         got = policy.token_logprobs(*rows)
@@ -432,7 +432,7 @@ def test_the_same_family_is_accepted_when_its_logits_are_plain(rows, tmp_path):
 def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, length, rows_after, tmp_path):
     name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=tied))
     before = AutoModelForCausalLM.from_pretrained(name)
-    policy = models.load_policy(name, Words(length))
+    policy = loading.load_policy(name, Words(length))
     assert policy.config.vocab_size == rows_after
     assert (policy.lm_head.weight is policy.model.embed_tokens.weight) == tied
     for table, old in (
@@ -445,7 +445,7 @@ def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, leng
 
 
 def test_tiny_policy_is_a_function_of_its_seed():
-    a, b, c = (models.load_policy("tiny", tiny.tokenizer(), seed=seed).lm_head.weight for seed in (1, 1, 2))
+    a, b, c = (loading.load_policy("tiny", tiny.tokenizer(), seed=seed).lm_head.weight for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
@@ -468,7 +468,7 @@ def causal_name(request, tmp_path):
 
 @pytest.mark.parametrize("n_outputs, labels", [(1, ["reward"]), (2, ["reward", "expected_reward"])])
 def test_scorer_is_the_body_of_the_causal_model_with_a_new_head(n_outputs, labels, causal_name):
-    scorer = models.load_scorer(causal_name, Words(V), n_outputs)
+    scorer = loading.load_scorer(causal_name, Words(V), n_outputs)
     body = AutoModelForCausalLM.from_pretrained(causal_name).base_model.state_dict()
     weights = scorer.base_model.state_dict()
     assert set(weights) == set(body) and all(torch.equal(x, body[name]) for name, x in weights.items())
@@ -484,7 +484,9 @@ def test_scorer_is_the_body_of_the_causal_model_with_a_new_head(n_outputs, label
 def test_new_head_has_deviation_one_over_root_of_size_plus_one(size, tmp_path):
     options = {**SMALL, "hidden_size": size, "num_hidden_layers": 1}
     name = saved(tmp_path, LlamaConfig(**options))
-    drawn = torch.cat([models.load_scorer(name, Words(V), 2, seed=s).score.weight.detach() for s in range(8)])
+    drawn = torch.cat(
+        [loading.load_scorer(name, Words(V), 2, seed=s).score.weight.detach() for s in range(8)]
+    )
     n, expected = drawn.numel(), 1 / math.sqrt(size + 1)
     assert abs(drawn.std().item() / expected - 1) < 4 / math.sqrt(2 * n)
     assert abs(drawn.mean().item()) < 4 * expected / math.sqrt(n)
@@ -495,14 +497,14 @@ def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
     name, heads = causal(tmp_path, "llama"), []
     for noise, seed in ((1, 0), (2, 0), (1, 5)):
         torch.manual_seed(noise)
-        heads.append(models.load_scorer(name, Words(V), 1, seed=seed).score.weight)
+        heads.append(loading.load_scorer(name, Words(V), 1, seed=seed).score.weight)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    tiny_heads = [models.load_scorer("tiny", tiny.tokenizer(), 1, seed=s).score.weight for s in (0, 0, 1)]
+    tiny_heads = [loading.load_scorer("tiny", tiny.tokenizer(), 1, seed=s).score.weight for s in (0, 0, 1)]
     assert torch.equal(*tiny_heads[:2]) and not torch.equal(*tiny_heads[1:])
 
 
 def test_tiny_scorer_has_the_body_of_tiny_model():
-    scorer = models.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
+    scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
     body = tiny.model(3).base_model.state_dict()
     assert all(torch.equal(x, body[name]) for name, x in scorer.base_model.state_dict().items())
 
@@ -511,7 +513,7 @@ def test_tiny_scorer_has_the_body_of_tiny_model():
 def test_scorer_gets_rows_for_added_tokens(tied, tmp_path):
     name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=tied))
     old = AutoModelForCausalLM.from_pretrained(name).model.embed_tokens.weight
-    scorer = models.load_scorer(name, Words(V + 2), 1)
+    scorer = loading.load_scorer(name, Words(V + 2), 1)
     table = scorer.get_input_embeddings().weight
     assert table.shape[0] == scorer.config.vocab_size == V + 2 and torch.equal(table[:V], old)
     for row in table[V:]:
@@ -521,7 +523,7 @@ def test_scorer_gets_rows_for_added_tokens(tied, tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_of_a_scorer_is_off_in_training(checkpointing, rows, tmp_path):
     name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
-    scorer = models.load_scorer(name, Words(V), 1, gradient_checkpointing=checkpointing)
+    scorer = loading.load_scorer(name, Words(V), 1, gradient_checkpointing=checkpointing)
     where = torch.tensor([[0, 1], [5, 11]])
     once, twice = (scorer.head_outputs(rows[0], where) for _ in range(2))
     assert torch.equal(once, twice)
@@ -546,22 +548,22 @@ def classifier(path, n_labels):
 )
 def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
     with pytest.raises(InputError, match=says):
-        models.load_scorer(classifier(tmp_path, has), Words(V), wants)
+        loading.load_scorer(classifier(tmp_path, has), Words(V), wants)
 
 
 def test_another_kind_of_head_is_refused(tmp_path):
     BertForSequenceClassification(BertConfig(**SMALL_BERT, num_labels=1)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no linear head named score"):
-        models.load_scorer(str(tmp_path), Words(V), 1)
+        loading.load_scorer(str(tmp_path), Words(V), 1)
 
 
 @pytest.mark.parametrize("has", ["float32", "bfloat16", "float16", "float64", None])
 def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_path):
     source = saved(tmp_path, LlamaConfig(**SMALL, dtype=has))
     want = getattr(torch, has if has in ("bfloat16", "float16") else "float32")
-    assert models.export_dtype(source, None) == want
-    assert models.export_dtype(source, "bfloat16") == torch.bfloat16
-    assert models.export_dtype("tiny", None) == torch.float32
+    assert loading.export_dtype(source, None) == want
+    assert loading.export_dtype(source, "bfloat16") == torch.bfloat16
+    assert loading.export_dtype("tiny", None) == torch.float32
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
@@ -574,20 +576,20 @@ def test_the_share_of_weights_that_changed_is_counted_in_the_files(kind, tmp_pat
     with torch.no_grad():
         model.get_input_embeddings().weight[[0, -1], 0] += 1
     model.save_pretrained(end)
-    models.report_export(end, start, 0)
+    loading.report_export(end, start, 0)
     said = f"{100 / n:.3g} % of the weights differ from {start}'s"
     assert capsys.readouterr().out == f"wrote {end} (float32): {said}\n"
     model.bfloat16().save_pretrained(end)
-    models.report_export(end, start, 0)  # nothing else changes by a rounding that the start gets too
+    loading.report_export(end, start, 0)  # nothing else changes by a rounding that the start gets too
     assert f"wrote {end} (bfloat16): {said}; rounding may have undone" in capsys.readouterr().out
     Path(start, "model.safetensors").unlink()
-    models.report_export(end, start, 0)
+    loading.report_export(end, start, 0)
     assert capsys.readouterr().out == f"wrote {end} (bfloat16)\n"
 
 
 def test_is_causal_lm(tmp_path):
-    assert models.is_causal_lm("tiny") and models.is_causal_lm(causal(tmp_path / "lm", "gpt2"))
-    assert not models.is_causal_lm(classifier(tmp_path / "rm", 1))
+    assert loading.is_causal_lm("tiny") and loading.is_causal_lm(causal(tmp_path / "lm", "gpt2"))
+    assert not loading.is_causal_lm(classifier(tmp_path / "rm", 1))
 
 
 def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path):
@@ -596,42 +598,42 @@ def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path)
     head = LlamaConfig(**SMALL, num_labels=1, preference_model=True)
     LlamaForSequenceClassification(head).save_pretrained(tmp_path / "rm")
     names = ("tiny", plain, says_so, str(tmp_path / "rm"))
-    assert [models.is_preference_model(name) for name in names] == [False, False, True, False]
+    assert [loading.is_preference_model(name) for name in names] == [False, False, True, False]
     with pytest.raises(InputError, match="pairwise preference model, which scores no response alone, wanted"):
-        models.n_outputs(says_so)
+        loading.n_outputs(says_so)
 
 
 def test_what_is_written_of_a_preference_model_is_one(tmp_path):
-    policy = dist.shard(models.load_policy("tiny", tiny.tokenizer()), torch.device("cpu"))
+    policy = dist.shard(loading.load_policy("tiny", tiny.tokenizer()), torch.device("cpu"))
     for marked in (False, True):
         if marked:  # as train_pairwise.py marks it
             policy.config.preference_model = True
         dist.save_model(policy, tiny.tokenizer(), tmp_path / "model")
-        assert models.is_preference_model(str(tmp_path / "model")) is marked
+        assert loading.is_preference_model(str(tmp_path / "model")) is marked
 
 
 def test_n_outputs_of_reward_and_advantage_models(tmp_path):
     for n in (1, 2):
-        assert models.n_outputs(classifier(tmp_path / str(n), n)) == n
+        assert loading.n_outputs(classifier(tmp_path / str(n), n)) == n
 
 
 def test_n_outputs_of_a_run_directory(tmp_path):
     classifier(tmp_path / "model", 2)
     (tmp_path / "summary.json").write_text("{}")
-    assert models.n_outputs(str(tmp_path)) == 2
+    assert loading.n_outputs(str(tmp_path)) == 2
 
 
 def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wanted(tmp_path):
     lm = causal(tmp_path, "llama")
     for name, kind in (("tiny", "a causal language model"), (lm, "a LlamaForCausalLM")):
         with pytest.raises(InputError) as error:
-            models.n_outputs(name)
+            loading.n_outputs(name)
         assert str(error.value) == f"{name} is {kind}, wanted a run of reward.py or advantage_model.py"
 
 
 def test_n_outputs_of_a_classifier_of_more_labels_is_an_error(tmp_path):
     with pytest.raises(InputError, match="wanted a run of reward.py or advantage_model.py"):
-        models.n_outputs(classifier(tmp_path, 5))
+        loading.n_outputs(classifier(tmp_path, 5))
 
 
 # -- scores ------------------------------------------------------------------------------------
@@ -672,7 +674,7 @@ def kept(scorer, path):
 
 @torch.no_grad()
 def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_path):
-    scorer = models.load_scorer(causal_name, Small(), 1)
+    scorer = loading.load_scorer(causal_name, Small(), 1)
     name = kept(scorer, tmp_path / "rm")
     expected = [alone(name, row, n)[0].item() for row, n in zip(answers[0], (7, 7, 7))]
     got = models.score(scorer, *answers)
@@ -692,14 +694,14 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
     n_policies, n_others, share, answers, tmp_path
 ):
     """(1 - K / N) (r - e): r, the first output, at the end token, e, the second one, at the prompt's last."""
-    scorer = models.load_scorer(causal(tmp_path / "lm", "llama"), Small(), 2)
+    scorer = loading.load_scorer(causal(tmp_path / "lm", "llama"), Small(), 2)
     scorer.config.advantage_model = {"n_policies": n_policies, "n_others": n_others}
     name = kept(scorer, tmp_path / "am")
     r = [alone(name, row, 7)[0].item() for row in answers[0]]
     e = [alone(name, row, n)[1].item() for row, n in zip(answers[0], (3, 5, 1))]
     expected = [share * (x - y) for x, y in zip(r, e)]
     assert models.score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
-    again = models.load_scorer(name, Small(), 2)  # with N and K in its configuration
+    again = loading.load_scorer(name, Small(), 2)  # with N and K in its configuration
     assert models.score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
     for row, n, y in zip(answers[0], (3, 5, 1), e):  # the other output, or the token after: other numbers
         assert min(abs(alone(name, row, n)[0].item() - y), abs(alone(name, row, n + 1)[1].item() - y)) > 1e-3
@@ -709,7 +711,7 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
 @torch.no_grad()
 def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers, tmp_path):
     """PITFALLS 5: transformers looks for the last token that is no padding, the one before the end token."""
-    scorer = models.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    scorer = loading.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
     scorer.config.advantage_model = ADVANTAGE
     expected = models.score(scorer, *answers)
     input_ids, mask = answers[0].clone(), answers[1]
@@ -722,7 +724,7 @@ def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers,
 
 @torch.no_grad()
 def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp_path):
-    scorer = models.load_scorer(causal(tmp_path, "gpt2"), Small(), 1)
+    scorer = loading.load_scorer(causal(tmp_path, "gpt2"), Small(), 1)
     input_ids, mask = answers[0].clone(), answers[1].clone()
     expected = models.score(scorer, input_ids, mask)
     input_ids[:, 7:] = V - 1
@@ -739,7 +741,7 @@ def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp
     "columns", [slice(0, 0), slice(0, 4), slice(0, 1)], ids=["no response", "no prompt", "first"]
 )
 def test_score_refuses_a_row_without_response_or_prompt(n_outputs, columns, answers, tmp_path):
-    scorer = models.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    scorer = loading.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
     input_ids, mask = answers
     mask[1] = False
     mask[1, columns] = True
@@ -754,14 +756,14 @@ def test_a_scorer_reloads_head_included_and_scores_the_same_elsewhere(answers, t
     from transformers import pipeline
 
     tokenizer = tiny.tokenizer()
-    scorer = models.load_scorer("tiny", tokenizer, 1, seed=1)
+    scorer = loading.load_scorer("tiny", tokenizer, 1, seed=1)
     scorer.score.weight.mul_(-5)  # scores beyond [0, 1]
     dist.save_model(scorer, tokenizer, tmp_path / "model")
     turns = [{"role": "user", "content": "copy ant"}, {"role": "assistant", "content": "ant um"}]
     ids, mask = data.encode(tokenizer, turns)
     ids, mask = torch.tensor([ids]), torch.tensor([mask])
     expected = models.score(scorer, ids, mask).item()
-    again = models.load_scorer(str(tmp_path / "model"), tokenizer, 1, seed=2)
+    again = loading.load_scorer(str(tmp_path / "model"), tokenizer, 1, seed=2)
     assert torch.equal(again.score.weight, scorer.score.weight)  # no new head
     assert models.score(again, ids, mask).item() == expected
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
@@ -772,9 +774,9 @@ def test_a_scorer_reloads_head_included_and_scores_the_same_elsewhere(answers, t
     (answer,) = piped([text], add_special_tokens=False)
     assert answer["label"] == "reward" and answer["score"] == pytest.approx(expected, abs=1e-5)
     assert not 0 <= expected <= 1  # or a sigmoid would not be seen
-    assert not models.is_causal_lm(str(tmp_path / "model"))
+    assert not loading.is_causal_lm(str(tmp_path / "model"))
     with pytest.raises(InputError, match="wanted a causal language model"):
-        models.load_policy(str(tmp_path / "model"), tokenizer)
+        loading.load_policy(str(tmp_path / "model"), tokenizer)
 
 
 def test_advantages_by_hand():
@@ -788,7 +790,7 @@ def test_advantages_by_hand():
 @torch.no_grad()
 def test_head_outputs_are_fp32_where_the_body_computes_in_bf16(kind, rows, tmp_path):
     """Rounded to bf16, scores would tie: 8 bits of mantissa."""
-    scorer = models.load_scorer(causal(tmp_path, kind), Words(V), 1)
+    scorer = loading.load_scorer(causal(tmp_path, kind), Words(V), 1)
     where = torch.stack([torch.arange(4), torch.full((4,), 11)])
     exact = scorer.head_outputs(rows[0], where)
     scorer.compute_dtype = torch.bfloat16
@@ -927,7 +929,7 @@ def test_no_place_at_all_still_connects_every_parameter(model, rows):
 # -- seq_logprobs ------------------------------------------------------------------------------
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
 def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micro_batch_size, tmp_path):
-    policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
+    policy = loading.load_policy(causal(tmp_path, "llama"), Words(V))
     documents = [document(seed, length) for seed, length in ((1, 5), (2, 9), (3, 3), (4, 9), (5, 4))]
     got = models.seq_logprobs(policy, documents, micro_batch_size)
     tokens = []
@@ -943,7 +945,7 @@ def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micr
 
 
 def test_seq_logprobs_of_no_document_are_none(tmp_path):
-    policy = models.load_policy(causal(tmp_path, "llama"), Words(V))
+    policy = loading.load_policy(causal(tmp_path, "llama"), Words(V))
     assert models.seq_logprobs(policy, [], 4) == []
 
 
@@ -955,7 +957,7 @@ def no_mask(forward):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
 def test_check_shared_prompt_passes_where_responses_are_apart_and_refuses_where_not(kind, leak, tmp_path):
-    scorer = models.load_scorer(causal(tmp_path, kind), Words(V), 2)
+    scorer = loading.load_scorer(causal(tmp_path, kind), Words(V), 2)
     if leak is None:
         models.check_shared_prompt(scorer)
         scorer.compute_dtype = torch.bfloat16  # rounding alone is no leak
@@ -968,7 +970,7 @@ def test_check_shared_prompt_passes_where_responses_are_apart_and_refuses_where_
 
 def test_check_shared_prompt_refuses_a_window_which_only_long_rows_would_show(tmp_path):
     config = MistralConfig(**SMALL, sliding_window=40)
-    scorer = models.load_scorer(saved(tmp_path, config), Words(V), 1)
+    scorer = loading.load_scorer(saved(tmp_path, config), Words(V), 1)
     with pytest.raises(InputError, match="--no-share-prompt"):
         models.check_shared_prompt(scorer)
     scorer.config.sliding_window = None
@@ -978,7 +980,7 @@ def test_check_shared_prompt_refuses_a_window_which_only_long_rows_would_show(tm
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
 def test_check_shared_prompt_sees_a_leak_in_the_log_probabilities_of_a_policy(kind, leak, tmp_path):
-    policy = models.load_policy(causal(tmp_path, kind), Words(V))
+    policy = loading.load_policy(causal(tmp_path, kind), Words(V))
     if leak is None:
         models.check_shared_prompt(policy)
         policy.compute_dtype = torch.bfloat16
@@ -990,7 +992,7 @@ def test_check_shared_prompt_sees_a_leak_in_the_log_probabilities_of_a_policy(ki
 
 
 def test_check_shared_prompt_takes_a_window_that_holds_a_prompt_with_a_response(tmp_path):
-    policy = models.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
+    policy = loading.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
     models.check_shared_prompt(policy, 40)
     with pytest.raises(InputError, match="--no-share-prompt"):
         models.check_shared_prompt(policy, 41)
@@ -1011,9 +1013,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
     folder("runs/sft/args.json", "runs/sft/summary.json", "runs/sft/model/config.json", "plain/config.json")
-    assert models.find_model("runs/sft") == "runs/sft/model"
+    assert loading.find_model("runs/sft") == "runs/sft/model"
     for name in ("plain", "runs/sft/model", "tiny", "org/name", "gpt2"):
-        assert models.find_model(name) == name
+        assert loading.find_model(name) == name
 
 
 @pytest.mark.parametrize(
@@ -1032,5 +1034,5 @@ def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
 def test_find_model_says_what_is_missing(files, name, says, folder):
     folder(*files)
     with pytest.raises(InputError, match=says) as error:
-        models.find_model(name)
+        loading.find_model(name)
     assert name.rstrip("/") in str(error.value)

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from common import comparisons, data, dist, models, pairwise, tiny, train_pairwise
+from common import comparisons, data, dist, loading, pairwise, tiny, train_pairwise
 from common.batches import Row, labelled_pairs
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -38,7 +38,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def policy(tokenizer):
-    model = models.load_policy("tiny", tokenizer)
+    model = loading.load_policy("tiny", tokenizer)
     with torch.no_grad():  # far from uniform, and so from 1/2 whatever the order
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
@@ -131,7 +131,7 @@ def test_order_is_drawn_at_random_from_the_seed(labelled, tokenizer):
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_an_update_of_packed_documents_has_the_loss_and_gradient_of_separate_ones(size, labelled, tokenizer):
     documents = pairwise.documents(labelled, tokenizer, seed=0)
-    policy, plain = (models.load_policy("tiny", tokenizer) for _ in range(2))
+    policy, plain = (loading.load_policy("tiny", tokenizer) for _ in range(2))
     optimizer = Gradients(policy)
     args = train_pairwise.Args(micro_batch_size=size, max_grad_norm=0.0)
     loss, accuracy, _ = train_pairwise.update(policy, optimizer, documents, args)
@@ -166,7 +166,7 @@ def test_ranks_share_the_documents_in_equally_many_batches(
 
 
 def test_training_on_a_small_set_lowers_its_loss(labelled, tokenizer):
-    policy = models.load_policy("tiny", tokenizer)
+    policy = loading.load_policy("tiny", tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3, betas=(0.9, 0.95))
     args = train_pairwise.Args(micro_batch_size=32)
     documents = pairwise.documents(labelled, tokenizer, seed=0)
@@ -309,7 +309,7 @@ def test_a_run_is_a_causal_lm_with_differences_in_its_samples(small, tmp_path):
     model, words = (x.from_pretrained(tmp_path / "model") for x in (AutoModelForCausalLM, AutoTokenizer))
     start, saved = tiny.model(0).state_dict(), model.state_dict()
     assert set(start) == set(saved) and not [name for name in start if torch.equal(start[name], saved[name])]
-    assert model.config.preference_model and models.is_preference_model(str(tmp_path))
+    assert model.config.preference_model and loading.is_preference_model(str(tmp_path))
     samples = read_jsonl(tmp_path / "samples.jsonl")
     apart = [d for sample in samples for d in sample["differences"]]
     assert len(apart) == HELD_OUT and "score" not in samples[0]["responses"][0]
@@ -347,7 +347,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(small, tmp_path):
     ids=named,
 )
 def test_bad_input_is_one_line_that_says_what_and_where(small, tokenizer, tmp_path, options, words):
-    for part in (models.load_scorer("tiny", tokenizer, 1), tokenizer) if "model" in options else ():
+    for part in (loading.load_scorer("tiny", tokenizer, 1), tokenizer) if "model" in options else ():
         part.save_pretrained(tmp_path / "reward model")
     assert_error(run("common.train_pairwise", small, tmp_path / "run", cwd=tmp_path, **options), *words)
     assert not (tmp_path / "run").exists()

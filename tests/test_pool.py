@@ -9,7 +9,7 @@ import pytest
 import torch
 from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import dist, metrics, models, pool, scorers
+from common import dist, loading, metrics, pool, scorers
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -141,7 +141,7 @@ def test_model_is_the_last_version_linked_or_as_an_export_in_its_dtype(tmp_path,
     def no_link(*_):
         raise OSError("this disk has no hard links")
 
-    policy, dtype = dist.shard(models.load_policy("tiny", TOKENIZER), CPU), getattr(torch, dtype)
+    policy, dtype = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), getattr(torch, dtype)
     dist.save_model(policy, TOKENIZER, tmp_path / "versions" / "2")
     dist.save_model(policy, TOKENIZER, tmp_path / "export", dtype)
     if not links:

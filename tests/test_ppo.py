@@ -18,7 +18,7 @@ from scorers import CPU, TOKENIZER, assert_error, column, contents, read_json, s
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
-from common import data, dist, evaluation, generate, models, scorers, tiny
+from common import data, dist, evaluation, generate, loading, models, scorers, tiny
 from common.batches import Row, collate, make_blocks, my_micro_batches, response_mask
 from common.errors import InputError, NotFinite
 from common.metrics import read_jsonl
@@ -54,11 +54,11 @@ LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
 
 
 def policy(seed=0):
-    return dist.shard(models.load_policy("tiny", TOKENIZER, seed=seed), CPU)
+    return dist.shard(loading.load_policy("tiny", TOKENIZER, seed=seed), CPU)
 
 
 def scorer(n_outputs=1, seed=3):
-    return dist.shard(models.load_scorer("tiny", TOKENIZER, n_outputs, seed=seed), CPU)
+    return dist.shard(loading.load_scorer("tiny", TOKENIZER, n_outputs, seed=seed), CPU)
 
 
 def of_function(function):

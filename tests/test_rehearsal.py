@@ -9,7 +9,7 @@ from scorers import CPU, TOKENIZER, succeeds, write_rows
 from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
 
-from common import data, dist, generate, models, rehearsal, scorers, tiny
+from common import data, dist, generate, loading, rehearsal, scorers, tiny
 from common.batches import Row, collate, prompt_key
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -72,7 +72,7 @@ IDS = [prompt(text).ids for text in TEXTS]
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
 def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batch_size):
-    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     with dist.consolidated(model):
         got = rehearsal.embed(model, IDS, batch_size)
     plain = AutoModelForCausalLM.from_config(tiny.model().config)
@@ -106,7 +106,7 @@ def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
 def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
     monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [[response] for response in responses])
-    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("length", "1", function=count)
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
@@ -137,7 +137,7 @@ def test_the_shortest_or_the_surest_responses_are_selected_where_that_is_asked(m
     ]
     shortest = rows_from(monkeypatch, some, per_cluster=2, by="length")
     assert [(row["completion"], row["score"]) for row in shortest] == [("bear", 1), ("ant ant", 2)]
-    model = models.load_policy("tiny", TOKENIZER)
+    model = loading.load_policy("tiny", TOKENIZER)
     entropies = []
     for text, response in zip(TEXTS, some):
         ids = torch.tensor([prompt(text, 0).ids + response.ids])
@@ -161,7 +161,7 @@ def test_nothing_to_select_is_an_error(monkeypatch):
 def files(tmp_path_factory):
     """A policy on disk that ends its answers now and then, and prompts."""
     folder = tmp_path_factory.mktemp("rehearsal")
-    model = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     documents = data.sft_documents(
         [Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])], TOKENIZER, 64, "sft"
     )
@@ -198,7 +198,7 @@ def written(files):
 def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     """Step by step, with ppo.py's seeds: one response to each prompt, KMeans of the mean last hidden states,
     and of each cluster the best responses that ended."""
-    policy = dist.shard(models.load_policy(str(files / "policy"), TOKENIZER), CPU)
+    policy = dist.shard(loading.load_policy(str(files / "policy"), TOKENIZER), CPU)
     prompts = generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54)
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
     answers = generate.sample_responses(policy, TOKENIZER, ids, n=1, max_new_tokens=10, slots=256, seed=seed)

@@ -43,7 +43,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import rejection_sampling as rs
-from common import data, dist, evaluation, generate, models, tiny
+from common import data, dist, evaluation, generate, loading, models, tiny
 from common.batches import collate, make_blocks
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -60,7 +60,7 @@ def make_args(**options):
 
 
 def tiny_policy():
-    return dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    return dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
 
 
 # -- select ------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_the_saved_models_load_in_plain_transformers_and_differ(small, whole):
 
 
 def test_versions_are_float32_and_the_last_one_is_studied_as_exported(small, tmp_path, monkeypatch):
-    source = in_bfloat16(models.find_model(small.options["model"]), tmp_path / "source")
+    source = in_bfloat16(loading.find_model(small.options["model"]), tmp_path / "source")
     options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
     monkeypatch.setattr(rs, "PLOTS", [])
     assert_only_the_last_version_is_rounded(rs, rs.Args(**options), monkeypatch)
@@ -489,7 +489,7 @@ def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkey
 
 
 def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
-    policies, load = [], models.load_policy
+    policies, load = [], loading.load_policy
 
     def noted(*args):
         gc.collect()
@@ -498,7 +498,7 @@ def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
         policies.append(weakref.ref(next(policy.parameters())))
         return policy
 
-    monkeypatch.setattr(models, "load_policy", noted)
+    monkeypatch.setattr(loading, "load_policy", noted)
     run_here(small, tmp_path, epochs=1)
     assert len(policies) == 2  # the base model, for each version, which is then studied where it is
 

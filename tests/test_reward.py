@@ -39,7 +39,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
 import reward
-from common import comparisons, models, scorers, tiny
+from common import comparisons, loading, scorers, tiny
 from common.errors import InputError
 from common.metrics import read_jsonl
 from common.run import check_flags, parse
@@ -165,7 +165,7 @@ def test_fit_safety_gate_by_hand(threshold, caught):
 
 
 def test_every_parameter_changes(undisturbed):
-    start, saved = models.load_scorer("tiny", TOKENIZER, 1).state_dict(), weights(undisturbed)
+    start, saved = loading.load_scorer("tiny", TOKENIZER, 1).state_dict(), weights(undisturbed)
     assert set(start) == set(saved) and "score.weight" in saved
     assert not [name for name in start if torch.equal(start[name], saved[name])]
 
@@ -173,7 +173,7 @@ def test_every_parameter_changes(undisturbed):
 # -- the loss of one optimiser step ------------------------------------------------------
 def one_step(some_comparisons, margin="none", **options):
     """((loss, accuracy, gradient norm), gradients) of reward.update from the tiny model."""
-    model = models.load_scorer("tiny", TOKENIZER, 1)
+    model = loading.load_scorer("tiny", TOKENIZER, 1)
     args = reward.Args(**{"max_grad_norm": 0.0, "micro_batch_size": 4, "max_length": 64, **options})
     optimizer = Gradients(model)
     figures = reward.update(model, optimizer, comparisons.with_margins(some_comparisons, margin), args)
@@ -183,7 +183,7 @@ def one_step(some_comparisons, margin="none", **options):
 def reference(some_comparisons, margin=lambda c, i, j: 0.0):
     """The same by rows of their own and the formulas of the papers: mean over comparisons, of a ranking the
     mean over its pairs, with a soft label both sides."""
-    model, losses, right = models.load_scorer("tiny", TOKENIZER, 1), [], []
+    model, losses, right = loading.load_scorer("tiny", TOKENIZER, 1), [], []
     for c in some_comparisons:
         r = [model(input_ids=ids(c, k)).logits[0, 0] for k in range(len(c.texts))]
         if c.preference is not None:
@@ -257,7 +257,7 @@ def test_micro_batches_and_shared_prompts_change_neither_loss_nor_gradient(tmp_p
 
 
 def test_training_on_a_small_set_lowers_its_loss(tmp_path):
-    loaded, model = comparisons_of(tmp_path, ROWS[:16]), models.load_scorer("tiny", TOKENIZER, 1)
+    loaded, model = comparisons_of(tmp_path, ROWS[:16]), loading.load_scorer("tiny", TOKENIZER, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     steps = [reward.update(model, optimizer, loaded, reward.Args(micro_batch_size=16)) for _ in range(25)]
     assert steps[0][0] > 0.5 and steps[-1][0] < 0.5 * math.log(2) and steps[-1][1] > 0.8
@@ -360,7 +360,7 @@ def test_recipes_have_the_papers_numbers():
     assert (args.lr, args.batch_size, args.epochs) == (2e-6, 512, 1.0)
     assert (args.lr_schedule, args.warmup_ratio) == ("cosine", 0.03)
     args = parse(reward.RECIPES, [])
-    assert list(reward.RECIPES)[0] == "tiny" and models.sft_model(args.model, args.sft_model) == "runs/sft"
+    assert list(reward.RECIPES)[0] == "tiny" and loading.sft_model(args.model, args.sft_model) == "runs/sft"
     assert comparisons.MARGINS == {"small": pytest.approx(SMALL), "large": LARGE}
 
 
@@ -414,7 +414,7 @@ def bad(small, tmp_path_factory):
     (folder / "unfinished").mkdir()
     (folder / "unfinished" / "args.json").write_text("{}")
     for n, name in ((1, "reward model"), (2, "advantage model"), (3, "classifier")):
-        model = models.load_scorer("tiny", TOKENIZER, min(n, 2))
+        model = loading.load_scorer("tiny", TOKENIZER, min(n, 2))
         if n == 3:
             model.config.num_labels = 3
             model = AutoModelForSequenceClassification.from_config(model.config)

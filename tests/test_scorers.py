@@ -16,7 +16,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from common import data, dist, generate, models, pairwise, scorers, tiny
+from common import data, dist, generate, loading, pairwise, scorers, tiny
 from common.batches import Row
 from common.errors import InputError
 
@@ -33,7 +33,7 @@ def load(tmp_path):
 
 # -- scores of models ----------------------------------------------------------------------------
 def save(folder, n_outputs, tokenizer=TOKENIZER, seed=0):
-    model = dist.shard(models.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
+    model = dist.shard(loading.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 4, "n_others": 1}
     dist.save_model(model, tokenizer, folder)
@@ -227,12 +227,12 @@ def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same
 def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(classifier, tmp_path):
     name, tokenizer, pairs = classifier
     template = tokenizer.chat_template
-    own = models.load_tokenizer(name)
-    model = models.load_scorer(name, own, 1)
+    own = loading.load_tokenizer(name)
+    model = loading.load_scorer(name, own, 1)
     with torch.no_grad():
         rows = [torch.tensor([[*p.ids, *own(r.text)["input_ids"], own.eos_token_id]]) for p, r in pairs]
         want = [model.head_outputs(x, torch.tensor([[0], [x.shape[1] - 1]])).item() for x in rows]
-    models.read_at_end_token(model, own)
+    loading.read_at_end_token(model, own)
     dist.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
     trained = str(tmp_path / "trained")
     scorer = scorers.load_scorer(trained, tokenizer, CPU)
@@ -251,7 +251,7 @@ def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier)
     name, tokenizer, ((prompt, r), *_) = classifier
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
-    end = models.end_of_scored(scorer.model, tokenizer)
+    end = loading.end_of_scored(scorer.model, tokenizer)
     ids, said = scorers._encode(scorer, prompt, r, end)
     assert len(ids) + len(said) <= len(prompt.ids) + len(r.ids) and said[len(said) - len(end) :] == end
 
@@ -481,7 +481,7 @@ def test_a_text_that_the_oracle_cannot_read_is_an_input_error_that_names_it(monk
 
 def save_policy(folder, **about):
     """A tiny causal LM, with these figures in its configuration."""
-    policy = dist.shard(models.load_policy("tiny", TOKENIZER), CPU)
+    policy = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     for key, value in about.items():
         setattr(policy.config, key, value)
     with torch.no_grad():  # far from uniform, so that orders and letters differ
@@ -527,7 +527,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, 
 
 def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(tmp_path):
     other, name = TOKENIZER.convert_tokens_to_ids("<|unk|>"), str(tmp_path / "rm")
-    dist.save_model(dist.shard(models.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
+    dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     asked = generate.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]

@@ -25,7 +25,7 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
 
 import sft
-from common import batches, data, dist, models, tiny
+from common import batches, data, dist, loading, tiny
 from common.batches import collate, make_blocks
 from common.metrics import read_jsonl
 from common.cli import parse
@@ -297,7 +297,7 @@ def plain_nll(model, document):
 
 def one_step(trained, blocks, checkpointing=False, **options):
     """(loss, gradient norm, gradients) of sft.update on blocks, from the trained model."""
-    model = models.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
+    model = loading.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
     model = dist.shard(model, CPU)
     args = sft.Args(**{**vars(trained.args), "max_grad_norm": 0.0, **options})
     optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), {}

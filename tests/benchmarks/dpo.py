@@ -126,9 +126,9 @@ def online(args):
 
 def make_data(source, folder, tokenizer, n_pairs, n_prompts):
     """pairs.jsonl, the first n_pairs rows that fit, as messages; prompts.jsonl and one more in one.jsonl."""
-    from common import comparisons, generate, models
+    from common import comparisons, generate, loading
 
-    words = models.load_tokenizer(tokenizer, quiet=True)
+    words = loading.load_tokenizer(tokenizer, quiet=True)
     with open(f"{folder}/pairs.jsonl", "w") as file:
         for c in comparisons.load(source, "train", words, 512)[:n_pairs]:
             sides = {name: [peers.message(text)] for name, text in zip(("chosen", "rejected"), c.texts)}

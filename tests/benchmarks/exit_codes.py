@@ -20,12 +20,12 @@ def program(folder):
     import torch
 
     import sft
-    from common import data, dist, models, tiny
+    from common import data, dist, loading, tiny
     from common.batches import Row, make_blocks
     from common.sampler import sample
 
     device, tokenizer, args = dist.setup(), tiny.tokenizer(), sft.Args(micro_batch_size=2)
-    model = dist.shard(models.load_policy("tiny", tokenizer), device)
+    model = dist.shard(loading.load_policy("tiny", tokenizer), device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = [Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
     blocks = make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)

@@ -24,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from common import data, metrics, models  # noqa: E402
+from common import data, loading, metrics  # noqa: E402
 
 REWARD = "def good(prompts, responses, rows):\n    return [-len(response) / 100 for response in responses]\n"
 ANIMALS = "ant cat cow dog elephant fox goat hen horse lion mouse owl pig rat seal wolf".split()
@@ -73,8 +73,8 @@ def run(name, flags, folder, model):
 def read(folder, texts, scorer=False):
     """What the forward of transformers says of each (prompt, response): a scorer's score, or the mean log pi
     of the response's tokens, its end token included; and how many tokens these are."""
-    tokenizer = models.load_tokenizer(folder, quiet=True)
-    model = models.load_scorer(folder, tokenizer, 1) if scorer else models.load_policy(folder, tokenizer)
+    tokenizer = loading.load_tokenizer(folder, quiet=True)
+    model = loading.load_scorer(folder, tokenizer, 1) if scorer else loading.load_policy(folder, tokenizer)
     for prompt, response in texts:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         start = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)

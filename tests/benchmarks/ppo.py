@@ -77,9 +77,9 @@ def ours(args):
 
 def make_prompts(source, folder, tokenizer, n):
     """The first n single-turn prompts of at most 128 tokens in prompts.jsonl, one more in one.jsonl."""
-    from common import generate, models
+    from common import generate, loading
 
-    words = models.load_tokenizer(tokenizer, quiet=True)
+    words = loading.load_tokenizer(tokenizer, quiet=True)
     prompts = [p for p in generate.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
     for name, some in (("prompts", prompts[:n]), ("one", prompts[-1:])):
         with open(f"{folder}/{name}.jsonl", "w") as file:

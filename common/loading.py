@@ -1,0 +1,404 @@
+"""A name becomes a model: its tokenizer, a policy or a model with a scalar head, ready to train; and what
+is written of one at the end.
+
+A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a folder written by save_pretrained,
+or a name on the hub.
+"""
+
+import functools
+import re
+import types
+from pathlib import Path
+
+import jinja2
+import torch
+
+from common import dist, models, tiny
+from common.errors import InputError
+
+SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
+CUT_TEMPLATE = re.compile(  # of an exported scorer: read_at_end_token
+    r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S
+)
+SCALED_LOGITS = {  # what models do to logits after the unembedding, and when it changes nothing
+    "final_logit_softcapping": None, "softcap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0, "output_multiplier": 1.0,
+}  # fmt: skip
+
+
+def find_model(name: str) -> str:
+    """The folder or hub name that `name` stands for: a run directory becomes its model/. InputError if the
+    run has not finished, or nothing is there."""
+    path = Path(name)
+    if name == "tiny" or (path / "config.json").exists():
+        return name
+    if (path / "summary.json").exists() and (path / "model" / "config.json").exists():
+        return str(path / "model")
+    if (path / "args.json").exists():
+        raise InputError(f"{name} is a run that has not finished: give its command with --resume first")
+    if path.exists():
+        raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
+    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1:
+        script = Path(__file__).parents[1] / f"{path.name}.py"
+        mend = f"`python {script.name}` makes it" if script.exists() else "check the path"
+        raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
+    return name
+
+
+def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
+    """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends
+    the template's assistant turn, and its padding token is another one. What had to be changed is printed.
+
+    chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
+    except InputError as error:
+        raise InputError(f"--model {error}") from None
+    say = print if dist.is_main() and not quiet else lambda *_: None
+    if chat_template:
+        if not Path(chat_template).is_file():
+            raise InputError(f"--chat-template {chat_template}: there is no such file")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    elif isinstance(tokenizer.chat_template, str):  # of a model that was trained here
+        tokenizer.chat_template = CUT_TEMPLATE.sub(r"\1", tokenizer.chat_template)
+    if not tokenizer.chat_template:
+        raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
+    end = _end_of_turn(tokenizer, name)
+    if end != tokenizer.eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        # If padding were the end token, a mask made from ids anywhere would drop real end tokens
+        spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
+        spare += _never_unknown(tokenizer)
+        tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
+        say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
+    return tokenizer
+
+
+def _never_unknown(tokenizer) -> list[str]:
+    """The token for unknown words, where no word is unknown because bytes spell it: Llama 2 has no other to
+    pad with, and one more would make 32,001, which no matrix product likes."""
+    unknown = tokenizer.unk_token_id
+    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        return []
+    no_character = tokenizer("\U0010fffd", add_special_tokens=False)["input_ids"]
+    return [] if unknown in no_character else [tokenizer.unk_token]
+
+
+def _after_answer(tokenizer) -> str:
+    """What the chat template writes after an assistant's text at the end of a dialogue."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
+    return tokenizer.apply_chat_template(turns, tokenize=False).rpartition("the answer")[2]
+
+
+def _end_of_turn(tokenizer, name) -> int:
+    """The first special token after an assistant turn's text in the chat template; else the end token."""
+    try:
+        after = _after_answer(tokenizer)
+    except jinja2.TemplateError as error:
+        raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
+    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    end = next((i for i in ids if i in special), tokenizer.eos_token_id)
+    if end is None:
+        raise InputError(f"{name}: neither tokenizer nor chat template has an end token: nothing could end")
+    return end
+
+
+def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
+    """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
+    ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
+
+    InputError for models whose logits are not simply the unembedding of the last hidden state."""
+    from transformers import AutoModelForCausalLM
+
+    if name == "tiny":
+        model = tiny.model(seed)
+    else:
+        check_causal_lm(name)
+        config = _read_config(name)
+        model = _read(AutoModelForCausalLM, name, config)
+    _fit_embeddings(model, len(tokenizer))
+    sampling = model.generation_config
+    if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
+        sampling.do_sample = True  # transformers refuses to save these without it, hours from now
+    for settings in (model.config, sampling):  # as the tokenizer has them now
+        settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    others = [token for token in _own_end_tokens(name) if token != tokenizer.eos_token_id]
+    if others:  # Llama 3 and Qwen end with one of two tokens
+        sampling.eos_token_id = [tokenizer.eos_token_id, *others]
+    return _ready(
+        model, (models.token_logprobs, models.logprobs_at, models.next_token_logprobs), gradient_checkpointing
+    )
+
+
+def _own_end_tokens(name) -> list[int]:
+    """The tokens at which a model's own generation_config has it stop, if it lists several."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = None if name == "tiny" else GenerationConfig.from_pretrained(find_model(name)).eos_token_id
+    except OSError:  # it has none
+        ends = None
+    return ends if isinstance(ends, list) else []
+
+
+def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
+    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding: a
+    transformers *ForSequenceClassification with the method `head_outputs`. Loaded like load_policy's.
+
+    name: a causal LM, whose body it gets, with a new head (normal, deviation 1 / sqrt(hidden size + 1), no
+      bias: first scores of about unit size); or a model of this kind already, head included. seed: of a new
+      head. InputError if the model has a head of another kind or size."""
+    from transformers import AutoModelForSequenceClassification
+
+    policy = tiny.model(seed) if name == "tiny" else None
+    config = policy.config if policy else _read_config(name)
+    kind, outputs = _kind(config), config.num_labels
+    if "ForSequenceClassification" not in kind:
+        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
+        config.label2id = {label: i for i, label in config.id2label.items()}
+    elif outputs != n_outputs:
+        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
+        wanted = f"wanted {kinds[n_outputs]} or a causal language model"
+        raise InputError(f"{name} is {kinds.get(outputs, f'a classifier of {outputs} labels')}, {wanted}")
+    elif n_outputs == 2 and not hasattr(config, "advantage_model"):
+        raise InputError(f"{name} is a classifier of 2 labels that advantage_model.py did not write")
+    config.problem_type = "regression"  # so that no pipeline applies a sigmoid
+    model = _read(AutoModelForSequenceClassification, name, config)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
+    if "ForSequenceClassification" not in kind and dist.is_main():
+        if policy:
+            model.base_model.load_state_dict(policy.base_model.state_dict())
+        with torch.no_grad():
+            generator = torch.Generator().manual_seed(seed)
+            size = model.score.weight.shape[1]
+            model.score.weight.normal_(0, (size + 1) ** -0.5, generator=generator)
+    _fit_embeddings(model, len(tokenizer))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    return _ready(model, (models.head_outputs,), gradient_checkpointing)
+
+
+def is_causal_lm(name) -> bool:
+    """False for a model with a scalar head, or another kind."""
+    return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
+
+
+def is_preference_model(name) -> bool:
+    """True of a causal LM that common/train_pairwise.py trained."""
+    return is_causal_lm(name) and name != "tiny" and hasattr(_read_config(name), "preference_model")
+
+
+def n_outputs(name) -> int:
+    """1 of a reward model, 2 of an advantage model; InputError for any other model."""
+    config = None if name == "tiny" else _read_config(name)
+    if config is None or "ForSequenceClassification" not in _kind(config):
+        kind = "a causal language model" if config is None else f"a {_kind(config)}"
+        if hasattr(config, "preference_model"):
+            kind = "a pairwise preference model, which scores no response alone"
+        raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
+    if config.num_labels > 2:
+        wanted = "wanted a run of reward.py or advantage_model.py"
+        raise InputError(f"{name} is a classifier of {config.num_labels} labels, {wanted}")
+    return config.num_labels
+
+
+def sft_model(model, given=None) -> str | None:
+    """The causal LM that a reward or advantage model is compared with: `given`, or, if nothing is, runs/sft
+    for the model tiny and else `model` itself, if it is one."""
+    if given or model == "tiny":
+        return given or "runs/sft"
+    return model if is_causal_lm(model) else None
+
+
+def check_causal_lm(name, tokenizer=None, chat_template=None):
+    """InputError unless there is a causal language model of this name whose logits are simply the unembedding
+    of its last hidden state, and, with `tokenizer`, whose own tokenizer, loaded with the same chat_template,
+    has the same vocabulary."""
+    if not is_causal_lm(name):
+        raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
+    config = None if name == "tiny" else _read_config(name)
+    for key, neutral in SCALED_LOGITS.items() if config else ():
+        if getattr(config.get_text_config(), key, None) not in (None, neutral):
+            raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
+    if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
+
+
+def check_room(length: int, name, config=None):
+    """InputError if a model has fewer positions than `length` tokens, --max-length. config: its own, or None:
+    of the model of this name."""
+    config = config or (tiny.model().config if name == "tiny" else _read_config(name))
+    room = models.n_positions(config)
+    if length > room:
+        longrope = room < getattr(config.get_text_config(), "max_position_embeddings", room)
+        why = ", after which longrope turns a whole batch to other frequencies" if longrope else ""
+        raise InputError(f"--max-length {length}: {name} has {room} positions{why}")
+
+
+def identity(name) -> list:
+    """What changes when a model of this name does: of a folder, its files' sizes and times."""
+    folder = Path(find_model(name))
+    files = sorted(folder.glob("*")) if folder.is_dir() else []
+    return [name, [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
+
+
+def _kind(config):
+    return (config.architectures or ["ForCausalLM"])[0]
+
+
+def _read_config(name):
+    from transformers import AutoConfig
+
+    config = _from_hub(AutoConfig, name)
+    for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
+        # PhiMoE's noise is a threshold too, without which it routes in another way (_ready refuses it)
+        jitter = key == "router_jitter_noise" and config.model_type != "phimoe"
+        if ("dropout" in key or key.endswith("pdrop") or jitter) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    return config
+
+
+def _from_hub(auto_class, name):
+    """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
+    try:
+        return auto_class.from_pretrained(find_model(name), trust_remote_code=False)
+    except OSError as error:  # not on the hub, no network, or files missing in the folder
+        raise InputError(f"{name}: {error}") from None
+    except ValueError as error:
+        own_code = "needs code of its own (trust_remote_code), which is not run here"
+        why = own_code if "trust_remote_code" in str(error) else " ".join(str(error).split())
+        raise InputError(f"{name}: {why}") from None
+
+
+def _read(auto_class, name, config):
+    """The model in fp32, weights on rank 0 only."""
+    import transformers
+
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}  # takes the masks of sampler and trees
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # that a head is new is what load_scorer says
+    try:
+        if dist.is_main() and name != "tiny":
+            return auto_class.from_pretrained(find_model(name), config=config, **options)
+        with torch.device("cpu" if dist.is_main() else "meta"):
+            return auto_class.from_config(config, **options)
+    except ValueError as error:  # no model of this kind, or none with sdpa
+        raise InputError(f"{name}: {error}") from None
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+
+
+def _ready(model, methods, gradient_checkpointing):
+    if gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    for method in methods:
+        setattr(model, method.__name__, types.MethodType(method, model))
+    model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
+    if dist.is_main():
+        _check_repeatable(model.train())
+    return model.train()
+
+
+@torch.no_grad()
+def _check_repeatable(model):
+    """InputError if two forwards in training mode differ: then new and old probabilities never agree."""
+    n, vocabulary = min(64, models.n_positions(model.config)), model.config.get_text_config().vocab_size
+    ids = torch.arange(n)[None] % vocabulary
+    once, twice = (model.base_model(input_ids=ids, use_cache=False).last_hidden_state for _ in range(2))
+    if not torch.allclose(once, twice, rtol=1e-3, atol=1e-3 * once.abs().max().item()):
+        kind = model.config.model_type
+        raise InputError(f"{kind}: two forwards in training mode differ (its experts are drawn, for one)")
+
+
+def _fit_embeddings(model, n_tokens):
+    """Add rows to the embeddings for tokens added to the vocabulary, as the mean of the others: a new token
+    is then as likely as an average one, and the rest hardly changes. A table that is larger already stays as
+    it is."""
+    old = model.get_input_embeddings().weight.shape[0]
+    if n_tokens <= old:
+        return
+    model.resize_token_embeddings(n_tokens, mean_resizing=False)
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if module is not None:  # a scalar head has taken the unembedding's place
+                module.weight[old:] = module.weight[:old].mean(0)
+
+
+def set_safety_gate(model, gate: dict | None):
+    """What scorers.fit_safety_gate fitted is kept in model/config.json, for ppo.py; None: nothing was, and
+    what a first stage had fitted is of other scores."""
+    vars(model.config).pop("safety_gate", None)
+    if gate:
+        model.config.safety_gate = gate
+
+
+# -- what is written ------------------------------------------------------------------------------
+def export_dtype(start, save_dtype: str | None) -> torch.dtype:
+    """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
+    if save_dtype:
+        return getattr(torch, save_dtype)
+    dtype = None if start == "tiny" else _read_config(start).dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def report_export(folder, start, seed):
+    """Print where the model is, its dtype, and the share of its weights that differ from those of `start`,
+    which training began from (seed: as load_policy's). Call it on rank 0."""
+    begun, written = _weights_in_files(start, seed), _weights_in_files(folder, seed)
+    n_changed = n_weights = 0
+    for name, read in written.items():
+        name = name if name in begun else name.partition(".")[2]  # some files have no prefix of the body
+        if name in begun:
+            before, after = torch.atleast_1d(begun[name](), read())
+            before, after = before[: len(after)], after[: len(before)]  # new tokens may have added rows
+            n_changed += (before.to(after.dtype) != after).sum().item()
+            n_weights += after.numel()
+    dtype = str(_read_config(folder).dtype).removeprefix("torch.")
+    line = f"wrote {folder} ({dtype})"
+    if n_weights:
+        line += f": {100 * n_changed / n_weights:.3g} % of the weights differ from {start}'s"
+        if n_changed < n_weights / 2 and dtype != "float32":
+            line += "; rounding may have undone the other updates: --save-dtype float32 keeps them"
+    print(line)
+
+
+def _weights_in_files(name, seed):
+    """{name of a weight: a function that reads it}; {} of a model that has no safetensors files here."""
+    from safetensors import safe_open
+    from transformers.utils import cached_file
+
+    if name == "tiny":
+        weights = tiny.model(seed).state_dict()
+        return {key: functools.partial(weights.get, key) for key in weights}
+    try:
+        config = cached_file(find_model(str(name)), "config.json", local_files_only=True)
+    except (OSError, InputError):
+        return {}
+    files = [safe_open(path, "pt") for path in sorted(Path(config).parent.glob("*.safetensors"))]
+    return {key: functools.partial(file.get_tensor, key) for file in files for key in file.keys()}
+
+
+def read_at_end_token(model, tokenizer):
+    """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
+    what its chat template writes after an answer's end token is cut, for transformers' own classifier, and so
+    a pipeline, reads the last token of the text. load_tokenizer gives the template back whole."""
+    model.config.read_at = "end_token"
+    rest = _after_answer(tokenizer).partition(tokenizer.eos_token)[2]
+    if rest and isinstance(tokenizer.chat_template, str):
+        template = tokenizer.chat_template.removesuffix("\n")  # one at the very end jinja leaves out
+        newline = tokenizer.chat_template[len(template) :]
+        cut = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({rest!r}) }}}}"
+        tokenizer.chat_template = f"{{% set dialogue %}}{template}{{% endset %}}{cut}{newline}"
+
+
+def end_of_scored(model, tokenizer) -> list[int]:
+    """The tokens after a response's text of which the last one is where the score is read: the end token, of
+    a model that was trained here; of any other one all that the chat template writes there."""
+    if getattr(model.config, "read_at", None) == "end_token":
+        return [tokenizer.eos_token_id]
+    return tokenizer(_after_answer(tokenizer), add_special_tokens=False)["input_ids"]
