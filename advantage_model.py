@@ -31,7 +31,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, metrics, models
+from common import comparisons, dist, evaluation, loading, models, plots
 from common.batches import labelled_pairs, my_comparison_batches
 from common.cli import check_flags
 from common.errors import InputError
@@ -252,7 +252,7 @@ def main(args: Args):
     # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy do as well
     run.round_weights(model)
     after = {**evaluate(model), **evaluate.known_figures()}
-    figures, correlations = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
+    figures = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
     loading.read_at_end_token(model, tokenizer)
     run.finish(
         model,
@@ -263,7 +263,7 @@ def main(args: Args):
         iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
-        plots=[partial(metrics.plot_scorer, loss="loss/advantage", length=correlations)],
+        plots=[partial(plots.scorer, loss="loss/advantage")],
     )
 
 

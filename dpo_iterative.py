@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, data, dist, evaluation, generate, loading, metrics, models, scorers
+from common import comparisons, data, dist, evaluation, generate, loading, models, plots, scorers
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
@@ -267,7 +267,7 @@ def update(model, optimizer, pairs, args):
 
 PLOTS = [
     partial(
-        metrics.plot_metrics,
+        plots.curves,
         panels={
             "reward": ["eval/score", "gold/score", "pool/best", "pool/worst"],
             "length (tokens)": ["sample/length", "pairs/chosen_length", "pairs/rejected_length"],
@@ -276,15 +276,15 @@ PLOTS = [
         x="iteration",
     ),
     partial(
-        metrics.plot_metrics,
+        plots.curves,
         panels={
             "loss": ["loss/dpo"],
             "implicit reward": ["reward/chosen", "reward/rejected"],
             "accuracy": ["train/accuracy", "pairs/accuracy"],
         },
     ),
-    partial(metrics.plot_frontier, x="eval/kl", ys={"oracle": "eval/score", "true reward": "gold/score"}),
-    metrics.plot_lengths,
+    plots.frontier,
+    plots.lengths,
 ]
 
 

@@ -33,7 +33,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, metrics, models, scorers
+from common import data, dist, evaluation, generate, loading, models, plots, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split
 from common.errors import InputError
@@ -344,11 +344,7 @@ PANELS = {
     "entropy": ["policy/entropy"],
     "value": ["value/explained_variance", "loss/value"],
 }
-PLOTS = [
-    partial(metrics.plot_metrics, panels=PANELS),
-    partial(metrics.plot_frontier, x="eval/kl", ys={"scorer": "eval/score", "true reward": "gold/score"}),
-    metrics.plot_categories,
-]
+PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier, plots.categories]
 
 
 def main(args: Args):

@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, metrics, models, scorers
+from common import data, dist, evaluation, generate, loading, metrics, models, plots, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
@@ -207,9 +207,9 @@ def update(model, optimizer, blocks, args):
 
 
 PLOTS = [
-    metrics.plot_best_of_n,
+    plots.best_of_n,
     partial(
-        metrics.plot_metrics,
+        plots.curves,
         panels={
             "loss": ["loss/nll"],
             "held-out responses": ["eval/score", "gold/score", "sweep/max"],

@@ -29,7 +29,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, metrics, models, scorers
+from common import comparisons, dist, evaluation, loading, models, plots, scorers
 from common.batches import my_comparison_batches
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
@@ -198,7 +198,7 @@ def main(args: Args):
     # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
     run.round_weights(model)
     after = {**evaluate(model), **evaluate.known_figures()}
-    length_figures, correlations = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
+    length_figures = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
     loading.set_safety_gate(model, gate)
     loading.read_at_end_token(model, tokenizer)
@@ -211,7 +211,7 @@ def main(args: Args):
         iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "gold/correlation"),
-        plots=[partial(metrics.plot_scorer, loss="loss/reward", length=correlations)],
+        plots=[partial(plots.scorer, loss="loss/reward")],
     )
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import data, dist, evaluation, loading, metrics, models
+from common import data, dist, evaluation, loading, models, plots
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.cli import check_batch_size
 from common.losses import sft_loss
@@ -106,7 +106,7 @@ def update(model, optimizer, blocks, args):
 
 
 PANELS = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
-PLOTS = [partial(metrics.plot_metrics, panels=PANELS)]
+PLOTS = [partial(plots.curves, panels=PANELS)]
 
 
 def main(args: Args):

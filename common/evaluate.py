@@ -34,7 +34,8 @@ from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluate_scorers, evaluation, generate, loading, metrics, models, scorers
+from common import data, dist, evaluate_scorers, evaluation, generate, loading
+from common import metrics, models, plots, scorers
 from common.batches import a_part
 from common.cli import check_flags
 from common.errors import InputError
@@ -209,16 +210,10 @@ def rows_of(pairs, scores, kl, safety, is_tiny) -> list[dict]:
 
 
 # -- games -----------------------------------------------------------------------------------------
-def outcomes(scores, opponent_scores, tie_margin) -> list[float]:
-    """What each prompt's game gives the first player: 1 a win, 1/2 a tie, 0 a defeat."""
-    results = [metrics.game(a - b, tie_margin) for a, b in zip(scores, opponent_scores, strict=True)]
-    return [(result + 1) / 2 for result in results]
-
-
 def tournament(scores, tie_margin) -> dict[tuple[int, int], list[float]]:
     """{(i, j): what i won of each prompt's game against j}, i < j. scores: name -> score of each answer."""
     players = itertools.combinations(enumerate(scores.values()), 2)
-    return {(i, j): outcomes(first, second, tie_margin) for (i, first), (j, second) in players}
+    return {(i, j): metrics.outcomes(first, second, tie_margin) for (i, first), (j, second) in players}
 
 
 def judge(oracles, pairs, reference, args, device):
@@ -233,7 +228,7 @@ def judge(oracles, pairs, reference, args, device):
         # It reads texts: a's prompts do for both, whatever b's tokens are
         duels = [(prompt, x, y) for (prompt, x), (_, y) in zip(pairs[a], pairs[b])]
         won = [1 / (1 + math.exp(-x)) for x in scorers.log_odds(oracles[a], duels, size, device)]
-        games[i, j] = outcomes(won, [0.5] * len(won), args.tie_margin)
+        games[i, j] = metrics.outcomes(won, [0.5] * len(won), args.tie_margin)
         if a == reference:
             scores[b] = [1 - x for x in won]
         elif b == reference:
@@ -293,7 +288,6 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 # -- figures ---------------------------------------------------------------------------------------
 # figure -> the column of samples.jsonl whose mean it is
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
-JUDGES = {"score": "the scorer", "gold": "the true reward"}
 
 
 def figures(rows, games, args) -> dict[str, dict[str, float]]:
@@ -305,7 +299,7 @@ def figures(rows, games, args) -> dict[str, dict[str, float]]:
         longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
         for kind in games:
             scores, reference_scores = ([row[kind] for row in side] for side in (policy_rows, reference_rows))
-            won = outcomes(scores, reference_scores, result[f"{kind}_tie_margin"])
+            won = metrics.outcomes(scores, reference_scores, result[f"{kind}_tie_margin"])
             result[f"{kind}_win_lc"] = length_controlled(won, longer)
         if "safety" in policy_rows[0]:
             marked = [row for row in policy_rows if row["is_safety"]] or policy_rows
@@ -336,43 +330,6 @@ def table(results) -> list[dict]:
             line["harmless"] = f"{result['harmless']:.0%}"
         lines.append(line)
     return lines
-
-
-def plot(folder, results):
-    """elo.png: ratings at the first temperature. frontier.png: rewards against the KL. results: temperature
-    -> name -> figures. Returns both figures; of one policy, none."""
-    temperature, first = next(iter(results.items()))
-    kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
-    if not kinds:
-        return ()
-    elos, axes = metrics.figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
-    for axis, kind in zip(axes, kinds):
-        key, rows = f"{kind}_elo", list(first.values())
-        below = [max(0.0, r[key] - r.get(f"{key}_low", r[key])) for r in rows]
-        above = [max(0.0, r.get(f"{key}_high", r[key]) - r[key]) for r in rows]
-        axis.barh(list(first), [r[key] - 1000 for r in rows], xerr=[below, above], left=1000, capsize=3)
-        axis.axvline(1000, color="black", linewidth=1)
-        few = f"{key}_n" in rows[0]  # too few prompts for an interval
-        label = f"Elo of {rows[0][key + '_n']} prompts" if few else "Elo and its 95 % interval"
-        axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel=label)
-        axis.invert_yaxis()
-    frontier, axes = metrics.figure(len(kinds), (4.8, 3.2))
-    far = any(r.get("kl", 0) > 10 for of_policy in results.values() for r in of_policy.values())
-    for axis, kind in zip(axes, kinds):
-        for (temperature, of_policy), marker in zip(results.items(), itertools.cycle("os^vD")):
-            for i, (name, r) in enumerate(of_policy.items()):
-                label = name if len(results) == 1 else f"{name}, T = {temperature}"
-                if "kl" in r:
-                    axis.plot(r["kl"], r[kind], marker, color=f"C{i}", label=label)
-        axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
-        axis.set_ylabel("mean over held-out prompts")
-        if far:
-            axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # its own labels are TeX
-            axis.xaxis.set_major_formatter("{x:g}")
-        axis.grid(alpha=0.3)
-    metrics.save(elos, folder / "elo.png")
-    metrics.save(frontier, folder / "frontier.png")
-    return elos, frontier
 
 
 def main(args: Args):
@@ -442,11 +399,13 @@ def main(args: Args):
         metrics.write_jsonl(folder / "samples.jsonl", samples)
         for temperature, of_policy in results.items():
             reference_result = of_policy[args.reference]
-            margins = {judge: reference_result.get(f"{kind}_tie_margin") for kind, judge in JUDGES.items()}
+            margins = {
+                judge: reference_result.get(f"{kind}_tie_margin") for kind, judge in metrics.JUDGES.items()
+            }
             ties = ", ".join(f"{x:.3g} by {judge}" for judge, x in margins.items() if x is not None)
             print(f"{n} prompts, temperature {temperature}, against {args.reference}; ties within {ties}:")
             metrics.print_table(table(of_policy))
-        plot(folder, results)
+        plots.compared(folder, results)
         about = {"reference": args.reference, "prompts": n, "scorer": args.scorer}
         write_json(folder / "summary.json", {**about, "temperatures": results})  # last
         print(f"wrote {folder}/summary.json")

@@ -19,7 +19,7 @@ import gc
 import re
 from pathlib import Path
 
-from common import comparisons, data, dist, generate, loading, metrics, scorers
+from common import comparisons, data, dist, generate, loading, metrics, plots, scorers
 from common.batches import labelled_pairs
 from common.errors import InputError
 from common.run import start_run, write_json
@@ -59,16 +59,6 @@ def score_rows(scorer, held_out, args, device) -> list[dict]:
     for response in [response for row in rows for response in row["responses"]]:
         response["score"] = next(scores)
     return rows
-
-
-def parts_of(rows) -> dict[str, list[dict]]:
-    """The rows: all of them, and where there are several data sets or categories, those of each."""
-    parts = {"all": rows}
-    for kind, title in (("source", "data set"), ("category", "category")):
-        names = sorted({str(row[kind]) for row in rows})
-        for name in names if len(names) > 1 else ():
-            parts[f"{title} {name}"] = [row for row in rows if str(row[kind]) == name]
-    return parts
 
 
 def figures_of(rows) -> dict[str, float]:
@@ -119,10 +109,13 @@ def compare(paths, args, device, state):
     if dist.is_main():
         figures = {}
         for name, of_scorer in rows.items():
-            figures[name] = {part: figures_of(some) for part, some in parts_of(of_scorer).items()}
+            figures[name] = {"all": figures_of(of_scorer)}
+            for (kind, part), inside in metrics.parts_of(of_scorer).items():
+                title = "data set" if kind == "source" else "category"
+                figures[name][f"{title} {part}"] = figures_of(inside)
         samples = [{"scorer": name, **row} for name, of_scorer in rows.items() for row in of_scorer]
         metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", samples)
         print_tables(figures)
-        metrics.plot_scores(Path(args.output_dir), rows)
+        plots.scores(Path(args.output_dir), rows)
         write_json(f"{args.output_dir}/summary.json", {"dataset": args.dataset, "scorers": figures})  # last
         print(f"wrote {args.output_dir}/summary.json")

@@ -229,25 +229,27 @@ def load_policy(name, tokenizer, args, device):
     return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
-def length_bias(model, sft_model, held_out, tokenizer, args) -> tuple[dict[str, float], list[float]]:
-    """(figures, correlations): two baselines that a scorer must beat on the held-out pairs, and of each of
-    some held-out prompts the correlation of length and score over 8 responses that the SFT model samples."""
+def length_bias(model, sft_model, held_out, tokenizer, args) -> dict[str, float]:
+    """Two baselines that a scorer must beat on the held-out pairs, and the length_figures of 8 responses of
+    the SFT model to each of some held-out prompts."""
     policy = sft_model and load_policy(sft_model, tokenizer, args, model.device)
     figures = baselines(policy, held_out, args.micro_batch_size)
     if not (policy and held_out and args.length_prompts):
-        return figures, []
+        return figures
     sampled = with_samples(policy, held_out, tokenizer, args, args.seed)
-    correlations = length_correlations(sampled, scores_of_each(model, sampled, args))
-    return {**figures, **metrics.length_figures(correlations)}, correlations
+    return {**figures, **length_figures(sampled, scores_of_each(model, sampled, args))}
 
 
-def length_correlations(sampled, scores) -> list[float]:
-    """Of each prompt: the correlation of length and score over its samples, where both vary."""
-    rows = []
-    for c, scores_of_prompt in zip(sampled, scores):
-        responses = [{"tokens": len(ids), "score": score} for ids, score in zip(c.samples, scores_of_prompt)]
-        rows.append({"responses": responses})
-    return metrics.length_correlations(rows)
+def length_figures(sampled, scores) -> dict[str, float]:
+    """The mean correlation of length and score over a prompt's samples, of prompts with three or more of them
+    where both vary, and how many these are; of none, nothing."""
+    correlations = []
+    for c, of_prompt in zip(sampled, scores):
+        correlation = metrics.correlation([len(ids) for ids in c.samples], of_prompt)
+        if len(of_prompt) > 2 and not math.isnan(correlation):
+            correlations.append(correlation)
+    n = len(correlations)
+    return {"length/correlation": sum(correlations) / n, "length/prompts": n} if n else {}
 
 
 def with_samples(policy, held_out, tokenizer, args, seed):
@@ -327,15 +329,14 @@ def behavior_logprobs(train, tokenizer, args, device):
 
 
 def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
-    """(figures, length correlations) of an advantage model: two baselines that it must beat and, from the
-    policy's own responses to held-out prompts: is e(x) the mean r of them, as eq. 7 says? `expected/bias` and
+    """Of an advantage model: two baselines that it must beat, length_figures and, from the policy's own responses to held-out prompts: is e(x) the mean r of them, as eq. 7 says? `expected/bias` and
     `expected/rmse` are of e - mean r, over prompts, in standard deviations of r within a prompt; the samples'
     own noise is taken off the second. On the tiny world also the correlation of e with the policy's mean true
     reward on a prompt."""
     policy = policy_name and load_policy(policy_name, tokenizer, args, model.device)
     figures = baselines(policy, held_out, args.micro_batch_size)
     if not (policy and held_out and args.length_prompts):
-        return figures, []
+        return figures
     seed = dist.seed_of(args.seed, "held_out_samples")
     sampled = with_samples(policy, held_out, tokenizer, args, seed)
 
@@ -348,7 +349,7 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     expected = [e for _, e in outputs]
     several = [i for i, of_prompt in enumerate(rewards) if len(of_prompt) > 1]
     if not several:
-        return figures, []
+        return figures
     errors = torch.stack([expected[i] - rewards[i].mean() for i in several])
     within = torch.stack([rewards[i].var() for i in several])
     noise = torch.stack(
@@ -356,14 +357,13 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     )  # of the mean of so few samples
     deviation = within.mean().sqrt()
     rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
-    correlations = length_correlations(sampled, [of_prompt.tolist() for of_prompt in rewards])
     figures["expected/bias"] = (errors.mean() / deviation).item()
     figures["expected/rmse"] = (rmse / deviation).item()
-    figures.update(metrics.length_figures(correlations))
+    figures.update(length_figures(sampled, [of_prompt.tolist() for of_prompt in rewards]))
     if data.is_tiny(args.eval_dataset or args.dataset):
         gold = [mean_true_reward(c, tokenizer) for c in sampled]
         figures["gold/expected_correlation"] = metrics.correlation([e.item() for e in expected], gold)
-    return figures, correlations
+    return figures
 
 
 def mean_true_reward(comparison, tokenizer) -> float:
@@ -421,9 +421,9 @@ def gains_over(studies, version, names: dict) -> dict[str, float]:
     """The paired differences of score and true reward to other versions. names: {name: version}."""
     same, samples, figures = comparable(studies, version), studies[version]["samples"], {}
     for name, other in names.items():
-        for key, column in (("eval/score", "score"), ("gold/score", "gold")):
-            if other in same and other != version and samples and column in samples[0]:
-                figures.update(metrics.paired_figures(f"{key}_over_{name}", same[other], samples, column))
+        if other in same and other != version:
+            keys = {f"eval/score_over_{name}": "score", f"gold/score_over_{name}": "gold"}
+            figures.update(metrics.gains(same[other], samples, keys))
     return figures
 
 

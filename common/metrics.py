@@ -1,4 +1,4 @@
-"""Files of rows, what is printed, plots, and measures. Every key is defined by a formula in docs/runs.md."""
+"""Files of rows, what is printed, and measures. Every key is defined by a formula in docs/runs.md."""
 
 import json
 import math
@@ -54,10 +54,7 @@ def read_jsonl(path) -> list[dict]:
 
 
 def write_jsonl(path, rows: list[dict]):
-    """Write rows to `path`, whole or not at all."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), "utf-8")
-    os.replace(temporary, path)
+    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def append_jsonl(path, rows: list[dict]):
@@ -77,9 +74,13 @@ def read_json(path):
 
 
 def write_json(path, value):
-    """Write `value` to `path` so that it is there whole or not at all."""
+    _replace(path, json.dumps(value, indent=2) + "\n")
+
+
+def _replace(path, text):
+    """Write `text` to `path`, whole or not at all."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    temporary.write_text(text, "utf-8")
     os.replace(temporary, path)
 
 
@@ -109,10 +110,8 @@ class Lines:
         if full or now - self.last >= 60:
             self.last = now
             figures = "".join(f", {key} {value}" for key, value in self.figures.items())
-            seconds = f"{now - self.begun:.0f} s"
-            print(
-                f"{self.name}: {self.n:,} of {self.total:,} ({seconds}){figures}", file=sys.stderr, flush=True
-            )
+            done = f"{self.n:,} of {self.total:,} ({now - self.begun:.0f} s)"
+            print(f"{self.name}: {done}{figures}", file=sys.stderr, flush=True)
 
     def set_postfix(self, figures=(), refresh=True, **more):
         self.figures = {**dict(figures), **more}
@@ -126,7 +125,7 @@ class Lines:
         return self
 
     def __exit__(self, *error):
-        self.close()
+        pass
 
     def close(self):
         pass
@@ -162,160 +161,117 @@ def print_table(rows: list[dict]):
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
 
 
-LABELS = {  # what pictures call the keys of metrics.jsonl
-    "loss/nll": "training loss (nats)",
-    "loss/reward": "training loss (nats)",
-    "loss/advantage": "training loss (nats)",
-    "loss/dpo": "training loss (nats)",
-    "loss/value": "value loss (half the squared error)",
-    "eval/nll": "held-out loss (nats)",
-    "optim/lr": "learning rate",
-    "optim/grad_norm": "gradient norm before clipping",
-    "train/accuracy": "training pairs (share ranked as labelled)",
-    "eval/accuracy": "held-out pairs (share ranked as labelled)",
-    "pairs/accuracy": "held-out pairs (share ranked as labelled)",
-    "reward/score": "score of rollouts",
-    "reward/gold": "true reward of rollouts",
-    "eval/score": "score of held-out responses",
-    "gold/score": "true reward of held-out responses",
-    "reward/chosen": "chosen (beta times nats)",
-    "reward/rejected": "rejected (beta times nats)",
-    "kl/per_response": "KL of rollouts (nats)",
-    "eval/kl": "KL of held-out responses (nats)",
-    "policy/entropy": "entropy (nats per token)",
-    "value/explained_variance": "explained variance (share)",
-    "pool/score": "mean score of samples",
-    "pool/best": "best score of a prompt's samples",
-    "pool/worst": "worst score of a prompt's samples",
-    "sweep/max": "expected best score of a prompt's samples",
-    "sample/length": "held-out responses (tokens)",
-    "pairs/chosen_length": "chosen (tokens)",
-    "pairs/rejected_length": "rejected (tokens)",
-}
+# -- intervals -------------------------------------------------------------------------------------
+FEW = 10
 
 
-def figure(panels=1, size=(4.8, 3.2)):
-    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["text.parse_math"] = False  # a category may hold a $
-    drawing = Figure(figsize=(size[0] * panels, size[1]), dpi=90, layout="constrained")
-    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
+def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
+    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: their number stands in
+    its place, {key, key_n}."""
+    return {key: value, f"{key}_n": n} if n < FEW else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 
-def save(drawing, path):
-    """Write a figure; below each of its axes stands a legend, where it covers no curve, and the figure grows
-    by it."""
-    most = 0
-    for axis in drawing.axes:
-        n = len(axis.get_legend_handles_labels()[1])
-        columns = 2 if n > 4 else 1
-        if n:  # 5: the room that ticks and their label take, in font sizes
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "borderaxespad": 5}
-            axis.legend(fontsize=8, ncols=columns, **place)
-        most = max(most, math.ceil(n / columns))
-    drawing.set_figheight(drawing.get_figheight() + 0.18 * most)
-    drawing.savefig(path)
-    return drawing
+def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
+    """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
+    if f"{key}_n" in figures:
+        return f"{figures[key]:{form}} (n = {figures[key + '_n']})"
+    return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
 
 
-def whole_ticks(axis):
-    """Ticks of steps, tokens and samples: whole numbers only."""
-    axis.xaxis.get_major_locator().set_params(integer=True)
+def paired(before: list[float], after: list[float]) -> tuple[float, float, float]:
+    """Mean difference after - before on the same prompts, and its 95 % interval (normal; of one prompt,
+    infinite)."""
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    mean, n = statistics.fmean(differences), len(differences)
+    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return mean, mean - half, mean + half
 
 
-def category_ticks(axis, names):
-    """Categories from top to bottom, where long names have room."""
-    axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
-    axis.invert_yaxis()
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n independent items."""
+    middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
+    half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
+    return middle - half, middle + half
 
 
-def plot_metrics(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
-    """Draw `folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`, the
-    step or the iteration."""
-    rows = read_jsonl(Path(folder) / "metrics.jsonl")
-    drawing, axes = figure(len(panels), (4.2, 2.8))
-    for axis, (title, keys) in zip(axes, panels.items()):
-        for key in keys:
-            points = [(row[x], row[key]) for row in rows if key in row]
-            marker = "o" if len(points) < 10 else None
-            if points:
-                axis.plot(*zip(*points), marker=marker, markersize=3, label=LABELS.get(key, key))
-        axis.set(title=title, xlabel=x)
-        whole_ticks(axis)
-        axis.grid(alpha=0.3)
-    return save(drawing, Path(folder) / name)
+def resamples(n: int, n_bootstrap: int, generator):
+    """Of each bootstrap sample of n items: how often each was drawn, (n,)."""
+    for _ in range(n_bootstrap):
+        yield torch.bincount(torch.randint(n, (n,), generator=generator), minlength=n)
 
 
-def plot_frontier(folder, x: str, ys: dict[str, str], name: str = "frontier.png"):
-    """Draw `folder`/name from metrics.jsonl: the metrics `ys` {label: key} against the metric `x`, in the
-    order in which they were logged: a scorer and the true reward against the KL show over-optimisation."""
-    rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
-    if not rows:
-        return None
-    drawing, (axis,) = figure()
-    for label, key in ys.items():
-        points = [(row[x], row[key]) for row in rows if key in row]
-        if points:
-            axis.plot(*zip(*points), "o-", markersize=3, label=label)
-    axis.set(xlabel=LABELS.get(x, x), ylabel="mean over held-out prompts", title="reward against the KL")
-    axis.grid(alpha=0.3)
-    return save(drawing, Path(folder) / name)
-
-
-def plot_lengths(folder, policies: dict[str, list[dict]] | None = None):
-    """Draw `folder`/length.png: the score against the tokens of every held-out response of some policies
-    {name: rows with `tokens` and `score`}; None: of the first and the last version in samples.jsonl."""
-    if policies is None:
-        versions = samples_by(folder, "version")
-        ends = dict.fromkeys([*list(versions)[:1], *list(versions)[-1:]])
-        policies = {f"version {version}": versions[version] for version in ends}
-    if not policies:
-        return None
-    drawing, (axis,) = figure()
-    for shift, (name, rows) in enumerate(policies.items()):
-        x, y = ([row[key] for row in rows] for key in ("tokens", "score"))
-        beside = [tokens + 0.25 * shift for tokens in x]  # else a policy hides the one before
-        axis.scatter(beside, y, s=6, alpha=0.4, label=f"{name}: correlation {correlation(x, y):.2f}")
-    axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
-    whole_ticks(axis)
-    axis.grid(alpha=0.3)
-    return save(drawing, Path(folder) / "length.png")
-
-
-def samples_by(folder, column: str) -> dict[str, list[dict]]:
-    """The rows of `folder`/samples.jsonl, by what a column says."""
-    groups = {}
-    for row in read_jsonl(Path(folder) / "samples.jsonl"):
-        groups.setdefault(row.get(column), []).append(row)
-    return groups
-
-
-def plot_categories(folder, policies: dict[str, list[dict]] | None = None):
-    """Draw `folder`/categories.png: the mean true reward (where it is known, else the score) of the held-out
-    responses of some policies, by default those before and after training, by category. Rows without
-    categories: nothing is drawn."""
-    policies = samples_by(folder, "when") if policies is None else policies
-    first = next(iter(policies.values()), [])
-    key = "gold" if first and "gold" in first[0] else "score"
-    names = sorted({row["category"] for row in first} - {None})
-    if len(names) < 2:
-        return None
-    drawing, (axis,) = figure(size=(4.8, 1 + 0.3 * len(names)))
-    width = 0.8 / len(policies)
-    for number, (policy, rows) in enumerate(policies.items()):
-        mine = [[row[key] for row in rows if row["category"] == name] for name in names]
-        y = [i + (number - (len(policies) - 1) / 2) * width for i in range(len(names))]
-        axis.barh(y, [statistics.fmean(values) for values in mine], width, label=policy)
-    category_ticks(axis, names)
-    axis.axvline(0, color="black", linewidth=1)
-    title = "true reward" if key == "gold" else "score"
-    axis.set(title=f"{title} by category", xlabel="mean of held-out responses")
-    return save(drawing, Path(folder) / "categories.png")
+def percentiles(estimates: torch.Tensor) -> list:
+    """The ends of the 95 % interval of bootstrap estimates, (n_bootstrap, ...)."""
+    return estimates.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0).tolist()
 
 
 # -- measures of samples ---------------------------------------------------------------------------
+# A row is a response to a prompt: {"prompt", "response", "tokens", "score", on the tiny world "gold", ...}.
+JUDGES = {"score": "the scorer", "gold": "the true reward"}  # column -> who says so
+
+
+def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
+    """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
+    there = {key: column for key, column in columns.items() if rows and column in rows[0]}
+    return {key: sum(row[column] for row in rows) / len(rows) for key, column in there.items()}
+
+
+def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
+    """As means: of responses of two policies to the same prompts the paired differences, with_interval."""
+    figures = {}
+    for key, column in columns.items():
+        if after and column in after[0]:
+            first, second = ([row[column] for row in rows] for rows in (before, after))
+            figures.update(with_interval(key, *paired(first, second), len(after)))
+    return figures
+
+
+def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
+    """What each prompt's game gives: 1 a win, 1/2 a tie, 0 a defeat. A difference of the margin itself ties,
+    whatever its rounding."""
+    differences, least = [a - b for a, b in zip(scores, opponents, strict=True)], tie_margin + 1e-9
+    return [(1 + (d > least) - (d < -least)) / 2 for d in differences]
+
+
+def margin_of_ties(tie_margin: float | None, reference: list[float]) -> float:
+    """--tie-margin; where it is None, a tenth of the standard deviation of the reference's scores, whose unit
+    nobody knows."""
+    return 0.1 * statistics.pstdev(reference) if tie_margin is None else tie_margin
+
+
+def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
+    """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
+    shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
+    loses, the margin, and the paired difference (gain) with its 95 % interval."""
+    figures = {}
+    for column in [column for column in JUDGES if column in after[0]]:
+        key = f"{prefix}{column}"
+        first, second = ([row[column] for row in rows] for rows in (before, after))
+        figures[f"{key}_tie_margin"] = margin_of_ties(tie_margin, first)
+        won = outcomes(second, first, figures[f"{key}_tie_margin"])
+        for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
+            figures[f"{key}_{name}"] = won.count(result) / len(won)
+        figures.update(gains(before, after, {f"{key}_gain": column}))
+    return figures
+
+
+def regressions(before: list[dict], after: list[dict]) -> list[dict]:
+    """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
+    known) of two policies' responses to the same prompts, with its 95 % interval and whether this excludes 0
+    (by chance one category in twenty does); of fewer than 10 prompts, with their number alone."""
+    table = []
+    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
+        inside = [(b, a) for b, a in zip(before, after) if name in (None, a["category"])]
+        line = {"category": name or "all", "prompts": len(inside)}
+        for column in [column for column in JUDGES if column in after[0]]:
+            figures = gains(*zip(*inside), {column: column})
+            line[column] = interval(figures, column)
+            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
+            line[f"{column} is"] = "worse" if worse else "better" if better else ""
+        table.append(line)
+    return table
+
+
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
 
@@ -340,131 +296,13 @@ def best_of_n_kl(n: int) -> float:
     return math.log(n) - (n - 1) / n
 
 
-def paired(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """Mean difference after - before on the same prompts, and its 95 % interval (normal; of one prompt,
-    infinite)."""
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    mean, n = statistics.fmean(differences), len(differences)
-    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return mean, mean - half, mean + half
-
-
-def wilson(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n independent items."""
-    middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
-    half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
-    return middle - half, middle + half
-
-
-FEW = 10
-
-
-def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
-    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: their number stands in
-    its place, {key, key_n}."""
-    return {key: value, f"{key}_n": n} if n < FEW else {key: value, f"{key}_low": low, f"{key}_high": high}
-
-
-def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
-    """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
-    if f"{key}_n" in figures:
-        return f"{figures[key]:{form}} (n = {figures[key + '_n']})"
-    return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
-
-
-def paired_figures(key: str, before: list[dict], after: list[dict], column: str) -> dict[str, float]:
-    """`paired` of a column of two policies' rows on the same prompts, with_interval."""
-    values = ([row[column] for row in rows] for rows in (before, after))
-    return with_interval(key, *paired(*values), len(after))
-
-
-def gains(before: list[dict], after: list[dict]) -> dict[str, float]:
-    """The paired differences of `score`, and of `gold` where it is known, of two policies' responses to the
-    same prompts: eval/score_gain and gold/score_gain, with_interval."""
-    figures = paired_figures("eval/score_gain", before, after, "score") if after else {}
-    if after and "gold" in after[0]:
-        figures.update(paired_figures("gold/score_gain", before, after, "gold"))
-    return figures
-
-
-def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
-    """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
-    known = {key: column for key, column in columns.items() if rows and column in rows[0]}
-    return {key: sum(row[column] for row in rows) / len(rows) for key, column in known.items()}
-
-
-def game(difference: float, tie_margin: float) -> int:
-    """1: won, 0: a tie, -1: lost. A difference of the margin itself ties, whatever its rounding."""
-    return (difference > tie_margin + 1e-9) - (difference < -tie_margin - 1e-9)
-
-
-def margin_of_ties(tie_margin: float | None, reference: list[float]) -> float:
-    """--tie-margin; where it is None, a tenth of the standard deviation of the reference's scores, whose unit
-    nobody knows."""
-    return 0.1 * statistics.pstdev(reference) if tie_margin is None else tie_margin
-
-
-def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
-    """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
-    shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
-    loses, the margin, and the paired difference (gain) with its 95 % interval."""
-    out = {}
-    for column in ("score", "gold") if "gold" in after[0] else ("score",):
-        key = f"{prefix}{column}"
-        margin = out[f"{key}_tie_margin"] = margin_of_ties(tie_margin, [row[column] for row in before])
-        games = [game(b[column] - a[column], margin) for a, b in zip(before, after, strict=True)]
-        for name, result in (("win", 1), ("lose", -1), ("tie", 0)):
-            out[f"{key}_{name}"] = games.count(result) / len(games)
-        out |= paired_figures(f"{key}_gain", before, after, column)
-    return out
-
-
-def regressions(before: list[dict], after: list[dict]) -> list[dict]:
-    """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
-    known) of two policies' responses to the same prompts, with its 95 % interval and whether this excludes 0
-    (by chance one category in twenty does); of fewer than 10 prompts, with their number alone."""
-    table = []
-    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
-        inside = [i for i, row in enumerate(after) if name in (None, row["category"])]
-        line = {"category": name or "all", "prompts": len(inside)}
-        for column in ("score", "gold") if "gold" in after[0] else ("score",):
-            figures = paired_figures(column, [before[i] for i in inside], [after[i] for i in inside], column)
-            line[column] = interval(figures, column)
-            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
-            line[f"{column} is"] = "worse" if worse else "better" if better else ""
-        table.append(line)
-    return table
-
-
-def plot_best_of_n(folder, curves: list[dict] | None = None):
-    """`folder`/best_of_n.png: left, the largest and the median score among N samples at each policy's own
-    temperature (Llama 2, figure 7); right, the largest one for every temperature (figure 8).
-
-    curves: {"policy", "temperature", "chosen": bool, "max": [...], "median": [...]}, N = 1, 2, ...; None:
-    those
-      of the first and the last policy in `folder`/curves.jsonl, if one scorer scored both."""
-    if curves is None:
-        rows = read_jsonl(Path(folder) / "curves.jsonl")
-        ends = [row["policy"] for row in rows[:1] + rows[-1:]]
-        curves = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
-    if not curves:
-        return None
-    drawing, axes = figure(2, (4.8, 3.2))
-    names = list(dict.fromkeys(curve["policy"] for curve in curves))
-    for curve in curves:
-        n, color = range(1, len(curve["max"]) + 1), f"C{names.index(curve['policy'])}"
-        label = f"{curve['policy']}, T = {curve['temperature']:g}"
-        if curve["chosen"]:
-            axes[0].plot(n, curve["max"], color=color, label=f"{label}: largest")
-            axes[0].plot(n, curve["median"], color=color, linestyle="--", label=f"{label}: median")
-        rank = sorted(c["temperature"] for c in curves if c["policy"] == curve["policy"])
-        style = ("-", "--", ":", "-.")[rank.index(curve["temperature"]) % 4]
-        axes[1].plot(n, curve["max"], color=color, linestyle=style, label=label)
-    for axis, title in zip(axes, ("largest and median score of N samples", "largest score by temperature T")):
-        axis.set(title=title, xlabel="N, samples of a prompt", ylabel="score")
-        whole_ticks(axis)
-        axis.grid(alpha=0.3)
-    return save(drawing, Path(folder) / "best_of_n.png")
+def correlation(x, y) -> float:
+    """Pearson's; NaN where one of them does not vary."""
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return math.nan
+    x, y = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
+    x, y = x - x.mean(), y - y.mean()
+    return (x @ y / (x.norm() * y.norm())).item()
 
 
 # -- measures of a scorer on labelled pairs --------------------------------------------------------
@@ -476,12 +314,28 @@ def pairs_of(rows) -> list[tuple]:
     pairs = []
     for number, row in enumerate(rows):
         responses = row["responses"]
-        mine = [(a, b) for a in responses for b in responses if a["rank"] < b["rank"]]
+        sides = [(a, b) for a in responses for b in responses if a["rank"] < b["rank"]]
         differences = row.get("differences")
         if differences is None:
-            differences = [a["score"] - b["score"] for a, b in mine]
-        pairs += [(d, number, a, b) for d, (a, b) in zip(differences, mine)]
+            differences = [a["score"] - b["score"] for a, b in sides]
+        pairs += [(d, number, a, b) for d, (a, b) in zip(differences, sides)]
     return pairs
+
+
+def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
+    """{("source" or "category", name): its rows}, where there are several of the kind."""
+    parts = {}
+    for kind in ("source", "category"):
+        names = sorted({str(row[kind]) for row in rows})
+        for name in names if len(names) > 1 else ():
+            parts[kind, name] = [row for row in rows if str(row[kind]) == name]
+    return parts
+
+
+def accuracy(differences) -> float:
+    """Share of differences above 0, ties counting 1/2; NaN of none."""
+    right = [float(d > 0) + float(d == 0) / 2 for d in differences]
+    return sum(right) / len(right) if right else math.nan
 
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
@@ -504,48 +358,34 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
 
-    def ece(gap):  # gap: (..., n_bins), each bin's sum of correct - confidence
-        return gap.abs().sum(-1)
+    def ece(gap, n):  # gap: (n_bins,), each bin's sum of correct - confidence
+        return gap.abs().sum() / n
 
     gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)
     gaps.index_put_((row, bins), correct - confidence, accumulate=True)
     sizes = torch.bincount(row, minlength=len(rows))
     generator = torch.Generator().manual_seed(0)
-    resampled = []
-    for _ in range(n_bootstrap):
-        draw = torch.randint(len(rows), (len(rows),), generator=generator)
-        times = torch.bincount(draw, minlength=len(rows))  # how often each row was drawn
-        resampled.append(ece(times.double() @ gaps) / (times @ sizes).clamp(min=1))
-    resampled = torch.stack(resampled)
-    low, high = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    times_drawn = resamples(len(rows), n_bootstrap, generator)
+    resampled = [ece(times.double() @ gaps, (times @ sizes).clamp(min=1)) for times in times_drawn]
+    low, high = percentiles(torch.stack(resampled))
     floor = []
     for _ in range(200):
         label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
-        floor.append(ece(gap) / n)
+        floor.append(ece(gap, n))
     figures = {
         "eval/pairs": n,
         "eval/accuracy": correct.mean(),
         "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
         "eval/brier": ((1 - probability) ** 2).mean(),
-        **with_interval("eval/ece", ece(gaps.sum(0)) / n, low, high, len(rows)),
+        **with_interval("eval/ece", ece(gaps.sum(0), n), low, high, len(rows)),
         "eval/ece_floor": torch.stack(floor).mean(),
     }
-    for kind in ("source", "category"):
-        names = sorted({str(r[kind]) for r in rows})
-        place = {name: i for i, name in enumerate(names)}
-        of_pair = torch.tensor([place[str(r[kind])] for r in rows])[row]
-        counts = torch.bincount(of_pair, minlength=len(names))
-        shares = torch.bincount(of_pair, correct, minlength=len(names)) / counts
-        for name, share, count in zip(names, shares, counts) if len(names) > 1 else ():
-            figures |= {f"eval/accuracy/{name}": share, f"eval/pairs/{name}": count}
+    for (_, name), inside in parts_of(rows).items():
+        differences = [d for d, *_ in pairs_of(inside)]
+        figures[f"eval/accuracy/{name}"] = accuracy(differences)
+        figures[f"eval/pairs/{name}"] = len(differences)
     return {key: float(value) for key, value in figures.items()}
-
-
-def accuracy(differences) -> float:
-    """Share of differences above 0, ties counting 1/2; NaN of none."""
-    right = [float(d > 0) + float(d == 0) / 2 for d in differences]
-    return sum(right) / len(right) if right else math.nan
 
 
 def known_figures(rows) -> dict[str, float]:
@@ -562,102 +402,23 @@ def known_figures(rows) -> dict[str, float]:
     return figures
 
 
-def correlation(x, y) -> float:
-    """Pearson's; NaN where one of them does not vary."""
-    if len(set(x)) < 2 or len(set(y)) < 2:
-        return math.nan
-    x, y = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
-    x, y = x - x.mean(), y - y.mean()
-    return (x @ y / (x.norm() * y.norm())).item()
+def scores_of(rows) -> list[tuple[str, float]]:
+    """(category, score) of every response."""
+    return [(str(row["category"]), r["score"]) for row in rows for r in row["responses"]]
 
 
-def length_correlations(rows) -> list[float]:
-    """Of each prompt with three responses or more: the correlation of tokens and score over its responses, if
-    both vary."""
-    found = []
-    for row in rows:
-        tokens, scores = ([r[key] for r in row["responses"]] for key in ("tokens", "score"))
-        found += [correlation(tokens, scores)] if len(tokens) > 2 else []
-    return [value for value in found if not math.isnan(value)]
-
-
-def length_figures(correlations) -> dict[str, float]:
-    """length/correlation and length/prompts of length_correlations; of none, nothing."""
-    n = len(correlations)
-    return {"length/correlation": sum(correlations) / n, "length/prompts": n} if n else {}
-
-
-def category_scores(rows) -> dict[str, tuple[float, float]]:
-    """category -> (mean, standard deviation) of the scores of all its responses."""
-    scores = {}
-    for row in rows:
-        scores.setdefault(str(row["category"]), []).extend(r["score"] for r in row["responses"])
-    return {name: (statistics.fmean(x), statistics.pstdev(x)) for name, x in sorted(scores.items())}
+def category_scores(scores) -> dict[str, tuple[float, float]]:
+    """category -> (mean, standard deviation) of (category, score) pairs."""
+    of_category = {}
+    for category, score in scores:
+        of_category.setdefault(str(category), []).append(score)
+    return {name: (statistics.fmean(x), statistics.pstdev(x)) for name, x in sorted(of_category.items())}
 
 
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
     alike. NaN for fewer than two categories, or a scorer that gives all the same."""
-    means = [mean for mean, _ in category_scores(rows).values()]
-    scores = [r["score"] for row in rows for r in row["responses"]]
-    overall = statistics.pstdev(scores) if len(means) > 1 else 0.0
-    return statistics.pstdev(means) / overall if overall > 0 else math.nan
-
-
-def plot_scores(folder, runs=None, length=()):
-    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
-    first run), mean and standard deviation of scores by category, and length correlations.
-
-    runs: {name: rows}, the first being this run's; one without labelled pairs is left out."""
-    runs = runs or {str(folder): read_jsonl(Path(folder) / "samples.jsonl")}
-    runs = {name: rows for name, rows in runs.items() if pairs_of(rows)}
-    if not runs:
-        return None
-    name, rows = next(iter(runs.items()))
-    scored = {key: value for key, value in runs.items() if "differences" not in value[0]}
-    means = {key: category_scores(value) for key, value in scored.items()}
-    names = sorted(set().union(*means.values())) if name in scored else []
-    panels = 1 + (name in scored) + (len(names) > 1) + bool(length)
-    drawing, axes = figure(panels, (4.4, 3.2))
-    axes = iter(axes)
-    axis, widest = next(axes), 0.1
-    for key, value in runs.items():
-        pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in pairs_of(value))
-        size = max(1, math.ceil(len(pairs) / 10))
-        tenths = [pairs[i : i + size] for i in range(0, len(pairs), size)]
-        x, y = ([statistics.fmean(pair[i] for pair in tenth) for tenth in tenths] for i in (0, 1))
-        axis.plot(x, y, "o-", markersize=3, label=key[-40:])
-        widest = max([widest, *x])
-    line = torch.linspace(0, widest, 50)
-    axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
-    axis.set(xlabel="score difference, tenths of the pairs", ylabel="share ranked as labelled")
-    axis.set_title("accuracy")
-    axis.grid(alpha=0.3)
-    if name in scored:
-        axis, pairs = next(axes), pairs_of(rows)
-        for side, label in ((2, "better"), (3, "worse")):
-            values = [pair[side]["score"] for pair in pairs]
-            axis.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name[-40:]}")
-        axis.set(title="scores", xlabel="score", ylabel="density")
-    if len(names) > 1:
-        axis = next(axes)
-        for shift, (key, mine) in enumerate(means.items()):
-            y = [names.index(name) + 0.2 * shift for name in mine]
-            mean, deviation = zip(*mine.values())
-            axis.errorbar(mean, y, xerr=deviation, fmt="o", markersize=4, capsize=3, label=key[-40:])
-        category_ticks(axis, names)
-        axis.set(title="scores by category", xlabel="mean and standard deviation of scores")
-    if length:
-        axis = next(axes)
-        axis.hist(length, bins=20, range=(-1, 1))
-        axis.set_xticks([-1, -0.5, 0, 0.5, 1])
-        title = f"length and score of samples, {len(length)} prompts"
-        axis.set(title=title, xlabel="correlation of tokens and score", ylabel="prompts")
-    return save(drawing, Path(folder) / "scores.png")
-
-
-def plot_scorer(folder, loss: str, length=()):
-    """The plots of a reward, advantage or preference model. loss: the key of its training loss."""
-    plot_scores(folder, length=length)
-    accuracy = ["train/accuracy", "eval/accuracy"]
-    plot_metrics(folder, {"loss": [loss, "eval/nll"], "accuracy": accuracy, "norm": ["optim/grad_norm"]})
+    scores = scores_of(rows)
+    of_categories = [mean for mean, _ in category_scores(scores).values()]
+    overall = statistics.pstdev(x for _, x in scores) if len(of_categories) > 1 else 0.0
+    return statistics.pstdev(of_categories) / overall if overall > 0 else math.nan

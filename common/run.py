@@ -212,7 +212,8 @@ class Run:
         rows = metrics.read_jsonl(self.folder / "samples.jsonl")
         kept = [row for row in rows if row.get("when") == "before"]
         if kept:
-            after.update(metrics.gains(kept, samples))
+            gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
+            after.update(metrics.gains(kept, samples, gains))
             summary = {**summary, "categories": metrics.regressions(kept, samples)}
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
         self.laps = {}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from common import comparisons, dist, evaluation, loading, metrics, models, pairwise
+from common import comparisons, dist, evaluation, loading, models, pairwise, plots
 from common.losses import sft_loss
 from common.run import Run, launch
 
@@ -159,7 +159,7 @@ def main(args: Args):
         iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy"),
-        plots=[partial(metrics.plot_scorer, loss="loss/reward")],
+        plots=[partial(plots.scorer, loss="loss/reward")],
     )
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from common import metrics
+from common import plots
 
 
 def tick_labels(axis) -> list:
@@ -29,6 +29,6 @@ def assert_readable(figure):
             legend = axes.get_legend().get_window_extent()
             assert not any(legend.overlaps(box) for box in (*covered, axes.xaxis.label.get_window_extent()))
         assert axes.get_title() and axes.get_xlabel()
-        assert not {axes.get_xlabel(), axes.get_ylabel(), *legend_texts(axes)} & metrics.LABELS.keys()
+        assert not {axes.get_xlabel(), axes.get_ylabel(), *legend_texts(axes)} & plots.LABELS.keys()
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from figures import assert_readable, legend_texts, tick_labels
 from scorers import (
     CPU,
     TOKENIZER,
@@ -31,7 +30,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import (
     batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, loading, metrics, models,
-    pairwise, scorers, tiny,
+    pairwise, plots, scorers, tiny,
 )  # fmt: skip
 from common.batches import a_part
 from common.errors import InputError
@@ -75,16 +74,6 @@ def logit(p):
 
 
 # -- games -----------------------------------------------------------------------------------------
-def test_a_game_is_won_beyond_the_margin_and_tied_at_it():
-    ours, theirs = [1.0, 0.75, 0.5, 0.25, 0.0], [0.5] * 5  # floats hold these exactly
-    assert evaluate.outcomes(ours, theirs, 0.25) == [1, 0.5, 0.5, 0.5, 0]
-    assert evaluate.outcomes(ours, theirs, 0.2) == evaluate.outcomes(ours, theirs, 0.0) == [1, 1, 0.5, 0, 0]
-    assert evaluate.outcomes(theirs, ours, 0.2) == [0, 0, 0.5, 1, 1]
-    assert evaluate.outcomes(ours, theirs, 0.5) == [0.5] * 5
-    with pytest.raises(ValueError):
-        evaluate.outcomes(ours, theirs[1:], 0.0)
-
-
 def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
     scores = {"z": [3, 0], "a": [2, 0], "m": [1, 5], "b": [2, 4.5]}
     assert evaluate.tournament(scores, 0.5) == {
@@ -339,7 +328,7 @@ def test_figures_are_those_of_the_rows():
     assert (a["score_gain"], a["score_gain_n"], a["score_elo_n"]) == (0.375, 4, 4)  # too few for intervals
     assert not any(key.endswith(("_low", "_high")) for key in a)
     # Characters, not words or tokens: 0, 4, -7, -1
-    won = evaluate.outcomes(scores["a"], scores["ref"], 0.5)
+    won = metrics.outcomes(scores["a"], scores["ref"], 0.5)
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
@@ -733,7 +722,7 @@ def asked(tmp_path_factory):
 def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
     asked, small, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(evaluate, "plot", lambda *_: None)  # half of the time
+    monkeypatch.setattr(plots, "compared", lambda *_: None)  # half of the time
     specs, options = ["tiny", small / "wordy", small / "a"], {"dataset": str(asked), "temperatures": (0.0,)}
     found = run(tmp_path / "run", specs, **options)
     assert len(found.rows) == 30 and found.summary["prompts"] == 10
@@ -930,39 +919,3 @@ def test_the_tables_of_scorers_have_a_line_a_scorer_and_a_column_a_scorer(compar
     rankings = next(line for line in lines if line.startswith("data set rankings.jsonl"))
     cell = metrics.interval(rm["data set rankings.jsonl"], "accuracy", ".1%")
     assert rankings[head.index("rm") :].startswith(cell)
-
-
-def results_to_plot(**kls):
-    """Figures of policies: name -> KL, None where it is unknown."""
-    elos = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
-    results = {name: {**elos, "score": 1.0, "gold": 2.0} for name in kls}
-    return {name: {**r, **({} if kls[name] is None else {"kl": kls[name]})} for name, r in results.items()}
-
-
-@pytest.mark.parametrize(
-    "kls, ticks",
-    [
-        ({"untrained": 90.6, "sft": 0.0, "ppo": 0.54, "dpo": 1.82}, ["0", "1", "10", "100"]),
-        ({"sft": -0.02, "ppo": 12.0}, ["0", "1", "10"]),
-        ({"sft": 0.0, "ppo": 0.5, "dpo": 1.0}, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
-    ],
-)
-def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, ticks, tmp_path):
-    found = {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
-    elo, frontier = evaluate.plot(tmp_path, found)
-    for figure in (elo, frontier):
-        assert_readable(figure)
-    for axes, kind in zip(frontier.axes, ("the scorer", "the true reward"), strict=True):
-        assert legend_texts(axes) == [f"{name}, T = {t}" for t in "10" for name in kls]
-        assert axes.get_title() == f"{kind} against the KL" and "nats" in axes.get_xlabel()
-        assert [label.get_text() for label in tick_labels(axes.xaxis)] == ticks
-    names = [label.get_text() for label in tick_labels(elo.axes[0].yaxis)]
-    assert names == [*kls, "unknown"] and elo.axes[1].get_title() == "by the true reward, temperature 1"
-    assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()
-
-
-def test_an_interval_that_leaves_its_rating_out_by_a_rounding_is_drawn(tmp_path):
-    results = results_to_plot(a=0.0, b=0.0)
-    for r in results.values():
-        r |= {"score_elo_low": 1000.0 + 1e-12, "gold_elo_high": 999.0}
-    assert len(evaluate.plot(tmp_path, {"1": results})) == 2

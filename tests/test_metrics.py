@@ -1,16 +1,13 @@
 """The measures of samples and scorers in common/metrics.py, by hand on a few and by simulation on many."""
 
-import importlib
 import itertools
 import math
 import random
 import statistics
 
 import numpy
-import processes
 import pytest
 import torch
-from figures import assert_readable, legend_texts, tick_labels
 
 from common import metrics
 from common.batches import Comparison, Row, labelled_pairs
@@ -254,98 +251,13 @@ def test_correlation_of_a_constant_that_its_mean_rounds_off(constant, n):
     assert math.isnan(metrics.correlation([constant] * n, [i * i for i in range(n)]))
 
 
-def test_length_correlations_are_of_each_prompt_with_three_responses_or_more_that_vary():
-    rows = [
-        row(1.0, 2.0, 3.0, tokens=[10, 20, 30]),  # 1
-        row(3.0, 2.0, 1.0, tokens=[10, 20, 30]),  # -1
-        row(1.0, 0.0, 1.0, tokens=[1, 2, 3]),  # 0
-        row(1.0, 2.0, tokens=[1, 2]),  # two only
-        row(1.0, 2.0, 3.0, tokens=[7, 7, 7]),
-        row(2.0, 2.0, 2.0, tokens=[1, 2, 3]),
-    ]
-    assert metrics.length_correlations(rows) == pytest.approx([1, -1, 0])
-
-
 def test_category_scores_and_spread_by_hand():
     """Scores 1, 3 of a and 5, 7 of b: means 2 and 6 (deviation 2), all four have a deviation of sqrt 5."""
     rows = [row(1.0, 3.0, category="a"), row(7.0, category="b"), row(5.0, category="b")]
-    assert metrics.category_scores(rows) == {"a": (2.0, 1.0), "b": (6.0, 1.0)}
+    assert metrics.category_scores(metrics.scores_of(rows)) == {"a": (2.0, 1.0), "b": (6.0, 1.0)}
     assert metrics.category_spread(rows) == pytest.approx(2 / math.sqrt(5))
     assert metrics.category_spread([row(1.0, 3.0, category=x) for x in "ab"]) == 0
     assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))
-
-
-# -- pictures ------------------------------------------------------------------------------------
-def test_metrics_are_drawn_in_words_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
-    log = metrics.Metrics(tmp_path)
-    for step in (1, 2, 3):
-        log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
-    panels = {"loss": ["loss/nll", "eval/nll"], "mine": ["my/own"], "none": ["nowhere"]}
-    figure = metrics.plot_metrics(tmp_path, panels, name="x.png")
-    assert_readable(figure)
-    loss, mine, none = figure.axes
-    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in loss.lines]
-    assert curves == [([1, 2, 3], [10, 20, 30]), ([2], [5])]
-    assert legend_texts(loss) == ["training loss (nats)", "held-out loss (nats)"]
-    assert legend_texts(mine) == ["my/own"] and not none.lines  # a key without words is drawn all the same
-    assert [axes.get_title() for axes in figure.axes] == list(panels)
-    assert [label.get_text() for label in tick_labels(loss.xaxis)] == ["1", "2", "3"]  # no half steps
-    assert (tmp_path / "x.png").exists()
-
-
-def test_there_are_words_for_every_key_that_a_script_draws():
-    keys = set()
-    for name in processes.SCRIPTS:
-        for plot in getattr(importlib.import_module(name), "PLOTS", []):
-            given = getattr(plot, "keywords", {})
-            keys |= {key for panel in given.get("panels", {}).values() for key in panel}
-            keys |= {*given.get("ys", {}).values()} | ({given["x"]} if "ys" in given else set())
-    assert len(keys) > 15 and keys <= metrics.LABELS.keys()
-
-
-def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
-    rows = [{"eval/kl": 0.0, "a": 1.0}, {"a": 2.0}, {"eval/kl": 1.0, "a": 3.0, "b": 1.0}]
-    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows)
-    figure = metrics.plot_frontier(tmp_path, "eval/kl", {"first": "a", "second": "b", "in no row": "c"})
-    assert_readable(figure)
-    (axes,) = figure.axes
-    assert [(list(x.get_xdata()), list(x.get_ydata())) for x in axes.lines] == [([0, 1], [1, 3]), ([1], [1])]
-    assert (legend_texts(axes), axes.get_xlabel()) == (["first", "second"], "KL of held-out responses (nats)")
-    assert metrics.plot_frontier(tmp_path, "no/such", {"first": "a"}) is None
-
-
-def test_lengths_of_policies_stand_beside_each_other(tmp_path):
-    before = [{"tokens": x, "score": y} for x, y in ((1, 0.0), (2, 1.0), (3, 2.0))]
-    after = [{"tokens": 4 - row["tokens"], "score": row["score"]} for row in before]
-    figure = metrics.plot_lengths(tmp_path, {"version 0": before, "version 1": after})
-    assert_readable(figure)
-    first, second = (points.get_offsets().tolist() for points in figure.axes[0].collections)
-    assert first == [[1, 0], [2, 1], [3, 2]] and second == [[3.25, 0], [2.25, 1], [1.25, 2]]
-    assert legend_texts(figure.axes[0]) == ["version 0: correlation 1.00", "version 1: correlation -1.00"]
-    assert metrics.plot_lengths(tmp_path, {}) is None
-
-
-def rows_to_plot(n, seed):
-    rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
-    return [pair(d, category=rng.choice(names)) for d in calibrated(n, seed)]
-
-
-def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
-    first, second = rows_to_plot(400, 1), rows_to_plot(300, 2)
-    seen = [{**r, "differences": [1.0]} for r in second]
-    titles = []
-    for runs, length in (
-        ({"runs/reward": first, "runs/advantage_model": second}, [0.1, -0.3, 0.5]),
-        ({"reward": first}, ()),
-        ({"pairwise": seen, "reward": first}, ()),
-        ({"x" * 200: first[:1]}, ()),  # one category needs no panel
-    ):
-        figure = metrics.plot_scores(tmp_path, runs, length)
-        assert_readable(figure)
-        titles.append([axes.get_title() for axes in figure.axes])
-    three = ["accuracy", "scores", "scores by category"]
-    assert titles == [[*three, "length and score of samples, 3 prompts"], three, three[:1], three[:2]]
-    assert metrics.plot_scores(tmp_path, {"reward": []}) is None
 
 
 # -- measures of samples -------------------------------------------------------------------------
@@ -466,45 +378,17 @@ def test_a_category_named_all_has_its_own_prompts_only():
     assert [line["prompts"] for line in table] == [5, 3, 2]
 
 
-def test_plot_of_categories_has_a_bar_for_each_policy_and_category(tmp_path):
-    rows = [{"category": x, "score": 9.0, "gold": y} for x, y in (("b", 1.0), ("$a$", 2.0), ("b", 3.0))]
-    after = [{**row, "gold": -row["gold"]} for row in rows]
-    figure = metrics.plot_categories(tmp_path, {"before": rows, "after": after})
-    assert_readable(figure)
-    (axes,) = figure.axes
-    assert [bar.get_width() for bar in axes.patches] == [2, 2, -2, -2]
-    assert [label.get_text() for label in tick_labels(axes.yaxis)] == ["$a$", "b"]
-    assert not any(label.get_parse_math() for label in tick_labels(axes.yaxis))  # a $ is a $
-    assert (legend_texts(axes), axes.get_title()) == (["before", "after"], "true reward by category")
-    scores = [{"category": row["category"], "score": row["gold"] + 1} for row in rows]
-    (axes,) = metrics.plot_categories(tmp_path, {"before": scores}).axes
-    assert [bar.get_width() for bar in axes.patches] == [3, 3] and axes.get_title() == "score by category"
-
-
-@pytest.mark.parametrize("rows", [[], [{"category": None, "score": 1.0}], [{"category": "a", "score": 1.0}]])
-def test_without_two_categories_there_is_no_plot_of_them(rows, tmp_path):
-    metrics.plot_categories(tmp_path, {"before": rows, "after": rows})
-    assert not list(tmp_path.iterdir())
-
-
-def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
-    curve = lambda name, t, chosen, top: {
-        "policy": name, "temperature": t, "chosen": chosen, "max": [1.0, top], "median": [1.0, 0.5]
-    }  # fmt: skip
-    curves = [curve("a", 0.7, True, 2.0), curve("a", 1.0, False, 3.0), curve("b", 1.0, True, 4.0)]
-    figure = metrics.plot_best_of_n(tmp_path, curves)
-    assert_readable(figure)
-    left, right = figure.axes
-    assert [list(line.get_ydata()) for line in left.lines] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
-    assert [list(line.get_ydata()) for line in right.lines] == [[1, 2], [1, 3], [1, 4]]
-    assert {tuple(line.get_xdata()) for axes in (left, right) for line in axes.lines} == {(1, 2)}
-    a, warm, b = right.lines  # a policy has its colour, a temperature its dashes
-    assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
-    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
-    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
-
-
 # -- two policies' responses ---------------------------------------------------------------
+def test_a_game_is_won_beyond_the_margin_and_tied_at_it():
+    ours, theirs = [1.0, 0.75, 0.5, 0.25, 0.0], [0.5] * 5  # floats hold these exactly
+    assert metrics.outcomes(ours, theirs, 0.25) == [1, 0.5, 0.5, 0.5, 0]
+    assert metrics.outcomes(ours, theirs, 0.2) == metrics.outcomes(ours, theirs, 0.0) == [1, 1, 0.5, 0, 0]
+    assert metrics.outcomes(theirs, ours, 0.2) == [0, 0, 0.5, 1, 1]
+    assert metrics.outcomes(ours, theirs, 0.5) == [0.5] * 5
+    with pytest.raises(ValueError):
+        metrics.outcomes(ours, theirs[1:], 0.0)
+
+
 def test_win_tie_and_lose_by_hand():
     """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean
     is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""

@@ -1,0 +1,193 @@
+"""common/plots.py: what stands in a figure, and whether it can be read."""
+
+import importlib
+import random
+
+import processes
+import pytest
+from figures import assert_readable, legend_texts, tick_labels
+
+from common import metrics, plots
+
+
+def points_of(axes):
+    return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
+
+
+def test_metrics_are_drawn_in_words_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
+    log = metrics.Metrics(tmp_path)
+    for step in (1, 2, 3):
+        log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
+    panels = {"loss": ["loss/nll", "eval/nll"], "mine": ["my/own"], "none": ["nowhere"]}
+    figure = plots.curves(tmp_path, panels, name="x.png")
+    assert_readable(figure)
+    loss, mine, none = figure.axes
+    assert points_of(loss) == [([1, 2, 3], [10, 20, 30]), ([2], [5])]
+    assert legend_texts(loss) == ["training loss (nats)", "held-out loss (nats)"]
+    assert legend_texts(mine) == ["my/own"] and not none.lines  # a key without words is drawn all the same
+    assert [axes.get_title() for axes in figure.axes] == list(panels)
+    assert [label.get_text() for label in tick_labels(loss.xaxis)] == ["1", "2", "3"]  # no half steps
+    assert (tmp_path / "x.png").exists()
+
+
+def test_there_are_words_for_every_key_that_a_script_draws():
+    keys = set()
+    for name in processes.SCRIPTS:
+        for plot in getattr(importlib.import_module(name), "PLOTS", []):
+            panels = getattr(plot, "keywords", {}).get("panels", {})
+            keys |= {key for panel in panels.values() for key in panel}
+    assert len(keys) > 15 and keys <= plots.LABELS.keys()
+
+
+def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
+    rows = [{"eval/kl": 0.0, "eval/score": 1.0}, {"eval/score": 2.0}]
+    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows[1:])
+    assert plots.frontier(tmp_path) is None
+    rows.append({"eval/kl": 1.0, "eval/score": 3.0, "gold/score": 1.0})
+    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    figure = plots.frontier(tmp_path)
+    assert_readable(figure)
+    (axes,) = figure.axes
+    assert points_of(axes) == [([0, 1], [1, 3]), ([1], [1])]
+    assert legend_texts(axes) == ["score of held-out responses", "true reward of held-out responses"]
+    assert axes.get_xlabel() == "KL of held-out responses (nats)"
+
+
+def test_lengths_of_the_first_and_the_last_version_stand_beside_each_other(tmp_path):
+    assert plots.lengths(tmp_path) is None
+    rows = [{"version": 0, "tokens": x, "score": y} for x, y in ((1, 0.0), (2, 1.0), (3, 2.0))]
+    last = [{**row, "version": 2, "tokens": 4 - row["tokens"]} for row in rows]
+    metrics.write_jsonl(tmp_path / "samples.jsonl", [*rows, {**rows[0], "version": 1}, *last])
+    figure = plots.lengths(tmp_path)
+    assert_readable(figure)
+    first, second = (points.get_offsets().tolist() for points in figure.axes[0].collections)
+    assert first == [[1, 0], [2, 1], [3, 2]] and second == [[3.25, 0], [2.25, 1], [1.25, 2]]
+    assert legend_texts(figure.axes[0]) == ["version 0: correlation 1.00", "version 2: correlation -1.00"]
+
+
+def means_of(axes):
+    """Of each legend entry: the means drawn, and the widths of their error bars."""
+    bars = [container.lines for container in axes.containers]
+    spans = [[(b - a) / 2 for (a, _), (b, _) in lines[2][0].get_segments()] for lines in bars]
+    return [(list(lines[0].get_xdata()), span) for lines, span in zip(bars, spans)]
+
+
+def test_categories_have_a_mean_and_a_deviation_for_each_policy(tmp_path):
+    rows = [{"category": x, "score": 9.0, "gold": y} for x, y in (("b", 1.0), ("$a$", 2.0), ("b", 3.0))]
+    before = [{"when": "before", **row} for row in rows]
+    after = [{"when": "after", **row, "gold": -row["gold"]} for row in rows]
+    metrics.write_jsonl(tmp_path / "samples.jsonl", before + after)
+    figure = plots.categories(tmp_path)
+    assert_readable(figure)
+    (axes,) = figure.axes
+    assert means_of(axes) == [([2, 2], [0, 1]), ([-2, -2], [0, 1])]
+    assert [label.get_text() for label in tick_labels(axes.yaxis)] == ["$a$", "b"]
+    assert not any(label.get_parse_math() for label in tick_labels(axes.yaxis))  # a $ is a $
+    assert (legend_texts(axes), axes.get_title()) == (["before", "after"], "the true reward by category")
+    for row in before:
+        row["score"] = row.pop("gold") + 1
+    metrics.write_jsonl(tmp_path / "samples.jsonl", before)
+    (axes,) = plots.categories(tmp_path).axes
+    assert means_of(axes) == [([3, 3], [0, 1])] and axes.get_title() == "the scorer by category"
+
+
+@pytest.mark.parametrize("names", [[], [None], ["a", "a"]])
+def test_without_two_categories_there_is_no_plot_of_them(names, tmp_path):
+    rows = [{"when": "before", "category": name, "score": 1.0} for name in names]
+    metrics.write_jsonl(tmp_path / "samples.jsonl", rows)
+    assert plots.categories(tmp_path) is None and len(list(tmp_path.iterdir())) == 1
+
+
+def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
+    curve = lambda name, t, chosen, top, scorer="s": {
+        "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top], "median": [1, 0.5]
+    }  # fmt: skip
+    curves = [curve("a", 0.7, True, 2), curve("a", 1.0, False, 3), curve("c", 1.0, True, 9)]
+    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4)])
+    figure = plots.best_of_n(tmp_path)
+    assert_readable(figure)
+    left, right = figure.axes
+    assert [y for _, y in points_of(left)] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
+    assert points_of(right) == [([1, 2], [1, 2]), ([1, 2], [1, 3]), ([1, 2], [1, 4])]
+    a, warm, b = right.lines  # a policy has its colour, a temperature its dashes
+    assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
+    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
+    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
+    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4, scorer="another")])
+    assert legend_texts(plots.best_of_n(tmp_path).axes[1]) == ["b, T = 1"]
+
+
+def pairs(n, seed):
+    rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
+    return [
+        {"category": rng.choice(names), "responses": [{"rank": i, "score": rng.gauss(1 - i)} for i in (0, 1)]}
+        for _ in range(n)
+    ]
+
+
+def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
+    first, second = pairs(400, 1), pairs(300, 2)
+    compares = [{**row, "differences": [1.0]} for row in second]
+    three = ["accuracy", "scores", "scores by category"]
+    for scorers, titles in (
+        ({"runs/reward": first, "runs/advantage_model": second}, three),
+        ({"pairwise": compares, "reward": first}, three[:1]),
+        ({"reward": first, "pairwise": compares}, three),
+        ({"x" * 200: first[:1]}, three[:2]),  # one category needs no panel
+    ):
+        figure = plots.scores(tmp_path, scorers)
+        assert_readable(figure)
+        assert [axes.get_title() for axes in figure.axes] == titles
+    assert plots.scores(tmp_path, {"reward": []}) is None
+
+
+def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
+    responses = [[{"rank": 0, "score": d}, {"rank": 1, "score": 0.0}] for d in (3.0, -1.0, 1.0, 0.0) * 5]
+    figure = plots.scores(tmp_path, {"reward": [{"category": "", "responses": x} for x in responses]})
+    drawn, calibrated = points_of(figure.axes[0])
+    assert drawn == ([0, 0, 0.5, *[1] * 4, 2, 3, 3], [0.5, 0.5, 0.25, 0, 0, 1, 1, 1, 1, 1])
+    assert calibrated[0][-1] == 3 and calibrated[1][0] == 0.5
+
+
+# -- policies that are compared --------------------------------------------------------------------
+def results_to_plot(**kls):
+    """Figures of policies: name -> KL, None where it is unknown."""
+    elos = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
+    results = {name: {**elos, "score": 1.0, "gold": 2.0} for name in kls}
+    return {name: {**r, **({} if kls[name] is None else {"kl": kls[name]})} for name, r in results.items()}
+
+
+@pytest.mark.parametrize(
+    "kls, ticks",
+    [
+        ({"untrained": 90.6, "sft": 0.0, "ppo": 0.54, "dpo": 1.82}, ["0", "1", "10", "100"]),
+        ({"sft": -0.02, "ppo": 12.0}, ["0", "1", "10"]),
+        ({"sft": 0.0, "ppo": 0.5, "dpo": 1.0}, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+    ],
+)
+def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, ticks, tmp_path):
+    elo, frontier = plots.compared(
+        tmp_path, {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
+    )
+    for figure in (elo, frontier):
+        assert_readable(figure)
+    for axes, kind in zip(frontier.axes, ("the scorer", "the true reward"), strict=True):
+        assert legend_texts(axes) == [f"{name}, T = {t}" for t in "10" for name in kls]
+        assert axes.get_title() == f"{kind} against the KL" and "nats" in axes.get_xlabel()
+        assert [label.get_text() for label in tick_labels(axes.xaxis)] == ticks
+    names = [label.get_text() for label in tick_labels(elo.axes[0].yaxis)]
+    assert names == [*kls, "unknown"] and elo.axes[1].get_title() == "by the true reward, temperature 1"
+    assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()
+
+
+def test_ratings_are_bars_from_1000_with_their_interval(tmp_path):
+    results = results_to_plot(a=0.0, b=0.0)
+    results["a"].update(score_elo=1100.0, score_elo_low=1050.0, score_elo_high=1150.0)
+    elo, _ = plots.compared(tmp_path, {"1": results})
+    by_score = elo.axes[0]
+    assert [(bar.get_x(), bar.get_width()) for bar in by_score.patches] == [(1000, 100), (1000, 0)]
+    assert [x.tolist() for x in by_score.collections[0].get_segments()][0] == [[1050, 0], [1150, 0]]
+    for r in results.values():  # of so few prompts there is none
+        del r["score_elo_low"], r["score_elo_high"]
+    elo, _ = plots.compared(tmp_path, {"1": results})
+    assert not elo.axes[0].collections and elo.axes[0].get_xlabel() == "Elo"
