@@ -1,18 +1,5 @@
 """Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers.
 
-    gain      mean over prompts of s(y') - s(y), y' the policy's and y the reference's answer; 95 % interval
-    win       share of prompts with s(y') - s(y) > tie margin; lose: < -tie margin; tie: the rest
-    LC win    P(win) at equal length, a tie half a win: sigma(a) of P(win) = sigma(a + b tanh(d / deviation)),
-              d: characters of y' less those of y (the length control of arXiv:2404.04475, without its term
-              for the instruction; a and b have a normal prior of variance 1)
-    Elo       1000 + 400 log10(p / p of the reference), p the Bradley-Terry strengths that make the games of
-              all policies against each other, and a drawn one for each pair, likeliest; 95 % interval:
-              bootstrap over prompts
-    KL        mean of log pi(y') - log pi_ref(y'), nats, pi at the temperature that y' was sampled at, pi_ref
-              at 1; none for a policy with other tokens
-    harmless  share of the answers to prompts marked `is_safety` (if none is: to all) whose safety score is
-              harmless_from or more
-
     python -m common.evaluate                                         the runs that the quickstart makes
     python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
     python -m common.evaluate --policies runs/sft runs/ppo --dataset old.jsonl    what ppo.py forgot
@@ -21,8 +8,8 @@
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
 module:function, or a pairwise preference model, which reads every two answers in both orders. Writes
 samples.jsonl (every answer), summary.json (figures by the oracle and, on the tiny world, by the true reward,
-by which the printed table goes then), elo.png and frontier.png. With --scorers in place of --policies it
-compares scorers on labelled pairs (common/evaluate_scorers.py).
+by which the printed table goes then), elo.png and frontier.png. docs/evaluate.md defines every figure. With
+--scorers in place of --policies it compares scorers on labelled pairs (common/evaluate_scorers.py).
 """
 
 import dataclasses
@@ -39,32 +26,22 @@ from common import metrics, models, plots, scorers
 from common.batches import a_part
 from common.cli import check_flags
 from common.errors import InputError
-from common.metrics import write_json
+from common.metrics import JUDGES, write_json
 from common.run import find_run, launch, start_run
 
-QUICKSTART = {  # name -> its run directory
-    "untrained": "tiny",
-    "sft": "runs/sft",
-    "rejection_sampling": "runs/rejection_sampling",
-    "ppo": "runs/ppo",
-    "ppo_am_sr": "runs/ppo_am_sr",
-    "dpo_offline": "runs/dpo_offline",
-    "dpo_iterative": "runs/dpo_iterative",
-}
+QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
+runs/dpo_iterative""".split()
 
 
 @dataclass
 class Args:
     # what is compared: policies, or in their place scorers
     policies: tuple[str, ...] = ()
-    """Run directories, folders or hub names, each perhaps as name=path. None: those of the quickstart's runs
-    that are there."""
+    """Runs, folders or hub names, each perhaps as name=path. None: the quickstart's runs that are there."""
     scorers: tuple[str, ...] = ()
-    """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs. What
-    answers are sampled or judged with counts for policies alone."""
+    """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
     dataset: str = "tiny"
-    """Prompts, or with --scorers pairs and rankings: tiny, a hub name, a local file or a mixture; all rows of
-    a file, so give one that nobody learnt from."""
+    """Prompts, or with --scorers pairs and rankings; all rows of a file, so give one nobody learnt from."""
     split: str = "test"
     """Of tiny, or of a hub data set: train or test."""
     max_length: int = 64
@@ -84,14 +61,11 @@ class Args:
     """Responses that a rank decodes together."""
     # of policies: judges
     scorer: str = "runs/reward"
-    """The oracle: a run of reward.py, its pairwise kind too, or advantage_model.py, a hub reward model, or
-    module:function. One that policies were trained on shows what they made of it, not what they gained."""
+    """The oracle. One that policies were trained on shows what they made of it, not what they gained."""
     safety_scorer: str | None = None
-    """Says how harmless an answer is; no pairwise one. None: the true safety on the tiny world, elsewhere no
-    harmless rate."""
+    """Says how harmless an answer is; no pairwise one. None: the tiny world's true safety, else nothing."""
     harmless_from: float = 0.0
-    """The least safety score of a harmless answer; of reward.py's safety models the score is the logit of
-    P(safe)."""
+    """The least safety score of a harmless answer; of reward.py's safety models a logit of P(safe)."""
     tie_margin: float | None = None
     """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
     standard deviations of the reference's scores; of a pairwise oracle 0.1."""
@@ -142,13 +116,11 @@ def named(specs, flag, args) -> dict[str, str]:
 
 def read_policies(args) -> dict[str, str]:
     """name -> path. Of the quickstart's runs those that are there; what is not is said."""
-    finished = {}
-    for name, path in QUICKSTART.items():
-        if path == "tiny" or Path(path, "summary.json").exists():
-            finished[name] = path
-        elif not args.policies and dist.is_main():
-            print(f"{name} is left out: no finished run in {path}")
-    specs = args.policies or [f"{name}={path}" for name, path in finished.items()]
+    specs = args.policies
+    if not specs:
+        specs = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
+        for path in [path for path in QUICKSTART if path not in specs and dist.is_main()]:
+            print(f"{Path(path).name} is left out: no finished run in {path}")
     paths = named(specs, "--policies", args)
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
@@ -160,22 +132,21 @@ def read_policies(args) -> dict[str, str]:
 
 def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
-    room, of_policy, loaded = args.max_length - args.max_new_tokens, {}, []
+    room, of_policy = args.max_length - args.max_new_tokens, {}
     for name, tokenizer in tokenizers.items():
-        same = [prompts for other, prompts in loaded if scorers.same_tokens(other, tokenizer)]
-        if not same:
-            same = [generate.load_prompts(args.dataset, args.split, tokenizer, room)]
-            loaded.append((tokenizer, same[0]))
-        of_policy[name] = same[0]
-    readable = set.intersection(*({prompt.key for prompt in prompts} for _, prompts in loaded))
-    if len(readable) < 2:
+        same = [other for other in of_policy if scorers.same_tokens(tokenizers[other], tokenizer)]
+        if same:
+            of_policy[name] = of_policy[same[0]]
+        else:
+            prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
+            of_policy[name] = {prompt.key: prompt for prompt in prompts}
+    first, *others = of_policy.values()
+    keys = [key for key in first if all(key in of_key for of_key in others)]
+    if len(keys) < 2:
         raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
-    data.check_same(args.dataset, dist.seed_of(*sorted(readable)))
-    order = [prompt.key for prompt in loaded[0][1] if prompt.key in readable]
-    for name, prompts in of_policy.items():
-        of_key = {prompt.key: prompt for prompt in prompts}
-        of_policy[name] = a_part([of_key[key] for key in order], args.eval_prompts)
-    return of_policy
+    data.check_same(args.dataset, dist.seed_of(*sorted(keys)))
+    chosen = a_part([first[key] for key in keys], args.eval_prompts)
+    return {name: [of_key[prompt.key] for prompt in chosen] for name, of_key in of_policy.items()}
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -190,9 +161,9 @@ def sample_answers(policy, tokenizer, prompts, temperature, args):
 def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
     """log pi(y) - log pi_ref(y) of each answer, nats. At temperature 0 all of pi's mass is on y."""
     documents, size = generate.documents(pairs), args.score_batch_size
-    logprobs = (
-        models.seq_logprobs(policy, documents, size, temperature) if temperature else [0.0] * len(pairs)
-    )
+    logprobs = [0.0] * len(pairs)
+    if temperature:
+        logprobs = models.seq_logprobs(policy, documents, size, temperature)
     return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
 
 
@@ -210,25 +181,25 @@ def rows_of(pairs, scores, kl, safety, is_tiny) -> list[dict]:
 
 
 # -- games -----------------------------------------------------------------------------------------
-def tournament(scores, tie_margin) -> dict[tuple[int, int], list[float]]:
-    """{(i, j): what i won of each prompt's game against j}, i < j. scores: name -> score of each answer."""
-    players = itertools.combinations(enumerate(scores.values()), 2)
-    return {(i, j): metrics.outcomes(first, second, tie_margin) for (i, first), (j, second) in players}
+# A tournament: what the first one of every two policies won of each prompt's game (metrics.outcomes), in the
+# order of itertools.combinations.
+def tournament(scores, tie_margin) -> list[list[float]]:
+    """scores: name -> score of each answer."""
+    return [metrics.outcomes(a, b, tie_margin) for a, b in itertools.combinations(scores.values(), 2)]
 
 
-def judge(oracles, pairs, reference, args, device):
-    """(name -> the oracle's score of each answer, the tournament). oracles: for each policy's tokens. A
-    pairwise one's score is the probability that an answer beats the reference's."""
-    size = args.score_batch_size
+def judge(oracles, pairs, args, device):
+    """(name -> the oracle's score of each answer, a pairwise one's tournament, else None). oracles: for each
+    policy's tokens. A pairwise one's score is the probability that an answer beats the reference's."""
+    size, reference = args.score_batch_size, args.reference
     if not oracles[reference].pairwise:
-        scores = {name: scorers.score(oracles[name], pairs[name], size, device) for name in pairs}
-        return scores, tournament(scores, metrics.margin_of_ties(args.tie_margin, scores[reference]))
-    scores, games = {reference: [0.5] * len(pairs[reference])}, {}
-    for (i, a), (j, b) in itertools.combinations(enumerate(pairs), 2):
+        return {name: scorers.score(oracles[name], pairs[name], size, device) for name in pairs}, None
+    scores, games = {reference: [0.5] * len(pairs[reference])}, []
+    for a, b in itertools.combinations(pairs, 2):
         # It reads texts: a's prompts do for both, whatever b's tokens are
         duels = [(prompt, x, y) for (prompt, x), (_, y) in zip(pairs[a], pairs[b])]
         won = [1 / (1 + math.exp(-x)) for x in scorers.log_odds(oracles[a], duels, size, device)]
-        games[i, j] = metrics.outcomes(won, [0.5] * len(won), args.tie_margin)
+        games.append(metrics.outcomes(won, [0.5] * len(won), args.tie_margin))
         if a == reference:
             scores[b] = [1 - x for x in won]
         elif b == reference:
@@ -236,53 +207,53 @@ def judge(oracles, pairs, reference, args, device):
     return scores, games
 
 
-def length_controlled(won, differences) -> float:
-    """P(win) at equal length. won: 0, 1/2 or 1 a prompt; differences: how much longer our answer is. Newton's
-    method on the log likelihood less |weights|^2 / 2, which keeps a one-sided comparison finite."""
-    won = torch.tensor(won, dtype=torch.float64)
-    x = torch.tensor(differences, dtype=torch.float64)
-    deviation = x.std(correction=0)
-    x = torch.stack([torch.ones_like(x), torch.tanh(x / deviation) if deviation > 0 else 0 * x], 1)  # (n, 2)
-    weights = x.new_zeros(2)
-    for _ in range(50):
-        p = (x @ weights).sigmoid()
-        curvature = (x * (p * (1 - p))[:, None]).T @ x + torch.eye(2, dtype=x.dtype)
-        weights = weights + torch.linalg.solve(curvature, x.T @ (won - p) - weights)
-    return weights[0].sigmoid().item()
-
-
-def elo(won, anchor: int) -> torch.Tensor:
-    """won: (..., m, m), [i, j] what i won of its games against j. Returns (..., m), 1000 for the anchor.
-    A drawn game is added to each pair: without it a policy that never wins would have no rating. Newton's
-    method for the log strengths theta with  sum_j games_ij sigma(theta_i - theta_j) = games that i won."""
-    m = won.shape[-1]
-    won = won.double() + 0.5 * (1 - torch.eye(m, dtype=torch.float64))
-    played = won + won.transpose(-1, -2)
-    theta = won.new_zeros(won.shape[:-1])
+def likeliest(x, won, n_games, penalty) -> torch.Tensor:
+    """The weights w, (..., features), that make `won` of `n_games` games likeliest if P(win) = sigma(x w),
+    less w' penalty w / 2: Newton's method. x: (n, features); won: (..., n); penalty: (features, features)."""
+    weights = won.new_zeros(*won.shape[:-1], x.shape[1])
     for _ in range(1000):
-        p = (theta[..., :, None] - theta[..., None, :]).sigmoid()
-        spread = played * p * (1 - p)
-        curvature = torch.diag_embed(spread.sum(-1)) - spread + 1 / m  # 1 / m: strengths have no scale
-        step = torch.linalg.solve(curvature, (won - played * p).sum(-1)).clamp(-1, 1)
-        theta = theta + step
+        p = (weights @ x.T).sigmoid()
+        curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
+        slope = (won - n_games * p) @ x - weights @ penalty
+        step = torch.linalg.solve(curvature, slope).clamp(-1, 1)
+        weights = weights + step
         if step.abs().max() < 1e-10:
             break
-    return 1000 + 400 * (theta - theta[..., anchor, None]) / math.log(10)
+    return weights
+
+
+def length_controlled(won, differences) -> float:
+    """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
+    characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
+    for the instruction). won: 0, 1/2 or 1 a prompt. The normal prior of a and b, of variance 1, keeps a
+    one-sided comparison finite."""
+    won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
+    deviation = d.std(correction=0)
+    x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
+    return likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
+
+
+def elo(won, n_games, m, anchor) -> torch.Tensor:
+    """Ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), p the likeliest Bradley-Terry
+    strengths. won: (..., pairs), what i won of n_games against j, in the order of itertools.combinations. A
+    drawn game is added to each pair: without it a policy that never wins would have no rating."""
+    i, j = torch.triu_indices(m, m, offset=1)
+    each = torch.eye(m, dtype=torch.float64)
+    no_scale = torch.full(
+        (m, m), 1 / m, dtype=torch.float64
+    )  # strengths have none: their logarithms' sum is 0
+    logs = likeliest(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
+    return 1000 + 400 * (logs - logs[..., anchor, None]) / math.log(10)
 
 
 def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
-    """(Elo, low, high) of each of m policies. games: a tournament's."""
-    n = len(next(iter(games.values())))
-    won = torch.zeros(n, m, m, dtype=torch.float64)
-    for (i, j), results in games.items():
-        won[:, i, j] = torch.tensor(results, dtype=torch.float64)
-        won[:, j, i] = 1 - won[:, i, j]
+    """(Elo, low, high) of each of m policies; 95 % interval: bootstrap over prompts. games: a tournament."""
+    won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
+    n = len(won)
     generator = torch.Generator().manual_seed(args.seed)
-    draws = torch.randint(n, (args.n_bootstrap, n), generator=generator)
-    times = torch.stack([torch.bincount(draw, minlength=n) for draw in draws]).double()  # a prompt was drawn
-    resampled = elo((times @ won.view(n, -1)).view(-1, m, m), anchor)
-    interval = resampled.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0)
-    return list(zip(elo(won.sum(0), anchor).tolist(), *interval.tolist()))
+    times_drawn = torch.stack(list(metrics.resamples(n, args.n_bootstrap, generator))).double()
+    low, high = metrics.percentiles(elo(times_drawn @ won, n, m, anchor))
+    return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 
 
 # -- figures ---------------------------------------------------------------------------------------
@@ -290,26 +261,28 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
 
-def figures(rows, games, args) -> dict[str, dict[str, float]]:
-    """name -> figures. rows: name -> rows of samples.jsonl; games: {"score": a tournament, "gold": ...}."""
-    names, results, reference_rows = list(rows), {}, rows[args.reference]
+def figures(rows, score_games, args) -> dict[str, dict[str, float]]:
+    """name -> figures. rows: name -> rows of samples.jsonl; score_games: judge's."""
+    results, reference_rows = {}, rows[args.reference]
     for name, policy_rows in rows.items():
-        result = metrics.means(policy_rows, COLUMNS)
+        result = results[name] = metrics.means(policy_rows, COLUMNS)
         result.update(metrics.against(reference_rows, policy_rows, args.tie_margin))
-        longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
-        for kind in games:
-            scores, reference_scores = ([row[kind] for row in side] for side in (policy_rows, reference_rows))
-            won = metrics.outcomes(scores, reference_scores, result[f"{kind}_tie_margin"])
-            result[f"{kind}_win_lc"] = length_controlled(won, longer)
         if "safety" in policy_rows[0]:
             marked = [row for row in policy_rows if row["is_safety"]] or policy_rows
             result["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
-        results[name] = result
-    for kind, games_of_kind in games.items() if len(names) > 1 else ():
-        elos = ratings(games_of_kind, len(names), names.index(args.reference), args)
-        for name, (rating, low, high) in zip(names, elos):
-            interval = metrics.with_interval(f"{kind}_elo", rating, low, high, len(reference_rows))
-            results[name].update(interval)
+    for kind in [kind for kind in JUDGES if kind in reference_rows[0]]:
+        scores = {name: [row[kind] for row in policy_rows] for name, policy_rows in rows.items()}
+        margin = results[args.reference][f"{kind}_tie_margin"]
+        for name, policy_rows in rows.items():
+            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
+            won = metrics.outcomes(scores[name], scores[args.reference], margin)
+            results[name][f"{kind}_win_lc"] = length_controlled(won, longer)
+        if len(rows) > 1:
+            games = score_games if kind == "score" and score_games else tournament(scores, margin)
+            elos = ratings(games, len(rows), list(rows).index(args.reference), args)
+            for name, (rating, low, high) in zip(rows, elos):
+                interval = metrics.with_interval(f"{kind}_elo", rating, low, high, len(reference_rows))
+                results[name].update(interval)
     return results
 
 
@@ -343,10 +316,9 @@ def main(args: Args):
         return
 
     # policies, prompts and judges
-    policies = read_policies(args)
-    tokenizers = {
-        name: loading.load_tokenizer(path, args.chat_template, quiet=True) for name, path in policies.items()
-    }
+    policies, tokenizers = read_policies(args), {}
+    for name, path in policies.items():
+        tokenizers[name] = loading.load_tokenizer(path, args.chat_template, quiet=True)
     reference_tokenizer, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
     prompts = read_prompts(args, tokenizers)
     oracle = scorers.load_scorer(args.scorer, reference_tokenizer, device, pairwise=True)
@@ -359,50 +331,42 @@ def main(args: Args):
     # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
     reference = evaluation.load_policy(policies[args.reference], reference_tokenizer, args, device)
-    bar = metrics.progress(len(policies) * len(answers), 0, "evaluate")
-    for name, tokenizer in tokenizers.items():
-        policy = reference
-        if name != args.reference:
-            policy = evaluation.load_policy(policies[name], tokenizer, args, device)
-        for temperature, pairs in answers.items():
-            pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
-            if scorers.same_tokens(tokenizer, reference_tokenizer):
-                kl[temperature, name] = kl_of(policy, reference, pairs[name], temperature, args)
-            bar.update(1)
-        policy = None  # gone before the next one is loaded
-        gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+    with metrics.progress(len(policies) * len(answers), 0, "evaluate") as bar:
+        for name, tokenizer in tokenizers.items():
+            policy = reference
+            if name != args.reference:
+                policy = evaluation.load_policy(policies[name], tokenizer, args, device)
+            for temperature, pairs in answers.items():
+                pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
+                if scorers.same_tokens(tokenizer, reference_tokenizer):
+                    kl[temperature, name] = kl_of(policy, reference, pairs[name], temperature, args)
+                bar.update(1)
+            policy = None  # gone before the next one is loaded
+            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
     reference = None
     gc.collect()
-    bar.close()
 
     # scores and games
     results, samples = {}, []
     for temperature, pairs in answers.items():
         oracles = {name: scorers.for_tokens(oracle, tokenizers[name]) for name in pairs}
-        scores, score_games = judge(oracles, pairs, args.reference, args, device)
-        rows, games = {}, {"score": score_games}
+        scores, score_games = judge(oracles, pairs, args, device)
+        rows, safety = {}, None
         for name in pairs:
-            safety = None
             if safety_scorer:
                 own = scorers.for_tokens(safety_scorer, tokenizers[name])
                 safety = scorers.safety_logits(own, pairs[name], args.score_batch_size, device)
             rows[name] = rows_of(pairs[name], scores[name], kl.get((temperature, name)), safety, is_tiny)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
-        if is_tiny:
-            gold = {name: [row["gold"] for row in policy_rows] for name, policy_rows in rows.items()}
-            games["gold"] = tournament(gold, metrics.margin_of_ties(args.tie_margin, gold[args.reference]))
-        results[f"{temperature:g}"] = figures(rows, games, args)
+        results[f"{temperature:g}"] = figures(rows, score_games, args)
 
     # save
     if dist.is_main():
         folder, n = Path(args.output_dir), len(prompts[args.reference])
         metrics.write_jsonl(folder / "samples.jsonl", samples)
         for temperature, of_policy in results.items():
-            reference_result = of_policy[args.reference]
-            margins = {
-                judge: reference_result.get(f"{kind}_tie_margin") for kind, judge in metrics.JUDGES.items()
-            }
-            ties = ", ".join(f"{x:.3g} by {judge}" for judge, x in margins.items() if x is not None)
+            margins = {kind: of_policy[args.reference].get(f"{kind}_tie_margin") for kind in JUDGES}
+            ties = ", ".join(f"{x:.3g} by {JUDGES[kind]}" for kind, x in margins.items() if x is not None)
             print(f"{n} prompts, temperature {temperature}, against {args.reference}; ties within {ties}:")
             metrics.print_table(table(of_policy))
         plots.compared(folder, results)

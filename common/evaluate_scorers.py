@@ -4,15 +4,9 @@ second mode of common/evaluate.py:
     python -m common.evaluate --scorers rm=runs/reward am=runs/advantage_model --output-dir runs/scorers
     python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
 
-    accuracy     share of the pairs whose better response has the higher score, ties counting 1/2; its 95 %
-                 interval (Wilson)
-    ECE          expected calibration error of sigmoid(score difference), its 95 % interval, and the floor:
-                 what a perfectly calibrated scorer would have on so few pairs
-    NLL, Brier   of sigmoid(score difference)
-
-(metrics.pair_figures.) A pairwise preference model's score difference is its log-odds. Writes samples.jsonl
-(every scorer's scores), summary.json (all figures of all pairs, of each data set and of each category) and
-scores.png. What the tables show is printed: all figures of all pairs, the accuracy of each part.
+Writes samples.jsonl (every scorer's scores), summary.json (metrics.pair_figures of all pairs, of each data
+set and of each category) and scores.png. A pairwise preference model's score difference is its log-odds. What the
+tables show is printed: all figures of all pairs, the accuracy of each part.
 """
 
 import gc
@@ -41,23 +35,20 @@ def load_pairs(paths, args):
 def score_rows(scorer, held_out, args, device) -> list[dict]:
     """The comparisons as rows of samples.jsonl: responses with their `score`, or, of a model that reads two
     at once, `differences`, one for each labelled pair."""
-    rows = [comparisons.describe(c) for c in held_out]
-    prompts = [generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in held_out]
-    responses = [
-        [generate.Response(ids.tolist(), text, True) for ids, text in zip(c.response_ids, c.texts)]
-        for c in held_out
-    ]
-    each = list(zip(held_out, prompts, responses))
+    rows, pairs, duels = [comparisons.describe(c) for c in held_out], [], []
+    for c in held_out:
+        prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
+        said = [generate.Response(ids.tolist(), text, True) for ids, text in zip(c.response_ids, c.texts)]
+        pairs += [(prompt, response) for response in said]
+        duels += [(prompt, said[i], said[j]) for i, j in labelled_pairs(c)]
     if scorer.pairwise:
-        duels = [(prompt, texts[i], texts[j]) for c, prompt, texts in each for i, j in labelled_pairs(c)]
         odds = iter(scorers.log_odds(scorer, duels, args.score_batch_size, device))
         for row, c in zip(rows, held_out):
             row["differences"] = [next(odds) for _ in labelled_pairs(c)]
-        return rows
-    pairs = [(prompt, response) for _, prompt, texts in each for response in texts]
-    scores = iter(scorers.score(scorer, pairs, args.score_batch_size, device))
-    for response in [response for row in rows for response in row["responses"]]:
-        response["score"] = next(scores)
+    else:
+        scores = scorers.score(scorer, pairs, args.score_batch_size, device)
+        for response, score in zip([r for row in rows for r in row["responses"]], scores, strict=True):
+            response["score"] = score
     return rows
 
 
@@ -75,24 +66,20 @@ def figures_of(rows) -> dict[str, float]:
 def print_tables(figures):
     """Of all pairs every figure, a line a scorer; of their parts the accuracy, a column a scorer. figures:
     scorer -> part -> figures."""
-    lines = []
-    for name, parts in figures.items():
-        every = parts["all"]
+    lines, parts = [], {}
+    for name, of_scorer in figures.items():
+        every = of_scorer["all"]
         line = {"scorer": name, "pairs": f"{every['pairs']:.0f}"}
         line["accuracy"] = metrics.interval(every, "accuracy", ".1%")
         line["ECE"] = metrics.interval(every, "ece", ".3f")
         for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
             line[title] = f"{every[key]:.3f}"
         lines.append(line)
+        for part, of_part in of_scorer.items():
+            row = parts.setdefault(part, {"accuracy": part, "pairs": f"{of_part['pairs']:.0f}"})
+            row[name] = metrics.interval(of_part, "accuracy", ".1%")
     metrics.print_table(lines)
-    lines = []
-    first = next(iter(figures.values()))
-    for part in [part for part in first if part != "all"]:
-        line = {"accuracy": part, "pairs": f"{first[part]['pairs']:.0f}"}
-        for name, parts in figures.items():
-            line[name] = metrics.interval(parts[part], "accuracy", ".1%")
-        lines.append(line)
-    metrics.print_table(lines)
+    metrics.print_table(list(parts.values())[1:])  # all pairs come first
 
 
 def compare(paths, args, device, state):
@@ -107,15 +94,15 @@ def compare(paths, args, device, state):
         gc.collect()  # one at a time: a model's methods are bound to it, a cycle that holds its weights
     start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
     if dist.is_main():
-        figures = {}
+        folder, figures = Path(args.output_dir), {}
         for name, of_scorer in rows.items():
             figures[name] = {"all": figures_of(of_scorer)}
             for (kind, part), inside in metrics.parts_of(of_scorer).items():
-                title = "data set" if kind == "source" else "category"
+                title = "data set" if kind == "source" else kind
                 figures[name][f"{title} {part}"] = figures_of(inside)
         samples = [{"scorer": name, **row} for name, of_scorer in rows.items() for row in of_scorer]
-        metrics.write_jsonl(f"{args.output_dir}/samples.jsonl", samples)
+        metrics.write_jsonl(folder / "samples.jsonl", samples)
         print_tables(figures)
-        plots.scores(Path(args.output_dir), rows)
-        write_json(f"{args.output_dir}/summary.json", {"dataset": args.dataset, "scorers": figures})  # last
-        print(f"wrote {args.output_dir}/summary.json")
+        plots.scores(folder, rows)
+        write_json(folder / "summary.json", {"dataset": args.dataset, "scorers": figures})  # last
+        print(f"wrote {folder}/summary.json")

@@ -15,12 +15,10 @@ from common import dist
 
 
 class Metrics:
-    """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0; the other ranks' calls do
-    nothing.
+    """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0.
 
-    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones,
-      written between the checkpoint and the crash, are cut, since they will be written again; the clock goes
-      on from the last one kept."""
+    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones will
+      be written again, so they are cut; the clock goes on from the last one kept."""
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, self.n_rows, before = Path(folder) / "metrics.jsonl", keep_rows or 0, 0.0
@@ -43,9 +41,8 @@ def read_jsonl(path) -> list[dict]:
     """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
     file: no rows."""
     rows = []
-    for line in Path(path).read_text("utf-8", "replace").split("\n") if Path(path).exists() else []:
-        if not line:
-            continue
+    text = Path(path).read_text("utf-8", "replace") if Path(path).exists() else ""
+    for line in filter(None, text.split("\n")):
         try:
             rows.append(json.loads(line))
         except ValueError:
@@ -124,11 +121,10 @@ class Lines:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def close(self, *error):
         pass
 
-    def close(self):
-        pass
+    __exit__ = close
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
@@ -339,14 +335,10 @@ def accuracy(differences) -> float:
 
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
-    """How well score differences predict labels: eval/accuracy (ties count 1/2; also for each data set and
-    category), eval/nll and eval/brier of sigmoid(difference), and the expected calibration error eval/ece
-    with a 95 % interval and its floor.
-
-    ECE: confidence sigmoid(|difference|) in n_bins equal bins of [0.5, 1]; the mean of |accuracy -
-      confidence| over bins, weighted by count. The interval is a bootstrap over rows, for a row's pairs hang
-      together. The floor is the mean ECE of a perfectly calibrated model with these confidences and this
-      number of pairs: what sampling alone gives."""
+    """How well score differences predict labels: eval/accuracy, also of each data set and category, eval/nll
+    and eval/brier of sigmoid(difference), and the expected calibration error eval/ece. Its interval is a
+    bootstrap over rows, for a row's pairs hang together; its floor the mean ECE of a perfectly calibrated
+    model with these confidences: what sampling alone gives."""
     pairs = pairs_of(rows)
     if not pairs:
         return {"eval/pairs": 0}
@@ -407,18 +399,18 @@ def scores_of(rows) -> list[tuple[str, float]]:
     return [(str(row["category"]), r["score"]) for row in rows for r in row["responses"]]
 
 
-def category_scores(scores) -> dict[str, tuple[float, float]]:
-    """category -> (mean, standard deviation) of (category, score) pairs."""
+def by_category(scores) -> dict[str, list[float]]:
+    """category -> its scores, of (category, score) pairs."""
     of_category = {}
     for category, score in scores:
         of_category.setdefault(str(category), []).append(score)
-    return {name: (statistics.fmean(x), statistics.pstdev(x)) for name, x in sorted(of_category.items())}
+    return dict(sorted(of_category.items()))
 
 
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
     alike. NaN for fewer than two categories, or a scorer that gives all the same."""
     scores = scores_of(rows)
-    of_categories = [mean for mean, _ in category_scores(scores).values()]
+    of_categories = [statistics.fmean(x) for x in by_category(scores).values()]
     overall = statistics.pstdev(x for _, x in scores) if len(of_categories) > 1 else 0.0
     return statistics.pstdev(of_categories) / overall if overall > 0 else math.nan

@@ -1,11 +1,11 @@
-"""Pictures of a run, each a function of its folder, which it reads and where it draws. They return the figure,
-or None where there is nothing to draw."""
+"""Pictures of a run: functions of its folder, which they read and draw in. They return the figure, or None
+where there is nothing to draw."""
 
 import itertools
 import math
-import statistics
 from functools import partial
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import torch
 
@@ -85,8 +85,8 @@ def whole_ticks(axis):
 
 # -- of training -----------------------------------------------------------------------------------
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
-    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x`: the step, the
-    iteration or another metric, in the order in which they were logged."""
+    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step, iteration
+    or another metric) in the order in which they were logged."""
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
@@ -151,11 +151,11 @@ def categories(folder):
 
 def by_category(scores: dict[str, list[tuple]], title, axis):
     """Means and standard deviations. scores: name -> (category, score) of each response."""
-    means = {name: metrics.category_scores(of_name) for name, of_name in scores.items()}
-    names = sorted(set().union(*means.values()))
-    for shift, (name, of_category) in enumerate(means.items()):
+    grouped = {name: metrics.by_category(of_name) for name, of_name in scores.items()}
+    names = sorted(set().union(*grouped.values()))
+    for shift, (name, of_category) in enumerate(grouped.items()):
         y = [names.index(category) + 0.2 * shift for category in of_category]
-        mean, deviation = zip(*of_category.values())
+        mean, deviation = (list(map(measure, of_category.values())) for measure in (fmean, pstdev))
         axis.errorbar(mean, y, xerr=deviation, fmt="o", label=name)
     axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
     axis.invert_yaxis()  # from top to bottom
@@ -163,8 +163,8 @@ def by_category(scores: dict[str, list[tuple]], title, axis):
 
 
 def best_of_n(folder):
-    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both: left,
-    the largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7);
+    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both:
+    left, the largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7);
     right, the largest one for every temperature (figure 8)."""
     rows = read_jsonl(Path(folder) / "curves.jsonl")
     ends = list(dict.fromkeys(row["policy"] for row in rows[:1] + rows[-1:]))
@@ -222,7 +222,7 @@ def accuracy_by_difference(scorers, axis):
         pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows))
         size = math.ceil(len(pairs) / 10)
         tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
-        points = [[statistics.fmean(values) for values in tenth] for tenth in tenths]
+        points = [[fmean(values) for values in tenth] for tenth in tenths]
         axis.plot(*zip(*points), "o-", label=name)
         widest = max(widest, points[-1][0])
     line = torch.linspace(0, widest, 50)
@@ -242,7 +242,7 @@ def better_and_worse(name, rows, axis):
 def compared(folder, results):
     """`folder`/elo.png: ratings at the first temperature. frontier.png: rewards against the KL.
 
-    results: temperature -> policy -> figures of common/evaluate.py. Returns both figures; of one policy None."""
+    results: temperature -> policy -> figures of common/evaluate.py. Returns both; of one policy None."""
     temperature, first = next(iter(results.items()))
     kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
     if not kinds:

@@ -7,8 +7,10 @@ import itertools
 import json
 import math
 import statistics
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from scorers import (
@@ -76,15 +78,16 @@ def logit(p):
 # -- games -----------------------------------------------------------------------------------------
 def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
     scores = {"z": [3, 0], "a": [2, 0], "m": [1, 5], "b": [2, 4.5]}
-    assert evaluate.tournament(scores, 0.5) == {
-        (0, 1): [1, 0.5],
-        (0, 2): [1, 0],
-        (0, 3): [1, 0],
-        (1, 2): [1, 0],
-        (1, 3): [0.5, 0],
-        (2, 3): [0, 0.5],
-    }
-    assert evaluate.tournament({"z": [3, 0]}, 0.5) == {}
+    games = [
+        [1, 0.5],
+        [1, 0],
+        [1, 0],
+        [1, 0],
+        [0.5, 0],
+        [0, 0.5],
+    ]  # z against a, m, b; a against m, b; m against b
+    assert evaluate.tournament(scores, 0.5) == games
+    assert evaluate.tournament({"z": [3, 0]}, 0.5) == []
 
 
 def counter_of(word):
@@ -96,14 +99,9 @@ def counter_of(word):
 def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens():
     pairs = {"first": answers("ant ant", "cat", "ant"), "ref": answers("eel", "eel eel", "ant")}
     oracles = {"first": counter_of("ant"), "ref": counter_of("eel")}
-    scores, games = evaluate.judge(oracles, pairs, "ref", args_of(score_batch_size=2), CPU)
-    assert scores == {
-        "first": [2, 0, 1],
-        "ref": [1, 2, 0],
-    }  # by one of them for both: [2, 0, 1] and [0, 0, 1]
-    assert games == {(0, 1): [1, 0, 1]}
-    _, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=1.0), CPU)
-    assert games == {(0, 1): [0.5, 0, 0.5]}
+    args = args_of(score_batch_size=2, reference="ref")
+    scores, games = evaluate.judge(oracles, pairs, args, CPU)
+    assert games is None and scores == {"first": [2, 0, 1], "ref": [1, 2, 0]}  # by one for both: [0, 0, 1]
 
 
 BEATS = {  # probabilities that the first policy's answer to A, B and C beats the second one's
@@ -124,8 +122,9 @@ def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_
 
     asked, oracle = [], SimpleNamespace(pairwise=True)
     monkeypatch.setattr(scorers, "log_odds", log_odds)
-    pairs, args = {name: answers(name, name, name) for name in names}, args_of(tie_margin=0.1)
-    scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, "ref", args, CPU)
+    pairs = {name: answers(name, name, name) for name in names}
+    args = args_of(tie_margin=0.1, reference="ref")
+    scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, args, CPU)
     assert asked == [(oracle, 3, 64, CPU)] * 3
     assert scores == {"ref": [0.5] * 3, **{name: pytest.approx(beats(name, "ref")) for name in "xy"}}
     won = {  # .55 and .45 tie
@@ -133,10 +132,8 @@ def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_
         ("x", "y"): [0, 1, 0.5],
         ("ref", "y"): [1, 0.5, 0],
     }
-    want = {}
-    for (i, a), (j, b) in itertools.combinations(enumerate(names), 2):
-        want[i, j] = won[a, b] if (a, b) in won else [1 - x for x in won[b, a]]
-    assert games == want
+    duels = itertools.combinations(names, 2)
+    assert games == [won[a, b] if (a, b) in won else [1 - x for x in won[b, a]] for a, b in duels]
 
 
 def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
@@ -147,12 +144,12 @@ def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
     assert oracle.pairwise
     pairs = {"ref": answers("ant", "cat", "eel eel"), "x": answers("fox", "cat", "eel")}
     oracles = {name: scorers.for_tokens(oracle, TOKENIZER) for name in pairs}
-    scores, games = evaluate.judge(oracles, pairs, "ref", args_of(tie_margin=0.0), CPU)
+    scores, games = evaluate.judge(oracles, pairs, args_of(tie_margin=0.0, reference="ref"), CPU)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
     odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8)
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
-    assert games[0, 1] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]
+    assert games[0] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]
     found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=str(folder), eval_prompts=2)
     assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
 
@@ -210,17 +207,9 @@ def test_at_equal_lengths_the_shrunk_rate_obeys_its_equation_and_one_sided_games
 
 
 # -- ratings ---------------------------------------------------------------------------------------
-def table_of(games, m):
-    """{(i, j): (won by i, won by j)} as a matrix."""
-    won = torch.zeros(m, m)
-    for (i, j), (ours, theirs) in games.items():
-        won[i, j], won[j, i] = ours, theirs
-    return won
-
-
 @pytest.mark.parametrize("ours, theirs", [(7, 3), (3, 7), (5.5, 4.5), (10, 0), (0, 10), (0, 1000)])
 def test_two_ratings_differ_by_the_log_odds_with_one_drawn_game_added(ours, theirs):
-    found = evaluate.elo(table_of({(0, 1): (ours, theirs)}, 2), 1)
+    found = evaluate.elo(torch.tensor([ours], dtype=torch.float64), ours + theirs, 2, anchor=1)
     want = 400 * math.log10((ours + 0.5) / (theirs + 0.5))
     assert found[1] == 1000 and found[0].item() == pytest.approx(1000 + want)
     if min(ours, theirs):
@@ -228,65 +217,48 @@ def test_two_ratings_differ_by_the_log_odds_with_one_drawn_game_added(ours, thei
     assert abs(want - 400 * math.log((ours + 0.5) / (theirs + 0.5))) > 20  # another logarithm
 
 
-NO_ORDER = {
-    (0, 1): (9, 1),
-    (0, 2): (2, 8),
-    (1, 2): (6, 4),
-    (0, 3): (10, 0),
-    (1, 3): (7.5, 2.5),
-    (2, 3): (3, 7),
-}
-EACH_BEATS_THE_NEXT = dict.fromkeys(itertools.combinations(range(7), 2), (1000, 0))
+NO_ORDER = [9, 2, 10, 6, 7.5, 3]  # of 10 games of 0 and 1, 0 and 2, 0 and 3, 1 and 2, ...
 
 
-@pytest.mark.parametrize("games, m", [(NO_ORDER, 4), (EACH_BEATS_THE_NEXT, 7)])
-def test_ratings_solve_the_equations_of_the_likelihood(games, m):
-    """At the likeliest strengths everyone wins as many games as is expected of him: sum_j n_ij p_i / (p_i +
+@pytest.mark.parametrize("won, n_games, m", [(NO_ORDER, 10, 4), ([1000] * 21, 1000, 7)])
+def test_ratings_solve_the_equations_of_the_likelihood(won, n_games, m):
+    """At the likeliest strengths everyone wins as many games as is expected of him: sum_j n p_i / (p_i +
     p_j)."""
-    won = table_of(games, m)
-    p = 10 ** ((evaluate.elo(won, 2) - 1000) / 400)
+    won = torch.tensor(won, dtype=torch.float64)
+    p = 10 ** ((evaluate.elo(won, n_games, m, anchor=2) - 1000) / 400)
+    pairs = list(itertools.combinations(range(m), 2))
     for i in range(m):
-        others = [j for j in range(m) if j != i]
-        expected = sum((won[i, j] + won[j, i] + 1) * p[i] / (p[i] + p[j]) for j in others)
-        assert expected.item() == pytest.approx(sum(won[i, j].item() + 0.5 for j in others), abs=1e-3)
+        mine = [
+            (w if a == i else n_games - w, b if a == i else a) for w, (a, b) in zip(won, pairs) if i in (a, b)
+        ]
+        expected = sum((n_games + 1) * p[i] / (p[i] + p[j]) for _, j in mine)
+        assert expected.item() == pytest.approx(sum(w.item() + 0.5 for w, _ in mine), abs=1e-6)
 
 
 def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch():
-    generator = torch.Generator().manual_seed(0)
-    first = torch.rand(5, 4, 4, generator=generator).tril(-1) * 10
-    won = first + (10 - first).transpose(-1, -2).triu(1)
-    batch = evaluate.elo(won, 1)
-    assert batch.shape == (5, 4) and (batch[:, 1] == 1000).all()
+    won = torch.rand(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 10
+    batch = evaluate.elo(won, 10, 3, anchor=1)
+    assert batch.shape == (5, 3) and (batch[:, 1] == 1000).all()
     for one, rating in zip(won, batch):
-        torch.testing.assert_close(evaluate.elo(one, 1), rating, atol=1e-5, rtol=0)
-    order = [2, 0, 3, 1]
-    torch.testing.assert_close(
-        evaluate.elo(won[:, order][:, :, order], 3), batch[:, order], atol=1e-5, rtol=0
-    )
-    pairs = evaluate.elo(won.view(5, 1, 4, 4).expand(5, 2, 4, 4), 1)
-    torch.testing.assert_close(pairs, batch[:, None].expand(5, 2, 4), atol=1e-5, rtol=0)
+        torch.testing.assert_close(evaluate.elo(one, 10, 3, anchor=1), rating, atol=1e-5, rtol=0)
+    # Players 2, 0, 1: their pairs are (2, 0), (2, 1) and (0, 1)
+    other = evaluate.elo(torch.stack([10 - won[:, 1], 10 - won[:, 2], won[:, 0]], 1), 10, 3, anchor=2)
+    torch.testing.assert_close(other, batch[:, [2, 0, 1]], atol=1e-5, rtol=0)
 
 
 def test_an_interval_is_the_bootstrap_over_prompts():
     """Every resample is played again, prompt by prompt."""
-    games = {(0, 1): [1, 0, 0.5, 1, 1], (0, 2): [0, 0, 1, 0.5, 1], (1, 2): [0, 1, 0.5, 0, 0]}
+    games = [[1, 0, 0.5, 1, 1], [0, 0, 1, 0.5, 1], [0, 1, 0.5, 0, 0]]  # 0 and 1, 0 and 2, 1 and 2
     args = args_of(n_bootstrap=30, seed=3)
     draws = torch.randint(5, (30, 5), generator=torch.Generator().manual_seed(3)).tolist()
 
     def rating(prompts):
-        won = {
-            (i, j): (sum(x[k] for k in prompts), sum(1 - x[k] for k in prompts))
-            for (i, j), x in games.items()
-        }
-        return evaluate.elo(table_of(won, 3), 1).tolist()
+        won = [sum(results[k] for k in prompts) for results in games]
+        return evaluate.elo(torch.tensor(won, dtype=torch.float64), 5, 3, anchor=1).tolist()
 
     of_draw = [rating(draw) for draw in draws]
     for i, (middle, low, high) in enumerate(evaluate.ratings(games, 3, 1, args)):
-        place = sorted(ratings[i] for ratings in of_draw)
-        at = lambda q: (
-            place[int(q * 29)] + (q * 29 % 1) * (place[min(int(q * 29) + 1, 29)] - place[int(q * 29)])
-        )
-        assert (low, high) == pytest.approx((at(0.025), at(0.975)), abs=1e-4)
+        assert (low, high) == pytest.approx(numpy.quantile([x[i] for x in of_draw], [0.025, 0.975]), abs=1e-6)
         assert middle == pytest.approx(rating(range(5))[i], abs=1e-6)
         assert low < middle < high if i != 1 else low == middle == high == 1000
 
@@ -320,7 +292,7 @@ def test_figures_are_those_of_the_rows():
     rows["a"][1]["finished"] = False
     scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
     args = args_of(reference="ref", tie_margin=0.5)
-    found = evaluate.figures(rows, {"score": evaluate.tournament(scores, 0.5)}, args)
+    found = evaluate.figures(rows, None, args)
     assert list(found) == ["a", "ref"]
     a = found["a"]
     assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
@@ -345,11 +317,7 @@ def test_the_true_reward_has_games_of_its_own():
         "ref": [row("ant", 1.0, gold=0.0, perfect=4.0), row("cat", 1.0, gold=2.0, perfect=2.0)],
         "a": [row("ant", 0.0, gold=3.0, perfect=4.0), row("eel", 2.0, gold=2.0, perfect=2.0)],
     }
-    games = {
-        kind: evaluate.tournament({name: [r[kind] for r in mine] for name, mine in rows.items()}, 0.1)
-        for kind in ("score", "gold")
-    }
-    a = evaluate.figures(rows, games, args_of(reference="ref"))["a"]
+    a = evaluate.figures(rows, None, args_of(reference="ref"))["a"]
     assert (a["score"], a["gold"], a["perfect"]) == (1.0, 2.5, 3.0)
     assert (a["score_win"], a["gold_win"], a["score_lose"], a["gold_lose"]) == (0.5, 0.5, 0.5, 0.0)
     assert (a["score_gain"], a["gold_gain"]) == (0.0, 1.5)
@@ -365,7 +333,7 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
     safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
     rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
     args = args_of(reference="ref", harmless_from=least)
-    assert evaluate.figures(rows, {"score": {}}, args)["ref"]["harmless"] == share
+    assert evaluate.figures(rows, None, args)["ref"]["harmless"] == share
 
 
 def printed(**more):
@@ -404,7 +372,7 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
 
 def test_the_table_has_no_negative_share_of_ties():
     rows = {"ref": [row("ant", 0.5)] * 10, "a": [row("ant", 1.0)] * 9 + [row("ant", 0.0)]}
-    found = evaluate.figures(rows, {"score": {(0, 1): [0.0] * 9 + [1.0]}}, args_of(reference="ref"))
+    found = evaluate.figures(rows, None, args_of(reference="ref"))
     assert evaluate.table(found)[1]["win / tie / lose"] == "90% / 0% / 10%"
 
 
@@ -512,7 +480,7 @@ def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_pa
             (tmp_path / "runs" / name / "summary.json").write_text("{}")
     assert policies(reference="sft") == {"untrained": "tiny", "sft": "runs/sft"}
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [*list(evaluate.QUICKSTART)[2:]]
+    assert [line.split()[0] for line in lines] == [Path(path).name for path in evaluate.QUICKSTART[2:]]
     assert "ppo is left out: no finished run in runs/ppo" in lines
     with pytest.raises(InputError, match="--reference ppo: no such policy; there are untrained, sft"):
         policies(reference="ppo")

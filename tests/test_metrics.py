@@ -251,10 +251,10 @@ def test_correlation_of_a_constant_that_its_mean_rounds_off(constant, n):
     assert math.isnan(metrics.correlation([constant] * n, [i * i for i in range(n)]))
 
 
-def test_category_scores_and_spread_by_hand():
+def test_scores_by_category_and_their_spread_by_hand():
     """Scores 1, 3 of a and 5, 7 of b: means 2 and 6 (deviation 2), all four have a deviation of sqrt 5."""
     rows = [row(1.0, 3.0, category="a"), row(7.0, category="b"), row(5.0, category="b")]
-    assert metrics.category_scores(metrics.scores_of(rows)) == {"a": (2.0, 1.0), "b": (6.0, 1.0)}
+    assert metrics.by_category(metrics.scores_of(rows)) == {"a": [1.0, 3.0], "b": [7.0, 5.0]}
     assert metrics.category_spread(rows) == pytest.approx(2 / math.sqrt(5))
     assert metrics.category_spread([row(1.0, 3.0, category=x) for x in "ab"]) == 0
     assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))

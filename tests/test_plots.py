@@ -100,7 +100,8 @@ def test_without_two_categories_there_is_no_plot_of_them(names, tmp_path):
 
 def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
     curve = lambda name, t, chosen, top, scorer="s": {
-        "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top], "median": [1, 0.5]
+        "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top],
+        "median": [1, 0.5],
     }  # fmt: skip
     curves = [curve("a", 0.7, True, 2), curve("a", 1.0, False, 3), curve("c", 1.0, True, 9)]
     metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4)])
