@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, metrics, models, plots, scorers
+from common import data, dist, evaluation, generate, loading, models, plots, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_batch_size, check_flags
 from common.losses import sft_loss
@@ -300,7 +300,8 @@ def main(args: Args):
             run.log(row, versions.step + step, iteration, shown=("loss/nll", "optim/grad_norm"))
         model = optimizer = None  # before another model comes
 
-    kl_bound = metrics.best_of_n_kl(args.n_samples) if args.n_samples else None  # nats, from the policy
+    n = args.n_samples
+    kl_bound = math.log(n) - (n - 1) / n if n else None  # nats: KL(best of n || the policy) is no larger
     versions.finish(PLOTS, {"pool": len(pool.rows), "kl_bound": kl_bound})
 
 

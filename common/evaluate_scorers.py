@@ -5,8 +5,8 @@ second mode of common/evaluate.py:
     python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
 
 Writes samples.jsonl (every scorer's scores), summary.json (metrics.pair_figures of all pairs, of each data
-set and of each category) and scores.png. A pairwise preference model's score difference is its log-odds. What the
-tables show is printed: all figures of all pairs, the accuracy of each part.
+set and of each category) and scores.png, and prints all figures of all pairs and the accuracy of each part.
+A pairwise preference model's score difference is its log-odds.
 """
 
 import gc

@@ -329,7 +329,8 @@ def behavior_logprobs(train, tokenizer, args, device):
 
 
 def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
-    """Of an advantage model: two baselines that it must beat, length_figures and, from the policy's own responses to held-out prompts: is e(x) the mean r of them, as eq. 7 says? `expected/bias` and
+    """Of an advantage model: two baselines that it must beat, length_figures and, from the policy's own
+    responses to held-out prompts: is e(x) the mean r of them, as eq. 7 says? `expected/bias` and
     `expected/rmse` are of e - mean r, over prompts, in standard deviations of r within a prompt; the samples'
     own noise is taken off the second. On the tiny world also the correlation of e with the policy's mean true
     reward on a prompt."""

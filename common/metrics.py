@@ -287,11 +287,6 @@ def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     return [expected(n, n) for n in sizes], medians
 
 
-def best_of_n_kl(n: int) -> float:
-    """Upper bound (nats) of KL(best of n samples || the policy): log n - (n - 1) / n."""
-    return math.log(n) - (n - 1) / n
-
-
 def correlation(x, y) -> float:
     """Pearson's; NaN where one of them does not vary."""
     if len(set(x)) < 2 or len(set(y)) < 2:

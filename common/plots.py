@@ -85,8 +85,8 @@ def whole_ticks(axis):
 
 # -- of training -----------------------------------------------------------------------------------
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
-    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step, iteration
-    or another metric) in the order in which they were logged."""
+    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
+    iteration or another metric) in the order in which they were logged."""
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
@@ -163,9 +163,9 @@ def by_category(scores: dict[str, list[tuple]], title, axis):
 
 
 def best_of_n(folder):
-    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both:
-    left, the largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7);
-    right, the largest one for every temperature (figure 8)."""
+    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both: the
+    largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7), and the
+    largest one for every temperature (figure 8)."""
     rows = read_jsonl(Path(folder) / "curves.jsonl")
     ends = list(dict.fromkeys(row["policy"] for row in rows[:1] + rows[-1:]))
     drawn = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]

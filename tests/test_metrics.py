@@ -307,15 +307,6 @@ def test_best_of_n_of_a_uniform_law_is_its_order_statistic():
     assert median == pytest.approx([0.5] * 8, abs=0.01)
 
 
-def test_best_of_n_kl_by_hand():
-    assert metrics.best_of_n_kl(1) == 0
-    assert metrics.best_of_n_kl(2) == pytest.approx(0.6931472 - 0.5, abs=1e-6)
-    assert metrics.best_of_n_kl(8) == pytest.approx(2.0794415 - 0.875, abs=1e-6)
-    # of two equally likely responses the better one is the best of 2 with probability 3/4
-    exact = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
-    assert exact < metrics.best_of_n_kl(2)
-
-
 def test_paired_by_hand():
     """Differences 1, 0, 2, 3: mean 3/2, deviation sqrt(5 / 3), so 1.96 sqrt(5 / 3) / 2 to each side."""
     before, after = [1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 5.0, 7.0]
