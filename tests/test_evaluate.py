@@ -127,11 +127,7 @@ def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_
     scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, args, CPU)
     assert asked == [(oracle, 3, 64, CPU)] * 3
     assert scores == {"ref": [0.5] * 3, **{name: pytest.approx(beats(name, "ref")) for name in "xy"}}
-    won = {  # .55 and .45 tie
-        ("x", "ref"): [1, 0.5, 0],
-        ("x", "y"): [0, 1, 0.5],
-        ("ref", "y"): [1, 0.5, 0],
-    }
+    won = {("x", "ref"): [1, 0.5, 0], ("x", "y"): [0, 1, 0.5], ("ref", "y"): [1, 0.5, 0]}  # .55 and .45 tie
     duels = itertools.combinations(names, 2)
     assert games == [won[a, b] if (a, b) in won else [1 - x for x in won[b, a]] for a, b in duels]
 
@@ -304,11 +300,8 @@ def test_figures_are_those_of_the_rows():
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
-    assert (
-        found["ref"]["score_elo"] == 1000
-        and found["ref"]["score_gain"] == 0
-        and found["ref"]["score_win_lc"] == 0.5
-    )
+    ref = found["ref"]
+    assert (ref["score_elo"], ref["score_gain"], ref["score_win_lc"]) == (1000, 0, 0.5)
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
 
 
@@ -345,11 +338,8 @@ def printed(**more):
 
 
 def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
-    gold = {
-        key.replace("score", "gold"): x
-        for key, x in printed(gold=2.0, score_gain=0.75).items()
-        if "score" in key
-    }
+    known = printed(gold=2.0, score_gain=0.75)
+    gold = {key.replace("score", "gold"): x for key, x in known.items() if "score" in key}
     (line,) = evaluate.table({"ppo": printed(kl=3.456, harmless=0.5)})
     assert line == {
         "policy": "ppo",
@@ -364,9 +354,8 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
         "harmless": "50%",
     }
     (line,) = evaluate.table({"ppo": printed() | gold})
-    assert (
-        line["gold"] == line["score"] == "1.50" and line["gold gain"].startswith("+0.75") and line["KL"] == ""
-    )
+    assert line["gold"] == line["score"] == "1.50" and line["KL"] == ""
+    assert line["gold gain"].startswith("+0.75")
     assert "score gain" not in line and "harmless" not in line
 
 

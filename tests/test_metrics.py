@@ -213,18 +213,14 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several():
     assert (figures["eval/accuracy/b"], figures["eval/pairs/b"]) == (3.5 / 4, 4)
     assert "eval/accuracy/c" not in figures  # one category only
     mixed = metrics.pair_figures([pair(1, category=None), pair(-1, category="x")], n_bootstrap=5)
-    assert (mixed["eval/accuracy/None"], mixed["eval/accuracy/x"]) == (
-        1,
-        0,
-    ) and "eval/accuracy/s" not in mixed
+    assert (mixed["eval/accuracy/None"], mixed["eval/accuracy/x"]) == (1, 0)
+    assert "eval/accuracy/s" not in mixed
 
 
 # -- what the tiny world knows -------------------------------------------------------------------
 def test_known_figures_by_hand():
     """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels."""
-    rows = [
-        row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0])  # pairs 1, 1, 0
-    ]
+    rows = [row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0])]  # pairs 1, 1, 0
     figures = metrics.known_figures(rows)
     assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)
     assert figures["gold/correlation"] == pytest.approx(1.0)
