@@ -38,9 +38,10 @@ def score_rows(scorer, held_out, args, device) -> list[dict]:
     rows, pairs, duels = [comparisons.describe(c) for c in held_out], [], []
     for c in held_out:
         prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
-        said = [generate.Response(ids.tolist(), text, True) for ids, text in zip(c.response_ids, c.texts)]
-        pairs += [(prompt, response) for response in said]
-        duels += [(prompt, said[i], said[j]) for i, j in labelled_pairs(c)]
+        texts = zip(c.response_ids, c.texts)
+        responses = [generate.Response(ids.tolist(), text, True) for ids, text in texts]
+        pairs += [(prompt, response) for response in responses]
+        duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
     if scorer.pairwise:
         odds = iter(scorers.log_odds(scorer, duels, args.score_batch_size, device))
         for row, c in zip(rows, held_out):
@@ -66,7 +67,7 @@ def figures_of(rows) -> dict[str, float]:
 def print_tables(figures):
     """Of all pairs every figure, a line a scorer; of their parts the accuracy, a column a scorer. figures:
     scorer -> part -> figures."""
-    lines, parts = [], {}
+    of_all, of_parts = [], {}
     for name, of_scorer in figures.items():
         every = of_scorer["all"]
         line = {"scorer": name, "pairs": f"{every['pairs']:.0f}"}
@@ -74,12 +75,12 @@ def print_tables(figures):
         line["ECE"] = metrics.interval(every, "ece", ".3f")
         for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
             line[title] = f"{every[key]:.3f}"
-        lines.append(line)
-        for part, of_part in of_scorer.items():
-            row = parts.setdefault(part, {"accuracy": part, "pairs": f"{of_part['pairs']:.0f}"})
-            row[name] = metrics.interval(of_part, "accuracy", ".1%")
-    metrics.print_table(lines)
-    metrics.print_table(list(parts.values())[1:])  # all pairs come first
+        of_all.append(line)
+        for part, figures_of_part in of_scorer.items():
+            row = of_parts.setdefault(part, {"accuracy": part, "pairs": f"{figures_of_part['pairs']:.0f}"})
+            row[name] = metrics.interval(figures_of_part, "accuracy", ".1%")
+    metrics.print_table(of_all)
+    metrics.print_table(list(of_parts.values())[1:])  # all pairs come first
 
 
 def compare(paths, args, device, state):

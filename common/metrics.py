@@ -208,8 +208,8 @@ JUDGES = {"score": "the scorer", "gold": "the true reward"}  # column -> who say
 
 def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
     """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
-    there = {key: column for key, column in columns.items() if rows and column in rows[0]}
-    return {key: sum(row[column] for row in rows) / len(rows) for key, column in there.items()}
+    columns = {key: column for key, column in columns.items() if rows and column in rows[0]}
+    return {key: sum(row[column] for row in rows) / len(rows) for key, column in columns.items()}
 
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
