@@ -2,6 +2,7 @@
 random models against plain softmax; the run directory; the scripts that read what it writes."""
 
 import collections
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -75,8 +76,9 @@ def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0)
     return ai.Item(number, row, [{"role": "user", "content": prompt}], list(texts), human)
 
 
-def labels(labeler, items, principles=(), templates=ai.TEMPLATES, **options):
-    return ai.label(items, labeler, templates, principles, args_of(**options))
+def labels(labeler, items, **options):
+    args = args_of(**options)
+    return ai.label(items, labeler, ai.load_texts(args), args)
 
 
 def text_of(question):
@@ -119,7 +121,7 @@ def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     first, second = labeler.asked
     assert [first.values["first"], first.values["second"]] == ["ant bear", "ant"]
     assert [second.values["first"], second.values["second"]] == ["ant", "ant bear"]
-    assert first.template == second.template and first.opening == ai.TEMPLATES["ending"]
+    assert first.template == second.template and first.opening == ai.TEXTS["ending"]
 
 
 def test_mass_below_the_least_in_either_order_is_no_answer():
@@ -292,6 +294,7 @@ def constitution(tmp_path):
 
 
 PRINCIPLES = ("Be kind.", "Be {first}, brief.", "Be true.")
+DEFAULT_PRINCIPLES = ai.TEXTS["principles"].splitlines()
 
 
 def asked_by(monkeypatch, make=GoldLabeler):
@@ -318,7 +321,7 @@ def test_each_pair_is_judged_by_one_principle_that_the_seed_draws(pairs, constit
         run(tmp_path / name, pairs, **options, **more)
     a, b, c = map(principles_asked, made)
     assert set(a.values()) == set(PRINCIPLES) and a == b != c
-    assert ai.TEMPLATES["base"] not in text_of(made[0].asked[0])
+    assert ai.TEXTS["base"] not in text_of(made[0].asked[0])
 
 
 def test_a_resumed_run_draws_the_same_principles(pairs, constitution, tmp_path, monkeypatch):
@@ -343,21 +346,23 @@ def test_a_constitution_without_principles_is_an_error(text, pairs, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_without_a_constitution_pairs_have_no_principle_and_revisions_the_default_ones():
-    assert ai.read_principles(args_of("label")) == () and ai.read_principles(args_of("rate")) == ()
-    assert ai.read_principles(args_of("revise")) == ai.PRINCIPLES
+def test_without_a_constitution_pairs_have_no_principle_and_revisions_the_default_ones(monkeypatch):
+    labeler = GoldLabeler()
+    labels(labeler, [item()])
+    assert not any(principle in text_of(labeler.asked[0]) for principle in DEFAULT_PRINCIPLES)
+    assert len(DEFAULT_PRINCIPLES) == 4 and ai.draw(ai.TEXTS["principles"], 0, 1) in DEFAULT_PRINCIPLES
 
 
 # -- templates -------------------------------------------------------------------------------
-def test_each_name_is_replaced_once_and_texts_with_braces_stay():
+def test_each_name_is_replaced_once_and_texts_with_braces_stay(tmp_path):
     values = {"first": "{second} {first}", "second": "{x} {} {{first}} {0}"}
     assert ai.fill("{first}|{second}|{other}|{{first}}", values) == (
         "{second} {first}|{x} {} {{first}} {0}|{other}|{{second} {first}}"
     )
     labeler = GoldLabeler()
-    labels(
-        labeler, [item(texts=("ant {second}", "{prompt} {principle} { }"))], ("by {first}",), constitution="x"
-    )
+    (tmp_path / "principles").write_text("by {first}")
+    texts = ("ant {second}", "{prompt} {principle} { }")
+    labels(labeler, [item(texts=texts)], constitution=str(tmp_path / "principles"))
     text = text_of(labeler.asked[0])
     assert "Response 1:\nant {second}\n\nResponse 2:\n{prompt} {principle} { }\n\n" in text
     assert "by this principle: by {first}\n" in text
@@ -375,10 +380,10 @@ def test_a_toml_file_replaces_templates_and_leaves_the_others(tmp_path, pairs, m
     v = question.values
     assert text_of(question) == f"Which one?\n\n{v['prompt']}|{v['second']}|{v['first']}\n\nHm?"
     assert question.opening == "Winner:"
-    templates = ai.load_templates(path)
-    assert templates["critique"] == ai.TEMPLATES["critique"] and ai.TEMPLATES["rating"] == "Rating:"
+    templates = ai.load_texts(args_of(template=path))
+    assert templates["critique"] == ai.TEXTS["critique"] and ai.TEXTS["rating"] == "Rating:"
     labeler = GoldLabeler()
-    ai.rate([item("copy ant", ["ant"])], labeler, templates, (), PLAIN)
+    ai.rate([item("copy ant", ["ant"])], labeler, templates, PLAIN)
     assert (text_of(labeler.asked[0]), labeler.asked[0].opening) == ("copy ant: ant", "Mark:")
 
 
@@ -403,12 +408,7 @@ def test_a_template_file_that_is_wrong_says_where(text, words, tmp_path):
     if text is not None:
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError, match=f"--template .*mine.toml: .*{words}"):
-        ai.load_templates(path)
-
-
-def test_every_built_in_template_holds_its_fields_and_no_other():
-    for name, text in ai.TEMPLATES.items():
-        assert set(re.findall(r"\{(\w+)\}", text)) == ai.FIELDS.get(name, set()), name
+        ai.load_texts(args_of(template=path))
 
 
 @pytest.mark.parametrize("chain_of_thought", [False, True])
@@ -418,19 +418,19 @@ def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preambl
     labels(labeler, [item()], examples=n, preamble=preamble, chain_of_thought=chain_of_thought)
     text = text_of(labeler.asked[0])
     for i, example in enumerate(ai.EXAMPLES):
-        thoughts = f"Comparison of the responses: {example.thoughts}\n" if chain_of_thought else ""
+        thoughts = f"Comparison of the responses: {example['thoughts']}\n" if chain_of_thought else ""
         block = (
-            f"Conversation:\n{example.prompt}\n\nResponse 1:\n{example.first}\n\nResponse 2:\n"
-            f"{example.second}\n\nWhich response is better, 1 or 2?\n{thoughts}"
-            f"Better response: {example.better}\n\n"
+            f"Conversation:\n{example['prompt']}\n\nResponse 1:\n{example['first']}\n\nResponse 2:\n"
+            f"{example['second']}\n\nWhich response is better, 1 or 2?\n{thoughts}"
+            f"Better response: {example['better']}\n\n"
         )
         assert (block in text) == (i < n)
-        assert example.thoughts not in text or (chain_of_thought and i < n)
+        assert example["thoughts"] not in text or (chain_of_thought and i < n)
     own = "Conversation:\ncopy ant bear\n\nResponse 1:\nant bear\n\nResponse 2:\nant\n\n"
-    assert text.startswith(ai.TEMPLATES[preamble] + "\n\nConversation:") and text.endswith(
+    assert text.startswith(ai.TEXTS[preamble] + "\n\nConversation:") and text.endswith(
         own + "Which response is better, 1 or 2?"
     )
-    assert len(ai.EXAMPLES) == 8 and [e.better for e in ai.EXAMPLES].count("1") == 4
+    assert len(ai.EXAMPLES) == 8 and [e["better"] for e in ai.EXAMPLES].count("1") == 4
 
 
 def test_a_conversation_of_several_messages_is_lines_of_roles():
@@ -474,7 +474,7 @@ def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
     found = labels(
         Thinker([text], {":": 0.8}), [item(), item(texts=("ant", "cat")), item()], chain_of_thought=True
     )
-    assert found[1] == {"failed": "no rationale"} and "preference" in found[0] and "preference" in found[2]
+    assert found[1] == {"failed": "neither 1 nor 2"} and "preference" in found[0] and "preference" in found[2]
 
 
 def test_several_chains_average_the_probabilities_of_sampled_rationales():
@@ -655,9 +655,8 @@ def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, mode
     torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["tiny", "spaced"])
-def test_a_labeler_in_bfloat16_keeps_its_rotary_frequencies_in_fp32(folders, name):
-    labeler = ai.LanguageModel("tiny" if name == "tiny" else str(folders / name), CPU, dtype="bfloat16")
+def test_a_labeler_in_bfloat16_keeps_its_rotary_frequencies_in_fp32(folders):
+    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, dtype="bfloat16")
     rotary = labeler.model.model.rotary_emb
     size = labeler.model.config.head_dim
     want = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -784,7 +783,7 @@ def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
         def probabilities(self, questions, options):
             return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
 
-    (found,) = ai.rate([item(texts=["ant"])], Sure(), ai.TEMPLATES, (), PLAIN)
+    (found,) = ai.rate([item(texts=["ant"])], Sure(), ai.TEXTS, PLAIN)
     assert found["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
     assert found["mass"] == pytest.approx(0.3)
 
@@ -816,7 +815,9 @@ def scorer_pairs(rows):
 
 
 def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(ai.Args, "min_mass", 1e-12)  # of random weights no number is a likely answer
+    monkeypatch.setattr(
+        ai, "Args", functools.partial(ai.Args, min_mass=1e-12)
+    )  # of random weights no number is a likely answer
     assert ai.rater("gold_labeler:mute")(["copy ant"], ["ant"], [{"messages": A.turns}]) == [0.0]
     for model in ("gold_labeler:exact", str(folders / "spaced")):
         rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
@@ -876,7 +877,7 @@ def test_answers_are_criticised_and_revised_and_the_steps_are_kept(constitution,
 def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
     found = run(tmp_path / "a", prompts, "revise", revisions=2).rows
     steps = [tuple(step["principle"] for step in r["ai"]["steps"]) for r in found]
-    assert {p for two in steps for p in two} == set(ai.PRINCIPLES)
+    assert {p for two in steps for p in two} == set(DEFAULT_PRINCIPLES)
     assert any(first != second for first, second in steps)
     again = run(tmp_path / "b", prompts, "revise", revisions=2, chunk_rows=3).rows
     assert again == found
@@ -887,7 +888,7 @@ def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
 def test_the_principles_of_two_steps_are_drawn_apart():
     """4 * 4 pairs are equally likely: of 400 rows every one of them should be drawn, each about 25 times."""
     drawn = collections.Counter(
-        tuple(ai.draw(ai.PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400)
+        tuple(ai.draw(ai.TEXTS["principles"], 0, row, r) for r in (0, 1)) for row in range(400)
     )
     assert len(drawn) == 16 and min(drawn.values()) > 5 and max(drawn.values()) < 60
 
@@ -917,7 +918,7 @@ def test_a_revision_that_did_not_end_or_without_words_is_not_used():
         ["c1", "c2", "", "c4"], [("cut of", False), ("", True), ("after no critique", True), ("good", True)]
     )
     args = args_of("revise", revisions=4)
-    (found,) = ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args)
+    (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
     assert found["completion"] == "good" and found["first"] == "start"
     assert [s["used"] for s in found["steps"]] == [False, False, False, True]
     assert [s["revision"] for s in found["steps"]] == ["cut of", "", "after no critique", "good"]
@@ -928,11 +929,9 @@ def test_a_revision_that_did_not_end_or_without_words_is_not_used():
 def test_a_row_that_never_gets_a_response_fails():
     args = args_of("revise", revisions=1)
     labeler = Reviser(["c"], [("cut", False)], first=("", True))
-    assert ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args) == [
-        {"failed": "no response"}
-    ]
+    assert ai.revise([item(texts=())], labeler, ai.TEXTS, args) == [{"failed": "no response"}]
     labeler = Reviser(["c"], [("mended", True)], first=("", True))
-    (found,) = ai.revise([item(texts=())], labeler, ai.TEMPLATES, ai.PRINCIPLES, args)
+    (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
     assert found["completion"] == "mended" and found["first"] == ""
 
 
