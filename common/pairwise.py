@@ -11,29 +11,24 @@ import math
 
 import torch
 
-from common import data, dist
+from common import data, dist, models
 from common.batches import Document, collate, labelled_pairs, make_blocks
 from common.errors import InputError
 
 
-def instruction(prompt: list[dict], a: str, b: str) -> str:
-    """The text that the model reads. A prompt of several turns has a line for each, `role: text`."""
-    return f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
-
-
-def document(tokenizer, prompt, a, b, letter="A") -> Document:
-    """The instruction and its answer, `letter`, the only token with loss, right after the opening of an
+def document(tokenizer, prompt: list[dict], a: str, b: str, letter="A") -> Document:
+    """What the model reads and its answer, `letter`, the only token with loss, right after the opening of an
     answer: what a template writes around an answer (a space, empty thoughts, a second end token) is not
     read. ValueError if the letter is no single token of the tokenizer's, or the text cannot be encoded."""
-    question = {"role": "user", "content": instruction(prompt, a, b)}
+    text = f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
+    question = {"role": "user", "content": text}
     opening = data.encode_responses(tokenizer, [question], [])[0]
     data.check_known(tokenizer, opening)
     answer = tokenizer(letter, add_special_tokens=False)["input_ids"]
     if len(answer) != 1 or answer == [tokenizer.unk_token_id]:
         raise ValueError(f"{letter!r} is not one token of this tokenizer's")
     ids = torch.tensor(opening + answer, dtype=torch.int32)
-    messages = [question, {"role": "assistant", "content": letter}]
-    return Document(ids, torch.arange(len(ids)) == len(opening), messages, None)
+    return Document(ids, torch.arange(len(ids)) == len(opening), [question], None)
 
 
 def usable(comparisons, tokenizer, max_length, name) -> list:
@@ -42,7 +37,12 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
     kept, dropped = [], {}
     for c in comparisons:
         try:
-            check_fits(c, tokenizer, max_length)
+            pairs = [(c.texts[better], c.texts[worse]) for better, worse in labelled_pairs(c)]
+            if not pairs:
+                raise ValueError("a tie")
+            written = [document(tokenizer, c.prompt, *pair, letter) for pair in pairs for letter in "AB"]
+            if max(map(n_tokens, written)) > max_length:
+                raise ValueError(f"longer than {max_length} tokens (--max-length)")
             kept.append(c)
         except ValueError as error:
             dropped.setdefault(str(error), []).append(c.row.where)
@@ -52,27 +52,16 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
     return kept
 
 
-def check_fits(comparison, tokenizer, max_length):
-    """ValueError if a labelled pair of the comparison cannot be written, is too long, or if there is none."""
-    if not labelled_pairs(comparison):
-        raise ValueError("a tie")
-    for better, worse in labelled_pairs(comparison):
-        for letter in "AB":
-            pair = comparison.texts[better], comparison.texts[worse]
-            if len(document(tokenizer, comparison.prompt, *pair, letter).ids) > max_length:
-                raise ValueError(f"longer than {max_length} tokens (--max-length)")
-
-
 def documents(comparisons, tokenizer, seed) -> list[Document]:
     """Every labelled pair, in an order drawn at random, with the letter of the better response."""
     generator = torch.Generator().manual_seed(seed)
     written = []
     for c in comparisons:
         for better, worse in labelled_pairs(c):
-            if torch.rand((), generator=generator) < 0.5:
-                written.append(document(tokenizer, c.prompt, c.texts[better], c.texts[worse], "A"))
-            else:
-                written.append(document(tokenizer, c.prompt, c.texts[worse], c.texts[better], "B"))
+            a, b, letter = better, worse, "A"
+            if torch.rand((), generator=generator) >= 0.5:
+                a, b, letter = worse, better, "B"
+            written.append(document(tokenizer, c.prompt, c.texts[a], c.texts[b], letter))
     return written
 
 
@@ -97,26 +86,17 @@ def preferences(model, tokenizer, pairs, micro_batch_size) -> list[float]:
     if not pairs:
         return []
     letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
-    rows = []  # (pair, whether b stands first, document)
-    for i, (prompt, a, b) in enumerate(pairs):
-        rows.append((i, False, document(tokenizer, prompt, a, b)))
-        rows.append((i, True, document(tokenizer, prompt, b, a)))
-    longest = max(n_tokens(row[2]) for row in rows)
-    config = getattr(model, "config", None)
-    room = getattr(config and config.get_text_config(), "max_position_embeddings", math.inf)
+    both_orders = [texts for prompt, a, b in pairs for texts in ((prompt, a, b), (prompt, b, a))]
+    documents = [document(tokenizer, *texts)._replace(number=i) for i, texts in enumerate(both_orders)]
+    longest, room = max(map(n_tokens, documents)), models.n_positions(model.config)
     if longest > room:
         raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
-    probabilities = []
-    for share in dist.my_batches(rows, micro_batch_size, lambda row: n_tokens(row[2])):
-        input_ids = collate([[d] for _, _, d in share], tokenizer.pad_token_id, model.device).input_ids
-        ends = [
-            n_tokens(d) - 2 for _, _, d in share
-        ]  # the last token before the letter, which it does not see
-        where = torch.tensor([list(range(len(ends))), ends], dtype=torch.long, device=model.device)
-        logprobs = model.next_token_logprobs(input_ids, where)[:, letters]  # (n, 2)
-        p_first = torch.softmax(logprobs.double(), -1)[:, 0].tolist()  # p(A) / (p(A) + p(B))
-        probabilities += [(i, 1 - p if swapped else p) for (i, swapped, _), p in zip(share, p_first)]
-    mean = [0.0] * len(pairs)
-    for i, p in dist.gather(probabilities):
-        mean[i] += p / 2
-    return [math.log(max(p, 1e-12)) - math.log(max(1 - p, 1e-12)) for p in mean]
+    p_first = []  # (number, p(A) / (p(A) + p(B)))
+    for share in dist.my_batches(documents, micro_batch_size, n_tokens):
+        batch = collate([[d] for d in share], tokenizer.pad_token_id, model.device)
+        where = batch.action_mask.nonzero().T  # the last token before each letter, which it does not see
+        logprobs = model.next_token_logprobs(batch.input_ids, where)[:, letters]  # (n, 2)
+        p_first += zip((d.number for d in share), torch.softmax(logprobs.double(), -1)[:, 0].tolist())
+    p_first = [p for _, p in sorted(dist.gather(p_first))]
+    means = [(p + (1 - swapped)) / 2 for p, swapped in zip(p_first[::2], p_first[1::2])]
+    return [math.log(max(p, 1e-12)) - math.log(max(1 - p, 1e-12)) for p in means]

@@ -5,9 +5,8 @@
 A causal LM reads a prompt and two responses in an order drawn at random; the only token with loss is the
 letter, A or B, that names the better one (common/pairwise.py). Pairs are packed, and none sees another one.
 
-Reads a model and comparisons (docs/data.md); writes runs/train_pairwise: model/, which dpo_iterative.py and
-common.evaluate take as a scorer, metrics.jsonl, samples.jsonl with the log odds of held-out pairs, plots,
-summary.json. A checkpoint holds weights, optimiser and the number of steps done.
+Reads what reward.py reads; writes runs/train_pairwise, a scorer for dpo_iterative.py and common.evaluate,
+with the log odds of held-out pairs in samples.jsonl.
 
     python -m common.train_pairwise --model runs/sft        the tiny world, about a minute on two CPU cores
     torchrun --nproc-per-node 8 -m common.train_pairwise rlhf_workflow
@@ -87,17 +86,17 @@ def update(model, optimizer, documents, args):
     """One optimiser step on `documents`, over all ranks: (loss, share with p(letter) > 1/2, gradient norm).
     Every rank has all documents and computes its share of them."""
     n = len(documents)
-    sums = dist.Sums("loss_sum", "n_correct")
+    sums = dist.Sums()
     for batch in pairwise.my_packed_batches(documents, model, args.micro_batch_size):
         logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no letter follows
         loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
         dist.backward(loss)
         right = (logprobs > math.log(0.5)) & batch.action_mask
-        sums.add({"loss_sum": loss_metrics["nll_sum"], "n_correct": right.sum()})
+        sums.add({**loss_metrics, "n_correct": right.sum()})
     totals = sums.over_ranks()
-    loss = totals["loss_sum"] / max(1, n)
+    loss = totals["nll_sum"] / n
     [grad_norm] = dist.optimizer_step([model], [optimizer], loss, args.max_grad_norm)
-    return loss, totals["n_correct"] / max(1, n), grad_norm
+    return loss, totals["n_correct"] / n, grad_norm
 
 
 def main(args: Args):
@@ -109,8 +108,7 @@ def main(args: Args):
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = pairwise.usable(train, tokenizer, args.max_length, args.dataset)
-    if held_out:
-        held_out = pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
+    held_out = held_out and pairwise.usable(held_out, tokenizer, args.max_length, "held-out")
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -136,31 +134,21 @@ def main(args: Args):
         lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
         loss, accuracy, grad_norm = update(model, optimizer, documents, args)
 
-        row = {
-            "loss/reward": loss,
-            "train/accuracy": accuracy,
-            "optim/grad_norm": grad_norm,
-            "optim/lr": lr,
-            "data/comparisons": len(batch),
-            "perf/comparisons_per_s": len(batch) / run.seconds(),
-        }
+        row = {"loss/reward": loss, "train/accuracy": accuracy, "optim/grad_norm": grad_norm, "optim/lr": lr}
+        row.update({"data/comparisons": len(batch), "perf/comparisons_per_s": len(batch) / run.seconds()})
         if run.due(args.eval_every):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
     run.round_weights(model)
-    after = evaluate(model)
+    after = {**evaluate(model), **evaluation.baselines(None, held_out, args.micro_batch_size)}
     run.finish(
-        model,
-        tokenizer,
-        after={**after, **evaluation.baselines(None, held_out, args.micro_batch_size)},
-        samples=evaluate.samples,
-        step=total_steps,
+        model, tokenizer, after=after, samples=evaluate.samples, step=total_steps,
         iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy"),
         plots=[partial(plots.scorer, loss="loss/reward")],
-    )
+    )  # fmt: skip
 
 
 RECIPES = {
@@ -169,13 +157,9 @@ RECIPES = {
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-            epochs=1.0,  # as in reward.py, all below
-            lr=1e-5,
-            lr_schedule="cosine_with_min_lr",
-            warmup_ratio=0.03,
-            batch_size=16,
-            micro_batch_size=4,
-            max_length=2048,  # two responses
+            # as in reward.py, but for two responses
+            epochs=1.0, lr=1e-5, lr_schedule="cosine_with_min_lr", warmup_ratio=0.03, batch_size=16,
+            micro_batch_size=4, max_length=2048,
         ),
     ),
     "rlhf_workflow": (
@@ -183,18 +167,13 @@ RECIPES = {
         Args(
             model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
             dataset="hendrydong/preference_700K",  # the authors' published mixture
-            epochs=1.0,  # section 2.2
-            lr=5e-6,  # the authors' code, as are batch_size and max_length
-            lr_schedule="cosine",
-            warmup_ratio=0.03,
+            epochs=1.0, lr_schedule="cosine", warmup_ratio=0.03,  # section 2.2
+            lr=5e-6, batch_size=128, max_length=3072,  # the authors' code
             weight_decay=0.0,  # not said
-            batch_size=128,
-            micro_batch_size=4,  # ours: memory
-            max_length=3072,
-            gradient_checkpointing=True,
+            micro_batch_size=4, gradient_checkpointing=True,  # ours: memory
         ),
     ),
-}
+}  # fmt: skip
 
 if __name__ == "__main__":
     launch(main, RECIPES)

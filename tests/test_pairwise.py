@@ -20,7 +20,7 @@ from scorers import (
 )
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from common import comparisons, data, dist, loading, pairwise, tiny, train_pairwise
 from common.batches import Row, labelled_pairs
@@ -60,19 +60,15 @@ def labelled(tokenizer):
     return [*pairs, comparison(tokenizer, prompt="first ant", responses=ranked)]
 
 
-def test_instruction_is_the_papers_text():
-    assert pairwise.instruction(PROMPT, "x y", "z") == "[CONTEXT] copy ant [RESPONSE A] x y [RESPONSE B] z"
-    talk = [*PROMPT, {"role": "assistant", "content": "ant"}, {"role": "user", "content": "again"}]
-    text = "[CONTEXT] user: copy ant\nassistant: ant\nuser: again [RESPONSE A] x [RESPONSE B] y"
-    assert pairwise.instruction(talk, "x", "y") == text
-
-
 @pytest.mark.parametrize("letter", ["A", "B"])
 def test_document_has_loss_on_the_letter_alone(letter, tokenizer):
     d = pairwise.document(tokenizer, PROMPT, "ant", "cat cat", letter)
     words = "<|bos|> <|user|> [CONTEXT] copy ant [RESPONSE A] ant [RESPONSE B] cat cat <|end|> <|assistant|>"
     assert tokenizer.convert_ids_to_tokens(d.ids.tolist()) == [*words.split(), letter]  # and no end token
     assert d.response_mask.tolist() == [False] * (len(d.ids) - 1) + [True]
+    talk = [*PROMPT, {"role": "assistant", "content": "ant"}, {"role": "user", "content": "again"}]
+    text = "[CONTEXT] user: copy ant\nassistant: ant\nuser: again [RESPONSE A] x [RESPONSE B] y"
+    assert pairwise.document(tokenizer, talk, "x", "y").messages[0]["content"] == text
 
 
 def test_a_letter_that_is_no_single_token_is_an_error(tokenizer):
@@ -218,7 +214,7 @@ def fake(tokenizer, logprobs_of):
             out[i, letters] = torch.tensor(logprobs_of(tokenizer.decode(input_ids[row, : end + 1])))
         return out
 
-    return types.SimpleNamespace(next_token_logprobs=next_token_logprobs, device="cpu")
+    return types.SimpleNamespace(next_token_logprobs=next_token_logprobs, device="cpu", config=GPT2Config())
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -276,7 +272,8 @@ def bytes_tokenizer(template, opening):
 def test_the_letter_follows_the_opening_of_an_answer_whatever_the_template_writes_around_it(name):
     """And a model that puts all its weight on the letters' tokens of the documents prefers the first."""
     words = bytes_tokenizer(*TEMPLATES[name])
-    question = [{"role": "user", "content": pairwise.instruction(PROMPT, "x", "y")}]
+    text = "[CONTEXT] copy ant [RESPONSE A] x [RESPONSE B] y"
+    question = [{"role": "user", "content": text}]
     for letter in "AB":
         ids = pairwise.document(words, PROMPT, "x", "y", letter).ids.tolist()
         assert ids == [*data.prompt_ids(words, question), words.convert_tokens_to_ids(letter)]
@@ -287,12 +284,9 @@ def test_the_letter_follows_the_opening_of_an_answer_whatever_the_template_write
 
 
 def test_texts_longer_than_the_positions_of_the_model_are_an_error():
-    config = types.SimpleNamespace(get_text_config=lambda: types.SimpleNamespace(max_position_embeddings=9))
-    fake = types.SimpleNamespace(config=config)
+    fake = types.SimpleNamespace(config=GPT2Config(n_positions=9))
     with pytest.raises(ValueError, match="the model has 9 positions"):
-        pairwise.preferences(
-            fake, tiny.tokenizer(), [([{"role": "user", "content": "copy ant"}], "ant", "cat")], 4
-        )
+        pairwise.preferences(fake, tiny.tokenizer(), [(PROMPT, "ant", "cat")], 4)
 
 
 # -- a run -----------------------------------------------------------------------------------------
