@@ -39,7 +39,6 @@ from common import comparisons, data, dist, generate, loading, metrics, models, 
 from common.batches import Row, a_part, split
 from common.cli import check_flags
 from common.errors import InputError
-from common.metrics import write_json
 from common.run import find_run, launch, start_run
 
 # -- the prompts -----------------------------------------------------------------------------------
@@ -89,17 +88,17 @@ class LanguageModel:
     """A causal LM on this rank's device, whole. Texts that do not fit are cut in their middle, and counted in
     `shortened`."""
 
-    def __init__(self, name, device, chat_template=None, max_length=None, batch_size=16, dtype=None):
+    def __init__(self, name, device, args):
         from transformers import AutoModelForCausalLM
 
         loading.check_causal_lm(name)
-        self.name, self.device, self.batch_size, self.shortened = name, device, batch_size, 0
-        self.tokenizer = loading.load_tokenizer(name, chat_template)
-        dtype = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+        self.name, self.device, self.batch_size, self.shortened = name, device, args.batch_size, 0
+        self.tokenizer = loading.load_tokenizer(name, args.chat_template)
+        dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         room = models.n_positions(self.model.config)
-        self.room = min(max_length or room, room)
+        self.room = min(args.max_length or room, room)
 
     def encode(self, question, reserve) -> list[int]:
         """Token ids of the question and the opening of the answer. Where `reserve` more tokens would not fit,
@@ -121,8 +120,7 @@ class LanguageModel:
             sides = range(1, longest // 2 + 1)
             n = bisect.bisect(sides, self.room - reserve, key=lambda n: len(with_sides(n)))
             if n == 0:
-                wanted = "too few for the template itself"
-                raise InputError(f"{self.name} has room for {self.room} tokens, {wanted}")
+                raise InputError(f"{self.name} has room for {self.room} tokens, too few for the template")
             ids, self.shortened = with_sides(n), self.shortened + 1
         return ids
 
@@ -178,10 +176,10 @@ class LanguageModel:
         return [(response.text.strip(), response.finished) for response in responses]
 
 
-def load_labeler(spec, device, flag="--model", **options):
+def load_labeler(spec, device, args, flag="--model"):
     """A LanguageModel, or what `module:function` gives."""
     if not re.fullmatch(scorers.NAMED, spec):
-        return LanguageModel(spec, device, **options)
+        return LanguageModel(spec, device, args)
     try:
         labeler = scorers.named_function(flag, spec)()
     except TypeError as error:
@@ -202,8 +200,8 @@ def preamble_and_examples(args, texts):
 
 
 def label(rows, labeler, texts, args):
-    """The probability that the first text of each pair is the better one: {"preference", "orders": in either
-    order, "mass": P("1") + P("2"), the smaller of both orders}."""
+    """Of each pair {"chosen", "rejected": its texts, "preference": the probability that the first one is the
+    better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}."""
     template = f"{preamble_and_examples(args, texts)}{texts['pair']}\n\n{texts['question']}"
     questions, rationales = [], []
     for row in rows:
@@ -228,24 +226,29 @@ def label(rows, labeler, texts, args):
         p += answers / args.chains
     results = []
     for i, (mass, first) in enumerate(zip(p.sum(1).view(-1, 2).tolist(), p[:, 0].view(-1, 2).tolist())):
-        orders = [first[0] / max(mass[0], 1e-300), 1 - first[1] / max(mass[1], 1e-300)]
-        result = {"preference": sum(orders) / 2, "orders": orders, "mass": min(mass)}
-        if rationales:
-            result["rationales"] = rationales[2 * i : 2 * i + 2]
-        results.append(result if min(mass) >= args.min_mass else {"failed": "neither 1 nor 2"})
+        if min(mass) < args.min_mass:
+            results.append({"failed": "neither 1 nor 2"})
+            continue
+        orders = [first[0] / mass[0], 1 - first[1] / mass[1]]
+        ai = {"orders": orders, "mass": min(mass)}
+        if args.chain_of_thought:
+            ai["rationales"] = rationales[2 * i : 2 * i + 2]
+        result = dict(zip(("chosen", "rejected"), rows[i].texts))
+        results.append({**result, "preference": sum(orders) / 2, "human": rows[i].human, "ai": ai})
     return results
 
 
 def rate(rows, labeler, texts, args):
-    """{"rating": 1 to 10, "score": -1 to 1, "mass": P that the answer is a rating} of each response."""
+    """Of each row {"response", "score": -1 to 1, "ai": {"rating": 1 to 10, "mass": P(any rating)}}."""
     values = [{"prompt": data.transcript(row.prompt), "response": row.texts[0]} for row in rows]
     questions = [Question(texts["rate"], value, texts["rating"]) for value in values]
     p = labeler.probabilities(questions, tuple(map(str, range(1, 11))))
     masses = p.sum(1).clamp(min=1e-300)
     ratings = (p / masses[:, None]) @ torch.arange(1.0, 11.0, dtype=p.dtype)
     results = []
-    for rating, mass in zip(ratings.tolist(), masses.tolist()):
-        result = {"rating": rating, "score": (rating - 5.5) / 4.5, "mass": mass}
+    for row, rating, mass in zip(rows, ratings.tolist(), masses.tolist()):
+        ai = {"rating": rating, "mass": mass}
+        result = {"response": row.texts[0], "score": (rating - 5.5) / 4.5, "ai": ai}
         results.append(result if mass >= args.min_mass else {"failed": "no number from 1 to 10"})
     return results
 
@@ -253,7 +256,7 @@ def rate(rows, labeler, texts, args):
 def rater(model):
     """Direct RLAIF: `--scorer common.ai_feedback:rater=MODEL`. The function that gives the `score` of `rate`,
     with the module's own texts; 0 where the labeler's answer is no rating."""
-    labeler = load_labeler(model, dist.setup(), "--scorer common.ai_feedback:rater")
+    labeler = load_labeler(model, dist.setup(), Args(), "--scorer common.ai_feedback:rater")
 
     def fn(prompts, responses, rows):
         items = [Item(0, None, row["messages"], [response]) for row, response in zip(rows, responses)]
@@ -264,8 +267,8 @@ def rater(model):
 
 def revise(rows, labeler, texts, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
-    revise: {"completion", "first", "steps": [{"principle", "critique", "revision", "used"}]}. A critique or
-    revision without words, or a revision that did not end, leaves the response as it was."""
+    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. A
+    critique or revision without words, or a revision that did not end, leaves the response as it was."""
     calls = itertools.count()
 
     def write(template, values) -> list[tuple[str, bool]]:
@@ -280,17 +283,19 @@ def revise(rows, labeler, texts, args):
     results = [{"first": text, "steps": []} for text in responses]
     for r in range(args.revisions):
         drawn = [draw(texts["principles"], args.seed, row.number, r) for row in rows]
-        names = ("prompt", "response", "principle", "critique")
-        values = [dict(zip(names, row)) for row in zip(prompts, responses, drawn)]
+        values = [
+            {"prompt": prompt, "response": response, "principle": principle}
+            for prompt, response, principle in zip(prompts, responses, drawn)
+        ]
         critiques = [text for text, _ in write(texts["critique"], values)]
-        values = [dict(zip(names, row)) for row in zip(prompts, responses, drawn, critiques)]
+        values = [{**value, "critique": critique} for value, critique in zip(values, critiques)]
         for i, (text, ended) in enumerate(write(texts["revise"], values)):
             used = bool(text) and ended and bool(critiques[i])
             step = {"principle": drawn[i], "critique": critiques[i], "revision": text, "used": used}
             results[i]["steps"].append(step)
             responses[i] = text if used else responses[i]
     return [
-        {**result, "completion": text} if text else {"failed": "no response"}
+        {"completion": text, "ai": result} if text else {"failed": "no response"}
         for result, text in zip(results, responses)
     ]
 
@@ -340,7 +345,7 @@ def read_items(args) -> list[Item]:
     return a_part(items, args.max_rows)
 
 
-def output_row(item, result, args) -> dict:
+def output_row(item, result) -> dict:
     """A row of rows.jsonl: what the scripts read, and under `ai` what was asked and answered."""
     row = {"prompt": item.prompt}
     if "category" in item.row.data:
@@ -348,26 +353,12 @@ def output_row(item, result, args) -> dict:
     if "is_safety" in item.row.data:
         row["is_safety"] = bool(item.row.data["is_safety"])
     row["row"] = item.number
-    if "failed" in result:
-        return {**row, "human": item.human, **result}
-    texts, answer = {
-        "label": (("chosen", "rejected"), "preference"),
-        "rate": (("response",), "score"),
-        "revise": ((), "completion"),
-    }[args.task]
-    row.update(zip(texts, item.texts))
-    row[answer] = result.pop(answer)
-    if args.task == "label":
-        row["human"] = item.human
-    return {**row, "ai": result}
+    return {**row, "human": item.human, **result} if "failed" in result else {**row, **result}
 
 
 # -- measures --------------------------------------------------------------------------------------
 def measures(rows, failed, shortened) -> dict[str, float]:
-    """Of labels: the alignment with human labels (share of pairs whose likelier side is the human's, ties
-    counting 1/2) with its 95 % interval, the same of single orders, the accuracy, in which pairs without an
-    answer count 1/2 too, and how often the order decides. Of ratings: their mean. And how many rows
-    failed."""
+    """The figures of summary.json, as docs/runs.md defines them."""
     figures = {"rows": len(rows), "failed": len(failed), "shortened": shortened}
     labelled = [row for row in [*rows, *failed] if row.get("human") not in (None, 0.5)]
     judged = [row for row in labelled if "failed" not in row]
@@ -383,11 +374,7 @@ def measures(rows, failed, shortened) -> dict[str, float]:
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
         figures["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
-    for key in ("rating", "mass"):
-        values = [row["ai"][key] for row in rows if key in row["ai"]]
-        if values:
-            figures[key] = sum(values) / len(values)
-    return figures
+    return {**figures, **metrics.means([row["ai"] for row in rows], {"rating": "rating", "mass": "mass"})}
 
 
 @dataclass
@@ -467,15 +454,12 @@ def main(args: Args):
     # model
     if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
         generate.check_sampled(args.model)
-    labeler = load_labeler(
-        args.model, device, chat_template=args.chat_template, max_length=args.max_length,
-        batch_size=args.batch_size, dtype=args.dtype,
-    )  # fmt: skip
+    labeler = load_labeler(args.model, device, args)
     start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced
 
     # what is there already
     path = Path(args.output_dir, "rows.jsonl")
-    rows = dist.gather(metrics.read_jsonl(path) if state == "resume" and dist.is_main() else [])
+    rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
     answered = {row["row"] for row in rows}
     chunks = split(items, args.chunk_rows)
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
@@ -486,16 +470,15 @@ def main(args: Args):
 
     # loop
     work = {"label": label, "rate": rate, "revise": revise}[args.task]
-    bar = metrics.progress(len(items), len(rows), args.task)
-    for chunk in todo:
-        mine = chunk[dist.rank() :: dist.world_size()]
-        results = work(mine, labeler, texts, args)
-        new = dist.gather([output_row(item, result, args) for item, result in zip(mine, results)])
-        rows += new
-        if dist.is_main():
-            metrics.append_jsonl(path, new)
-        bar.update(len(chunk))
-    bar.close()
+    with metrics.progress(len(items), len(rows), args.task) as bar:
+        for chunk in todo:
+            mine = chunk[dist.rank() :: dist.world_size()]
+            results = zip(mine, work(mine, labeler, texts, args))
+            new = dist.gather([output_row(item, result) for item, result in results])
+            rows += new
+            if dist.is_main():
+                metrics.append_jsonl(path, new)
+            bar.update(len(chunk))
 
     # save
     shortened = int(dist.all_sum(getattr(labeler, "shortened", 0))[0])
@@ -507,7 +490,7 @@ def main(args: Args):
         figures = measures(good, bad, shortened)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
-        write_json(f"{args.output_dir}/summary.json", figures)  # last
+        metrics.write_json(f"{args.output_dir}/summary.json", figures)  # last
         print(f"wrote {path}")
 
 

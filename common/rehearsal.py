@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from common import dist, generate, loading, metrics, models, scorers
-from common.batches import a_part, my_micro_batches, split
+from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
 from common.run import launch
@@ -29,15 +29,13 @@ from common.run import launch
 def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     """(prompts, H): the mean of the last hidden states over each prompt's tokens, of length 1. Call it inside
     dist.consolidated(model): every rank computes all of them, and communicates nothing."""
-    vectors = [None] * len(prompts)
-    longest_first = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for indices in split(longest_first, batch_size):
-        rows = [torch.tensor(prompts[i], device=model.device) for i in indices]
+    vectors = []
+    for batch in split(prompts, batch_size):
+        rows = [torch.tensor(ids, device=model.device) for ids in batch]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # no token sees the padding after it
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
-        for i, row, states in zip(indices, rows, hidden):
-            vectors[i] = torch.nn.functional.normalize(states[: len(row)].mean(0), dim=0).cpu()
-    return torch.stack(vectors)
+        vectors += [states[: len(row)].mean(0).cpu() for row, states in zip(rows, hidden)]
+    return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
 @torch.no_grad()
@@ -63,8 +61,6 @@ def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[t
     the highest merit, best first. embeddings: (n, H). merit: n numbers. usable: n booleans."""
     from sklearn.cluster import KMeans
 
-    if n_clusters > len(embeddings):
-        raise InputError(f"{n_clusters} clusters of {len(embeddings)} prompts: ask for fewer")
     labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
     chosen = []
     for cluster in range(n_clusters):
@@ -73,49 +69,35 @@ def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[t
     return chosen
 
 
-@torch.no_grad()
-def mean_entropies(policy, documents, micro_batch_size) -> list[float]:
-    """The entropy of the next token, nats, mean over each document's response tokens; on every rank, and
-    every rank must call it."""
-    means = []
-    for batch in my_micro_batches([[document] for document in documents], policy, micro_batch_size):
-        _, entropies = models.logprobs_and_entropies(policy, batch)
-        of_document = entropies.sum(1) / batch.action_mask.sum(1)
-        means += zip([document.number for document in batch.documents], of_document.tolist())
-    return [mean for _, mean in sorted(dist.gather(means))]
-
-
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
     each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
     call it."""
+    if args.encoder:
+        texts = [prompt.turns[-1]["content"] for prompt in prompts]
+        embeddings = embed_texts(args.encoder, texts, policy.device)
+    else:
+        with dist.consolidated(policy):
+            embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.sample_pairs(
         policy, tokenizer, prompts, max_new_tokens=args.max_new_tokens, slots=args.slots,
         seed=dist.seed_of(args.seed, "sr"),
     )  # fmt: skip
-    if args.encoder:
-        embeddings = embed_texts(
-            args.encoder, [prompt.turns[-1]["content"] for prompt in prompts], policy.device
-        )
-    else:
-        with dist.consolidated(policy):
-            embeddings = embed(policy, [prompt.ids for prompt in prompts])
-    scores = scorers.score(scorer, pairs, args.score_batch_size, policy.device)
     responses = [response for _, response in pairs]
-    if args.by == "score":
-        merit = scores
-    elif args.by == "length":
-        merit = [-len(response.ids) for response in responses]
-    else:
-        documents = generate.documents(pairs)
-        merit = [-entropy for entropy in mean_entropies(policy, documents, args.score_batch_size)]
+    scores = scorers.score(scorer, pairs, args.score_batch_size, policy.device)
+    merit, lengths = scores, torch.tensor([len(response.ids) for response in responses])
+    if args.by == "length":
+        merit = (-lengths).tolist()
+    elif args.by == "entropy":  # of the next token, nats, mean over a response's tokens
+        plan, size = [[[document] for document in generate.documents(pairs)]], args.score_batch_size
+        forward = models.logprobs_and_entropies
+        _, entropies = models.per_token(forward, policy, plan=plan, micro_batch_size=size)
+        merit = (-entropies.sum(1) / lengths).tolist()
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     chosen = select(embeddings, merit, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
     if not chosen:
-        raise InputError(
-            f"rehearsal: no response ended within {args.max_new_tokens} tokens (--max-new-tokens)"
-        )
+        raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
     return [
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
         for cluster, i in chosen
@@ -159,20 +141,16 @@ class Args:
 def main(args: Args):
     device = dist.setup()
     check_flags(args)
-    if Path(args.output).exists():
-        raise InputError(f"--output {args.output} is there already: another name, or remove it")
-    if not Path(args.output).absolute().parent.is_dir():
-        raise InputError(f"--output {args.output}: there is no such folder")
-    if args.encoder:
-        embed_texts(args.encoder, ["a text"], device)  # now, and not after all responses are sampled
+    output = Path(args.output)
+    if output.exists() or not output.absolute().parent.is_dir():
+        raise InputError(f"--output {output}: {'is there already' if output.exists() else 'no such folder'}")
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     generate.check_policy(args.model, tokenizer, args)
     prompts = generate.load_prompts(args.dataset, "train", tokenizer, args.max_length - args.max_new_tokens)
     prompts = a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
-    scorer = scorers.load_scorer(args.scorer, tokenizer, device)
-    scorers.check_room(scorer, args.max_length)
+    scorer = scorers.load_oracle(args, tokenizer, device)
     policy = dist.shard(loading.load_policy(args.model, tokenizer, seed=args.seed), device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():

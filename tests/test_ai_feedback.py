@@ -76,6 +76,10 @@ def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0)
     return ai.Item(number, row, [{"role": "user", "content": prompt}], list(texts), human)
 
 
+def language_model(folder, **options):
+    return ai.LanguageModel(str(folder), CPU, ai.Args(**options))
+
+
 def labels(labeler, items, **options):
     args = args_of(**options)
     return ai.label(items, labeler, ai.load_texts(args), args)
@@ -115,9 +119,9 @@ def test_the_preference_is_the_mean_of_both_orders_worked_by_hand():
     1 + 2 in one order and -1 + 2 in the other."""
     labeler = GoldLabeler(place_bias=2.0, mass=0.5)
     (found,) = labels(labeler, [item()])
-    assert found["orders"] == pytest.approx([0.95257413, 1 - 0.73105858], abs=1e-8)
+    assert found["ai"]["orders"] == pytest.approx([0.95257413, 1 - 0.73105858], abs=1e-8)
     assert found["preference"] == pytest.approx((0.95257413 + 0.26894142) / 2, abs=1e-8)
-    assert found["mass"] == pytest.approx(0.5) and set(found) == {"preference", "orders", "mass"}
+    assert found["ai"]["mass"] == pytest.approx(0.5) and set(found["ai"]) == {"orders", "mass"}
     first, second = labeler.asked
     assert [first.values["first"], first.values["second"]] == ["ant bear", "ant"]
     assert [second.values["first"], second.values["second"]] == ["ant", "ant bear"]
@@ -129,7 +133,7 @@ def test_mass_below_the_least_in_either_order_is_no_answer():
         def probabilities(self, questions, options):
             return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
 
-    assert labels(Lopsided(), [item()], min_mass=0.2)[0]["mass"] == pytest.approx(0.2)
+    assert labels(Lopsided(), [item()], min_mass=0.2)[0]["ai"]["mass"] == pytest.approx(0.2)
     assert labels(Lopsided(), [item()], min_mass=0.21) == [{"failed": "neither 1 nor 2"}]
     assert labels(gold_labeler.mute(), [item(), item()]) == [{"failed": "neither 1 nor 2"}] * 2
     assert labels(GoldLabeler(), []) == []
@@ -324,18 +328,6 @@ def test_each_pair_is_judged_by_one_principle_that_the_seed_draws(pairs, constit
     assert ai.TEXTS["base"] not in text_of(made[0].asked[0])
 
 
-def test_a_resumed_run_draws_the_same_principles(pairs, constitution, tmp_path, monkeypatch):
-    made = asked_by(monkeypatch)
-    options = {"model": "gold_labeler:noted", "constitution": str(constitution), "chunk_rows": 1}
-    run(tmp_path / "run", pairs, **options)
-    lines = (tmp_path / "run" / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "run" / "summary.json").unlink()
-    (tmp_path / "run" / "rows.jsonl").write_text("".join(lines[:13]))
-    run(tmp_path / "run", pairs, resume=True, **options)
-    whole, rest = map(principles_asked, made)
-    assert len(rest) == len(whole) - 13 and all(whole[key] == value for key, value in rest.items())
-
-
 @pytest.mark.parametrize("text", ["", "\n  \n", None])
 def test_a_constitution_without_principles_is_an_error(text, pairs, tmp_path):
     path = tmp_path / "principles.txt"
@@ -465,8 +457,8 @@ def test_a_chain_of_thought_is_two_passes_and_greedy():
     ((temperature, _, openings),) = labeler.passes
     assert temperature == 0 and openings == ["Comparison of the responses:"] * 2
     assert labeler.openings == [["Comparison of the responses: so it is\nBetter response:"] * 2]
-    assert found["orders"] == pytest.approx([0.8, 0.2]) and found["preference"] == pytest.approx(0.5)
-    assert found["rationales"] == ["so it is"] * 2
+    assert found["ai"]["orders"] == pytest.approx([0.8, 0.2]) and found["preference"] == pytest.approx(0.5)
+    assert found["ai"]["rationales"] == ["so it is"] * 2
 
 
 def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
@@ -482,7 +474,7 @@ def test_several_chains_average_the_probabilities_of_sampled_rationales():
     (found,) = labels(labeler, [item()], chain_of_thought=True, chains=3, temperature=0.9)
     assert [t for t, _, _ in labeler.passes] == [0.9] * 3
     assert len({seed for _, seed, _ in labeler.passes}) == 3
-    assert found["orders"] == pytest.approx([0.6, 0.4]) and found["mass"] == pytest.approx(1)
+    assert found["ai"]["orders"] == pytest.approx([0.6, 0.4]) and found["ai"]["mass"] == pytest.approx(1)
     again = Thinker(["one", "two", "three"], labeler.odds)
     labels(again, [item()], chain_of_thought=True, chains=3, temperature=0.9)
     assert again.passes == labeler.passes
@@ -539,7 +531,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model_of(folders):
-    return {kind: ai.LanguageModel(str(folders / kind), CPU) for kind in MERGES}
+    return {kind: language_model(folders / kind) for kind in MERGES}
 
 
 def plain_p(labeler, text, opening, *ids):
@@ -576,13 +568,6 @@ def test_probabilities_of_one_token_options_are_the_softmax_of_a_plain_forward(m
     assert (got[:, 0] - got[:, 1]).abs().max() > 1e-4
 
 
-def test_where_the_space_is_a_token_of_its_own_the_probability_is_given_it(model_of):
-    (got,) = model_of["bytes"].probabilities(ASKED[:1], ("1", "2")).tolist()
-    labeler, text = model_of["bytes"], text_of(ASKED[0])
-    want = [plain_p(labeler, text, "Rating:", token(labeler, "Ġ"), token(labeler, x)) for x in "12"]
-    assert got == pytest.approx(want, rel=1e-4)
-
-
 @pytest.mark.parametrize("kind, space, digit", [("bytes", ["Ġ"], ""), ("spaced", [], "Ġ")])
 def test_where_10_is_two_tokens_its_probability_is_that_of_both_and_1_ends_there(
     kind, space, digit, model_of
@@ -616,12 +601,12 @@ def test_a_tokenizer_that_cannot_write_the_options_is_an_input_error(pairs, tmp_
     with pytest.raises(InputError, match="tokenizer cannot write 1, 2 apart"):
         run(tmp_path / "run", pairs, model=str(tmp_path / "model"))
     with pytest.raises(InputError, match="tokenizer cannot write 1, 2, .*, 10 apart"):
-        ai.LanguageModel(str(tmp_path / "model"), CPU).probabilities(ASKED, TEN)
+        language_model(tmp_path / "model").probabilities(ASKED, TEN)
 
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_batches_of_any_size_give_the_same_probabilities(size, folders, model_of):
-    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, batch_size=size)
+    labeler = language_model(folders / "spaced", batch_size=size)
     want = model_of["spaced"].probabilities(ASKED, TEN)
     torch.testing.assert_close(labeler.probabilities(ASKED, TEN), want, rtol=1e-4, atol=1e-9)
     torch.testing.assert_close(labeler.probabilities(ASKED[::-1], TEN), want.flip(0), rtol=1e-4, atol=1e-9)
@@ -649,14 +634,14 @@ def test_what_questions_begin_with_is_run_once_and_changes_nothing(model_of, mon
 
 
 def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, model_of):
-    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, dtype="bfloat16")
+    labeler = language_model(folders / "spaced", dtype="bfloat16")
     assert next(labeler.model.parameters()).dtype == torch.bfloat16
     got, want = (x.probabilities(ASKED, TEN) for x in (labeler, model_of["spaced"]))
     torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
 
 
 def test_a_labeler_in_bfloat16_keeps_its_rotary_frequencies_in_fp32(folders):
-    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, dtype="bfloat16")
+    labeler = language_model(folders / "spaced", dtype="bfloat16")
     rotary = labeler.model.model.rotary_emb
     size = labeler.model.config.head_dim
     want = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -675,9 +660,9 @@ def test_special_tokens_in_texts_are_left_out(model_of):
 
 
 def test_texts_that_are_too_long_are_cut_in_their_middle_and_counted(folders):
-    rooms = [ai.LanguageModel(str(folders / "bytes"), CPU, max_length=n).room for n in (None, 4096, 100)]
+    rooms = [language_model(folders / "bytes", max_length=n).room for n in (None, 4096, 100)]
     assert rooms == [2048, 2048, 100]  # the model's positions, at most
-    labeler = ai.LanguageModel(str(folders / "spaced"), CPU, max_length=100)
+    labeler = language_model(folders / "spaced", max_length=100)
     long = "begin " + "x" * 300 + " end"
     question = ai.Question("Of {a} and {b}:", {"a": long, "b": "a short text"}, "Rating:")
     ids = labeler.encode(question, 10)
@@ -705,7 +690,7 @@ def test_texts_that_are_too_long_are_cut_in_their_middle_and_counted(folders):
     "text", ["begin " + "x" * 300 + " end", "漢字" * 100], ids=["the mark has 7 tokens", "characters are cut"]
 )
 def test_texts_are_cut_whatever_the_mark_of_a_cut_costs(text, folders):
-    labeler = ai.LanguageModel(str(folders / "bytes"), CPU, max_length=100)
+    labeler = language_model(folders / "bytes", max_length=100)
     ids = labeler.encode(ai.Question("Of {a}:", {"a": text}, "Rating:"), 10)
     assert len(ids) <= 90 and "[...]" in labeler.tokenizer.decode(ids) and labeler.shortened == 1
 
@@ -784,8 +769,8 @@ def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
             return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
 
     (found,) = ai.rate([item(texts=["ant"])], Sure(), ai.TEXTS, PLAIN)
-    assert found["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
-    assert found["mass"] == pytest.approx(0.3)
+    assert found["ai"]["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
+    assert found["ai"]["mass"] == pytest.approx(0.3)
 
 
 def test_a_labeler_that_gives_no_number_rates_nothing(responses, tmp_path):
@@ -919,9 +904,10 @@ def test_a_revision_that_did_not_end_or_without_words_is_not_used():
     )
     args = args_of("revise", revisions=4)
     (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
-    assert found["completion"] == "good" and found["first"] == "start"
-    assert [s["used"] for s in found["steps"]] == [False, False, False, True]
-    assert [s["revision"] for s in found["steps"]] == ["cut of", "", "after no critique", "good"]
+    assert found["completion"] == "good" and found["ai"]["first"] == "start"
+    steps = found["ai"]["steps"]
+    assert [s["used"] for s in steps] == [False, False, False, True]
+    assert [s["revision"] for s in steps] == ["cut of", "", "after no critique", "good"]
     revised = [q.values["response"] for q in labeler.asked if "critique" in q.values]
     assert revised == ["start"] * 4
 
@@ -932,7 +918,7 @@ def test_a_row_that_never_gets_a_response_fails():
     assert ai.revise([item(texts=())], labeler, ai.TEXTS, args) == [{"failed": "no response"}]
     labeler = Reviser(["c"], [("mended", True)], first=("", True))
     (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
-    assert found["completion"] == "mended" and found["first"] == ""
+    assert found["completion"] == "mended" and found["ai"]["first"] == ""
 
 
 # -- the run directory -------------------------------------------------------------------------
