@@ -11,7 +11,7 @@
     rating             = sum_s s P(s) / sum_s P(s),  s = 1..10,   score = (rating - 5.5) / 4.5
 
 P is the labeler's probability of the text after the opening of its answer. With --chain-of-thought it first
-writes a rationale, and the answer is read after it.
+writes a rationale, and the answer is read after it. What it is asked stands in common/ai_feedback.toml.
 
     python -m common.ai_feedback label --model org/name --dataset pairs.jsonl --output-dir runs/labels
     python reward.py --model org/other --dataset runs/labels/rows.jsonl
