@@ -14,10 +14,6 @@ word. With b < c (the default) the two agree on what is better; `tiny:length_bia
 which a reward model can be over-optimised. Commands need answers of different lengths, so their gold scores
 differ in mean and spread, always through right and needless words, which all commands share: a ranking loss,
 blind to an offset that is constant within a prompt, can still learn them.
-
-`rows(kind, split, ...)` gives the data in the row formats of common/data.py, `model()` and `tokenizer()`
-real transformers objects. A prompt belongs to the held-out split or to the training split of EVERY kind of
-data by its hash, so the two never overlap.
 """
 
 import math
@@ -26,6 +22,7 @@ import zlib
 from dataclasses import dataclass
 
 ANIMALS = "ant bear cat dog eel fox goat hen ibis jay koi lynx mole newt owl pig quail rat seal toad".split()
+NEXT = dict(zip(ANIMALS, ANIMALS[1:] + ANIMALS[:1]))
 HAZARDS = "acid bomb knife poison venom".split()
 FILLERS = "um well so like just".split()
 REFUSAL = "sorry i refuse".split()
@@ -35,19 +32,13 @@ MAX_WORDS = 24  # a behaviour policy stops here; the longest perfect answer has 
 SAFETY_SHARE = 0.15  # of all prompts name a hazard
 # Llama 2's four levels, by the least gap between the two noisy utilities
 RATINGS = {"significantly better": 3.0, "better": 1.5, "slightly better": 0.5, "negligibly better": 0.0}
-
-
-def _next(word):
-    return ANIMALS[(ANIMALS.index(word) + 1) % len(ANIMALS)] if word in ANIMALS else word
-
-
 COMMANDS = {  # category -> the perfect answer; 3 to 5 words in, 1 to 10 words out
     "first": lambda words: words[:1],
     "ends": lambda words: [words[0], words[-1]],
     "rest": lambda words: words[1:],
     "copy": lambda words: words,
     "reverse": lambda words: words[::-1],
-    "next": lambda words: [_next(w) for w in words],
+    "next": lambda words: [NEXT.get(word, word) for word in words],
     "loop": lambda words: words + words[:1],
     "double": lambda words: [w for word in words for w in (word, word)],
 }
@@ -55,8 +46,7 @@ COMMANDS = {  # category -> the perfect answer; 3 to 5 words in, 1 to 10 words o
 
 # -- the true rewards ------------------------------------------------------------------------------
 def perfect_answer(prompt: str) -> str:
-    """The answer with the highest gold_reward, e.g. "reverse ant fox" -> "fox ant". ValueError if `prompt` is
-    no prompt of this world."""
+    """The answer with the highest gold_reward: "fox ant" to "reverse ant fox". ValueError for others."""
     words = prompt.split()
     if len(words) < 2 or words[0] not in COMMANDS:
         raise ValueError(f"{prompt!r} is no prompt of the tiny world: one of {sorted(COMMANDS)} and words")
@@ -70,10 +60,7 @@ def is_safety(prompt: str) -> bool:
 
 def gold_reward(prompt: str, response: str) -> float:
     """Helpfulness (reward units): RIGHT per word of the longest common subsequence with the perfect answer,
-    minus NEEDLESS per other word.
-
-    The perfect score is RIGHT * len(perfect answer); an empty answer scores 0; only words are read, so the
-    end token costs nothing."""
+    minus NEEDLESS per other word. Only words are read, so the end token costs nothing."""
     want, got = perfect_answer(prompt).split(), response.split()
     row = [0] * (len(want) + 1)  # row[j]: longest common subsequence of `got` so far and want[:j]
     for word in got:
@@ -85,8 +72,7 @@ def gold_reward(prompt: str, response: str) -> float:
 
 
 def gold_safety(prompt: str, response: str) -> float:
-    """Safety (reward units): 1 for a safe answer, 0 for an evasive one to a hazardous prompt, -n for naming n
-    hazards."""
+    """Safety (reward units): 1 for a safe answer, 0 for evading a hazardous prompt, -n for n hazards."""
     words = response.split()
     hazards = sum(word in HAZARDS for word in words)
     if hazards:
@@ -95,13 +81,12 @@ def gold_safety(prompt: str, response: str) -> float:
 
 
 def gold_score(prompt: str, response: str) -> float:
-    """The one figure that evaluations report: safety where the prompt is a safety prompt, helpfulness
-    elsewhere."""
+    """What evaluations report: safety where the prompt is a safety prompt, helpfulness elsewhere."""
     return gold_safety(prompt, response) if is_safety(prompt) else gold_reward(prompt, response)
 
 
 def perfect_score(prompt: str) -> float:
-    return 1.0 if is_safety(prompt) else RIGHT * len(perfect_answer(prompt).split())
+    return gold_score(prompt, " ".join(REFUSAL) if is_safety(prompt) else perfect_answer(prompt))
 
 
 def gold_scorer(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
@@ -125,15 +110,11 @@ class Behavior:
     p_right: float
     p_filler: float
     p_stop: float
-    p_refuse_hazard: float
-    p_refuse_harmless: float
-
-    def _p_refuse(self, prompt):
-        return self.p_refuse_hazard if is_safety(prompt) else self.p_refuse_harmless
+    p_refuse: tuple[float, float]  # of a harmless prompt, of one that names a hazard
 
     def write(self, prompt: str, rng: random.Random) -> str:
         """One response, drawn from this policy."""
-        if rng.random() < self._p_refuse(prompt):
+        if rng.random() < self.p_refuse[is_safety(prompt)]:
             return " ".join(REFUSAL)
         want, said, done = perfect_answer(prompt).split(), [], 0
         while len(said) < MAX_WORDS:
@@ -149,32 +130,29 @@ class Behavior:
         return " ".join(said)
 
     def logprob(self, prompt: str, response: str) -> float:
-        """log pi'(response | prompt) in nats, the end token included; -inf for what this policy never
-        writes."""
+        """log pi'(response | prompt) in nats, the end token included; -inf for what it never writes."""
         words, want, done, logprob = response.split(), perfect_answer(prompt).split(), 0, 0.0
+        p_refuse = self.p_refuse[is_safety(prompt)]
         if words == REFUSAL:
-            return _log(self._p_refuse(prompt))
+            return math.log(p_refuse)
         for word in words:
+            p = 0.0
             if word in FILLERS:
                 p = self.p_filler / len(FILLERS)
             elif done < len(want):  # the right word can come about in two ways, whose chances add up
                 by_chance = (1 - self.p_right) * (word in ANIMALS) / len(ANIMALS)
                 p = (1 - self.p_filler - self.p_stop) * (self.p_right * (word == want[done]) + by_chance)
                 done += 1
-            else:
-                p = 0.0
-            logprob += _log(p)
+            if p == 0 or len(words) > MAX_WORDS:
+                return -math.inf
+            logprob += math.log(p)
         p_end = 1.0 if len(words) == MAX_WORDS else self.p_stop if done < len(want) else 1 - self.p_filler
-        return _log(1 - self._p_refuse(prompt)) + logprob + _log(p_end if len(words) <= MAX_WORDS else 0.0)
-
-
-def _log(p):
-    return math.log(p) if p > 0 else -math.inf
+        return math.log(1 - p_refuse) + logprob + math.log(p_end)
 
 
 BEHAVIORS = (
-    Behavior("careful", 0.95, p_filler=0.06, p_stop=0.01, p_refuse_hazard=0.8, p_refuse_harmless=0.01),
-    Behavior("sloppy", 0.75, p_filler=0.22, p_stop=0.06, p_refuse_hazard=0.3, p_refuse_harmless=0.04),
+    Behavior("careful", p_right=0.95, p_filler=0.06, p_stop=0.01, p_refuse=(0.01, 0.8)),
+    Behavior("sloppy", p_right=0.75, p_filler=0.22, p_stop=0.06, p_refuse=(0.04, 0.3)),
 )
 
 
@@ -194,13 +172,10 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
     length_bias: b, reward units per word that the annotators' utility adds. label: "helpfulness" or "safety",
       the reward that the annotators' preferences follow. commands: "copy+ends" leaves only the rows of these.
       Prompts are unique within "prompts" and never in both splits of any kind."""
-    if label not in ("helpfulness", "safety"):
-        raise ValueError(f"tiny: label={label!r} is not 'helpfulness' or 'safety'")
-    rng = random.Random(f"{seed}/{kind}/{split}")
-    n = SIZES[kind][split == "test"]
+    gold = {"helpfulness": gold_reward, "safety": gold_safety}[label]
+    rng, n = random.Random(f"{seed}/{kind}/{split}"), SIZES[kind][split == "test"]
     if kind == "text":
-        return [{"text": _drawn(lambda: _sentences(rng), split)} for _ in range(n)]
-    gold = gold_safety if label == "safety" else gold_reward
+        return [{"text": _drawn(_sentences, rng, split)} for _ in range(n)]
 
     def judged(prompt):  # a response and its noisy utility; the difference of two Gumbel draws is logistic
         text = rng.choice(BEHAVIORS).write(prompt, rng)
@@ -215,7 +190,7 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
 
     out, seen = [], set()
     while len(out) < n:
-        prompt = _drawn(lambda: _prompt(rng), split)
+        prompt = _drawn(_prompt, rng, split)
         if kind == "prompts" and prompt in seen:
             continue
         seen.add(prompt)
@@ -233,23 +208,23 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
             row["responses"] = list(texts.values())
         elif kind == "preferences":
             better, worse = sorted((judged(prompt), judged(prompt)), key=lambda r: -r["score"])
-            if better["text"] == worse["text"] or not better["text"] or not worse["text"]:
+            if len({better["text"], worse["text"], ""}) < 3:  # alike, or one of them empty
                 continue
             gap = better["score"] - worse["score"]
-            row |= {"rating": next(name for name, least in RATINGS.items() if gap >= least)}
+            row["rating"] = next(name for name, least in RATINGS.items() if gap >= least)
             for side, response in (("chosen", better), ("rejected", worse)):
                 row[side] = response["text"]
-                row |= {f"{side}_{key}": response[key] for key in ("gold", "utility", "behavior_logprobs")}
-                row[f"{side}_is_safe"] = not any(w in HAZARDS for w in response["text"].split())
+                for key in ("gold", "utility", "behavior_logprobs"):
+                    row[f"{side}_{key}"] = response[key]
+                row[f"{side}_is_safe"] = not is_safety(response["text"])
         out.append(row)
     return [row for row in out if not commands or row["category"] in commands.split("+")]
 
 
-def _drawn(draw, split):
-    """The first draw that belongs to the split: a fifth of all texts is held out, whatever the seed and
-    kind."""
+def _drawn(draw, rng, split):
+    """The first draw that belongs to the split: a fifth of all texts is held out, whatever seed and kind."""
     while True:
-        text = draw()
+        text = draw(rng)
         if (zlib.crc32(text.encode()) % 5 == 0) == (split == "test"):
             return text
 
@@ -273,10 +248,12 @@ def _sentences(rng):  # plain text for the pretrained gradient: the same words i
 
 
 # -- model and tokenizer ---------------------------------------------------------------------------
+SPECIAL = ["<|pad|>", "<|bos|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"]
+PAIRWISE = ["[CONTEXT]", "[RESPONSE", "A]", "B]", "A", "B"]  # words of common/pairwise.py
+WORDS = [*SPECIAL, *COMMANDS, *ANIMALS, *HAZARDS, *FILLERS, *REFUSAL, *GRAMMAR, *PAIRWISE]
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "<|{{ message['role'] }}|> {{ message['content'] }} <|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} <|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"
 )
 
 
@@ -285,14 +262,11 @@ def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|pad|>", "<|bos|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|system|>"]
-    pairwise = ["[CONTEXT]", "[RESPONSE", "A]", "B]", "A", "B"]  # words of common/pairwise.py
-    words = [*special, *COMMANDS, *ANIMALS, *HAZARDS, *FILLERS, *REFUSAL, *GRAMMAR, *pairwise]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<|unk|>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     result = PreTrainedTokenizerFast(
         tokenizer_object=backend, model_max_length=128, pad_token="<|pad|>", bos_token="<|bos|>",
-        eos_token="<|end|>", unk_token="<|unk|>", extra_special_tokens=special[4:],
+        eos_token="<|end|>", unk_token="<|unk|>", extra_special_tokens=SPECIAL[4:],
     )  # fmt: skip
     result.chat_template = CHAT_TEMPLATE
     return result
@@ -303,12 +277,11 @@ def model(seed: int = 0):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    words = tokenizer()
     config = LlamaConfig(
-        vocab_size=len(words), hidden_size=128, intermediate_size=352, num_hidden_layers=3,
+        vocab_size=len(WORDS), hidden_size=128, intermediate_size=352, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
         initializer_range=0.08,  # about 1 / sqrt(hidden size); with the usual 0.02 attention is slow to form
-        pad_token_id=words.pad_token_id, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,  # the first three of WORDS
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

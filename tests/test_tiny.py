@@ -359,11 +359,6 @@ def test_rows_are_a_function_of_the_seed(kind):
     assert sum(a == b for a, b in zip(other, rows(kind, "test"))) < 0.05 * len(other)
 
 
-def test_an_unknown_label_is_an_error():
-    with pytest.raises(ValueError, match="'honesty' is not"):
-        tiny.rows("preferences", "test", label="honesty")
-
-
 # -- tokenizer and model -----------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tokenizer():
