@@ -9,53 +9,44 @@ import re
 import sys
 from pathlib import Path
 
-from common import data, dist
+from common import data, dist, tiny
 from common.errors import InputError
 from common.metrics import read_json
 
-LIMITS = {  # what a number may be -> the test, and the arguments of any script that it holds for
+LIMITS = {  # what a number may be -> the test, and the names of arguments; all others: 0 or more
+    "0 or more": (lambda x: x >= 0, ""),
     "1 or more": (
         lambda x: x >= 1,
         "batch_size micro_batch_size ptx_batch_size rehearsal_batch_size score_batch_size max_steps slots "
-        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration "
-        "chunk_prompts chunk_rows offline_pairs chains clusters per_cluster",
+        "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration chunk_prompts "
+        "chunk_rows offline_pairs chains clusters per_cluster",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
-    "0 or more": (
-        lambda x: x >= 0,
-        "iterations n_samples lr value_lr min_warmup_steps value_warmup_steps weight_decay max_grad_norm "
-        "freeze_layers "
-        "kl_coef ptx_coef rehearsal_coef missing_eos_penalty length_penalty tie_margin temperature "
-        "eval_every save_every patience eval_prompts sample_prompts length_prompts sweep_prompts "
-        "min_score_gap n_others expected_reward_samples",
-    ),
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
+    "any": (lambda x: True, "seed harmless_from"),
 }
-
-MOVED = {  # what does now what a script did -> the flags that it did it by
-    "python -m common.ai_feedback label": "--judge",
-    "python -m common.evaluate --scorers NAME=RUN ... --dataset PAIRS": "--compare-with",
-    "python -m common.train_pairwise": "--kind",
-    "python -m common.rehearsal, then --rehearsal-data FILE": "--rehearsal-clusters --rehearsal-per-cluster "
-    "--rehearsal-prompts --rehearsal-by --rehearsal-encoder",
-    "python -m common.evaluate --dataset FORGET --tie-margin X": "--forget-dataset --tie-margin",
-    (
-        "rejection_sampling.py --model STUDENT --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1"
-    ): "--student",
+MOVED = {  # how a flag that left the scripts begins -> what does now what it did
+    "--judge": "python -m common.ai_feedback label",
+    "--compare-with": "python -m common.evaluate --scorers NAME=RUN ... --dataset PAIRS",
+    "--kind": "python -m common.train_pairwise",
+    "--rehearsal-": "python -m common.rehearsal, then --rehearsal-data FILE",
+    "--forget-dataset": "python -m common.evaluate --dataset FORGET --tie-margin X",
+    "--tie-margin": "python -m common.evaluate --dataset FORGET --tie-margin X",
+    "--student": "rejection_sampling.py --model MODEL --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1",
 }
 
 
 def check_flags(args, *more):
-    """InputError that names the first argument out of its limits. An argument that is None has none.
+    """InputError that names the first number of the arguments that is out of its limits.
 
-    more: (name, whether it is right, what is wanted) of limits that only this script has; they come last, for
-      one may be of several arguments."""
+    more: (name, whether it is right, what is wanted): limits of one script, or of several arguments."""
     limits = []
-    for wanted, (right, names) in LIMITS.items():
-        for name in names.split():
-            if getattr(args, name, None) is not None:
-                limits.append((name, right(getattr(args, name)), wanted))
+    for name, value in vars(args).items():
+        if isinstance(value, (int, float)):
+            special = [wanted for wanted, (_, names) in LIMITS.items() if name in names.split()]
+            wanted = special[0] if special else "0 or more"
+            limits.append((name, LIMITS[wanted][0](value), wanted))
     for name, right, wanted in [*limits, *more]:
         if not right:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
@@ -64,22 +55,19 @@ def check_flags(args, *more):
 def check_batch_size(args):
     """InputError unless micro-batches of at most --micro-batch-size make up --batch-size over all ranks."""
     share, left_over = divmod(args.batch_size, dist.world_size())
-    size = min(share, args.micro_batch_size)
-    if size < 1 or left_over or share % size:
-        whole = max(1, dist.world_size() * args.micro_batch_size)
-        fit = max(1, math.ceil(args.batch_size / whole)) * whole
+    if not share or left_over or share % min(share, args.micro_batch_size):
+        whole = dist.world_size() * args.micro_batch_size
         raise InputError(
             f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
-            f"--micro-batch-size {args.micro_batch_size}: try --batch-size {fit}"
+            f"--micro-batch-size {args.micro_batch_size}: try --batch-size "
+            f"{math.ceil(args.batch_size / whole) * whole}"
         )
 
 
 def parse(recipes, argv=None):
     """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`. A command that names no
-    recipe takes the first one; where there is a recipe `base`, not_tiny decides between them, and what was
-    taken is printed.
-
-    recipes: {name: (description, Args(...))}."""
+    recipe takes the first of `recipes`, {name: (description, Args(...))}; where there is a recipe `base`,
+    not_tiny decides between them, and what was taken is printed."""
     argv = list(sys.argv[1:] if argv is None else argv)
     named = bool(argv) and not argv[0].startswith("-")
     name, why = (argv.pop(0), "as named") if named else (next(iter(recipes)), "the tiny world alone")
@@ -104,29 +92,19 @@ def parse(recipes, argv=None):
 def not_tiny(args, defaults):
     """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
     world's, whose numbers ruin a pretrained model; None if there is none."""
-
     for name, value in vars(args).items():
         missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
         is_model = name in ("model", "policy") and value and not missing
         is_data = name.endswith(("dataset", "_data")) and value
-        if is_data and not data.is_tiny(value) or is_model and not _leads_to_tiny(value):
+        if is_data and not data.is_tiny(value) or is_model and not _is_tiny_model(value):
             return f"--{name.replace('_', '-')} {value}"
     return None
 
 
-def _leads_to_tiny(name, later=()) -> bool:
-    """True of the model tiny, and of a run (its model/, its versions/N) that was trained from it, or from
-    such a run, as their args.json tell."""
-    if name == "tiny" or name in later:  # a circle: two runs, each of which was made anew from the other
-        return name == "tiny"
-    folder = Path(name)
-    if folder.parent.name == "versions":
-        folder = folder.parents[1]
-    elif folder.name == "model" and not (folder / "args.json").exists():
-        folder = folder.parent
-    args = read_json(folder / "args.json").get("args", {})
-    starts = [args[key] for key in ("model", "policy", "student") if args.get(key)]
-    return bool(starts) and all(_leads_to_tiny(start, (*later, name)) for start in starts)
+def _is_tiny_model(name) -> bool:
+    """True of the model tiny and of what was trained from it: a run's model/, its versions/N."""
+    configs = [read_json(path / "config.json") for path in (Path(name), Path(name, "model"))]
+    return name == "tiny" or any(config.get("vocab_size") == len(tiny.WORDS) for config in configs)
 
 
 def _parse_flags(recipes, name, argv):
@@ -135,16 +113,12 @@ def _parse_flags(recipes, name, argv):
 
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
+    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
             args, unknown = tyro.cli(
-                type(defaults),
-                default=defaults,
-                args=argv,
-                return_unknown_args=True,
-                prog=f"{Path(sys.argv[0]).name} {name}",
-                description=f"Recipes, first word:\n{listing}",
+                type(defaults), default=defaults, args=argv, return_unknown_args=True, **about
             )
     except SystemExit as stop:
         if not stop.code:  # --help
@@ -155,6 +129,6 @@ def _parse_flags(recipes, name, argv):
         flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(defaults)]
         close = difflib.get_close_matches(flag, flags, 1)
         hint = f"did you mean {close[0]}?" if close else "see --help"
-        moved = [command for command, names in MOVED.items() if flag in names.split()]
+        moved = [command for start, command in MOVED.items() if flag.startswith(start)]
         raise InputError(f"unknown argument {unknown[0]!r}: {f'that is {moved[0]}' if moved else hint}")
     return args
