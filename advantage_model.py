@@ -183,7 +183,7 @@ def update(model, optimizer, batch, args):
     """One optimiser step on a batch of comparisons, over all ranks: (loss, squared error of e, share of pairs
     that are ranked as labelled, gradient norm). Every rank has all comparisons and computes its share."""
     n = len(batch)
-    sums = dist.Sums("loss", "regression", "loss_sum", "rank_loss_sum", "n_correct", "n_rows")
+    sums = dist.Sums()
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
         rewards, expected = models.rewards_and_expected(model, micro_batch)
         loss = comparison_loss(rewards, expected, micro_batch, n, sums, args)

@@ -138,7 +138,7 @@ def comparison_loss(scores, batch, n, sums):
 def update(model, optimizer, batch, args):
     """One optimiser step on a batch of comparisons, over all ranks: (loss, share of pairs that are ranked as
     labelled, gradient norm). Every rank has all comparisons and computes its share of them."""
-    sums = dist.Sums("loss", "loss_sum", "n_correct", "n_rows")
+    sums = dist.Sums()
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
         scores = models.scores_of(model, micro_batch)  # (responses,)
         loss = comparison_loss(scores, micro_batch, len(batch), sums)

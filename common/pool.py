@@ -26,7 +26,6 @@ from common import data, dist, evaluation, generate, loading, metrics, scorers
 from common.batches import turns_key
 from common.errors import InputError
 from common.metrics import write_json
-from common.run import skip
 
 # -- the pool --------------------------------------------------------------------------------------
 COLUMNS = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
@@ -372,7 +371,7 @@ class Versions:
     def skip(self, why: str) -> dict[str, int]:
         """run.skip for an iteration that gives nothing to learn from: its version is the one before."""
         in_a_row = sum(study["step"] == self.step for study in self.studies.values())
-        return skip(in_a_row, self.args.iterations, why)
+        return self.run.skip(why, in_a_row)
 
     def finish(self, plots, summary: dict):
         """Study the last version, and write what a finished run holds, summary.json last of all."""

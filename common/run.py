@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from common import data, dist, loading, metrics
@@ -31,10 +33,6 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "pairs.jsonl reference.json rows.jsonl failed.jsonl"
 )
-INPUTS = (  # arguments that name what a run reads
-    "model policy reference student enhancer scorer safety_scorer pool judge sft_model dataset eval_dataset "
-    "sft_dataset rehearsal_data ptx_dataset forget_dataset offline_data"
-)
 GONE = re.compile(  # what torch says where another rank is gone
     r"gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|"
     r"connection (was likely closed|(closed|reset) by peer)",
@@ -43,41 +41,36 @@ GONE = re.compile(  # what torch says where another rank is gone
 
 
 def launch(main, recipes):
-    """Run a script's main to its end: one clear line for an error the user can mend, a traceback for a bug,
-    then `dist.shutdown`."""
-    code = 0
+    """Run a script's main to its end: one clear line for an error to be mended, a traceback for a bug."""
+    code, go_on = 0, "--resume goes on from the last checkpoint"
     sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
     try:
         args = parse(recipes)
         _say_other_versions()
         main(args)
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
+        said, where = " ".join(str(error).split()), ""
         if isinstance(error, NotFinite) and Run.current:
-            state, left = Run.current.state, Run.current.last_checkpoint
-            done = state.get("first_step", 0) + state["step"]
-            step = 1 + state.get("value_steps", done)  # a round of ppo.py is several steps
-            error = f"step {step}: {error}; {left}"
+            said = f"step {Run.current.next_step()}: {said}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
-        where = f" [rank {dist.rank()}]" if dist.rank() > 0 else ""
+            where = f" [rank {dist.rank()}]"
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-        mend = ": make room, then --resume" if full else ""
-        _say(f"error{where}: {' '.join(str(error).split())}{mend}")
+        _say(f"error{where}: {said}{': make room, then --resume' if full else ''}")
         code = 2
     except KeyboardInterrupt:
-        _say("interrupted: --resume goes on from the last checkpoint")
+        _say(f"interrupted: {go_on}")
         code = 130
-    except SystemExit as stop:  # tyro's --help and its own usage errors
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except SystemExit as stop:  # tyro's --help
+        code = stop.code
     except BaseException as error:
-        if dist.world_size() > 1 and isinstance(error, RuntimeError) and GONE.search(str(error)):
-            said = str(error).split("\n")[0][:120]
-            mend = "--resume goes on from the last checkpoint"
-            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {mend} ({said})")
+        code, said = 1, str(error)
+        if dist.world_size() > 1 and isinstance(error, RuntimeError) and GONE.search(said):
+            said = said.split("\n")[0][:120]
+            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {go_on} ({said})")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
-        code = 1
     dist.shutdown(code)
 
 
@@ -85,8 +78,8 @@ def _say_other_versions():
     """One line if torch or transformers is not of the version that the tests pass with."""
     file = Path(__file__).parents[1] / "requirements.txt"
     pins = re.findall(r"^(torch|transformers)==(\S+)", file.read_text(), re.M) if file.exists() else ()
-    here = [(name, importlib.metadata.version(name).split("+")[0], pin) for name, pin in pins]
-    others = [f"{name} is {version}, tested with {pin}" for name, version, pin in here if version != pin]
+    here = {name: importlib.metadata.version(name).split("+")[0] for name, _ in pins}
+    others = [f"{name} is {here[name]}, tested with {pin}" for name, pin in pins if here[name] != pin]
     if others and dist.is_main():
         _say(f"{'; '.join(others)} ({file.name})")
 
@@ -108,8 +101,7 @@ class Run:
     current = None  # the run that this process is in: `launch` says where it stopped
 
     def __init__(self, args, stage: str, check=None):
-        """check: raises an InputError for args that cannot be right, before anything is loaded; their limits
-        (cli.LIMITS) are checked in any case."""
+        """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS)."""
         self.device, self.args, self.stage = dist.setup(), args, stage
         check_flags(args)
         if check:
@@ -121,9 +113,7 @@ class Run:
 
     def begin(self, *, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
         """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
-        optimizer)}, and into `state`, which is returned. Call it when nothing that a user can have mistyped
-        is left to be read. held_out: JSON that tells the held-out set, on which before and after are
-        compared, from others."""
+        optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run."""
         start_run(self.args, self.stage, self.status, held_out)
         Run.current, self.modules = self, modules or {}
         # now, for the model it is taken from may be gone at the end
@@ -131,8 +121,7 @@ class Run:
         self.state.update(state or {})
         if self.resumed and modules:
             self.state.update(dist.load_checkpoint(self.checkpoint, modules))
-        rows = self.state.get("logged_rows") if self.resumed else None
-        self.metrics = metrics.Metrics(self.folder, rows)
+        self.metrics = metrics.Metrics(self.folder, self.state.get("logged_rows"))
         return self.state
 
     def log_before(self, evaluate, model, keep_samples=False):
@@ -183,24 +172,33 @@ class Run:
         if shown:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown})
 
-    def skip(self, why: str) -> dict[str, int]:
+    def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
         """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
-        of them in a row, or where the run has no others."""
-        self.state["skipped"] = self.state.get("skipped", 0) + 1
-        return skip(self.state["skipped"], self.args.iterations, why)
+        of them in a row, or where the run has no others. in_a_row: None: the state counts them."""
+        if in_a_row is None:
+            in_a_row = self.state["skipped"] = self.state.get("skipped", 0) + 1
+        if in_a_row >= min(5, self.args.iterations):
+            raise InputError(f"{why}. {in_a_row} iteration(s) in a row gave nothing to learn from")
+        if dist.is_main():
+            print(f"{why}: skipped")
+        return {"iterations/skipped": in_a_row}
+
+    def next_step(self) -> int:
+        """The number of the optimiser step to come; a round of ppo.py is several."""
+        return 1 + self.state.get("value_steps", self.state.get("first_step", 0) + self.state["step"])
 
     @property
     def last_checkpoint(self) -> str:
         return f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
 
     # after the last round
+    @torch.no_grad()
     def round_weights(self, model):
-        """To the dtype of model/: held-out figures are then of what is exported."""
-        dist.round_weights(model, self.dtype)
+        """To the dtype of model/, in place: held-out figures are then of what is exported."""
+        for weight in model.state_dict().values():
+            weight.copy_(weight.to(self.dtype))
 
-    def finish(
-        self, model, tokenizer, after: dict, samples: list[dict], *, step, iteration, summary, shown, plots
-    ):
+    def finish(self, model, tokenizer, after, samples, *, step, iteration, summary, shown, plots):
         """Export the model and write what a finished run holds, summary.json last of all.
 
         after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
@@ -209,8 +207,8 @@ class Run:
             raise InputError(f"eval/nll {after['eval/nll']} after step {step}: no export; lower --lr")
         before = self.state.get("before", {})
         after = {key: x for key, x in after.items() if not math.isnan(x)}  # of nothing, or without spread
-        rows = metrics.read_jsonl(self.folder / "samples.jsonl")
-        kept = [row for row in rows if row.get("when") == "before"]
+        samples_file = self.folder / "samples.jsonl"
+        kept = [row for row in metrics.read_jsonl(samples_file) if row.get("when") == "before"]
         if kept:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
@@ -220,7 +218,7 @@ class Run:
         self.log(after, step, iteration)
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
-            metrics.write_jsonl(self.folder / "samples.jsonl", samples)
+            metrics.write_jsonl(samples_file, samples)
             for plot in plots:
                 plot(self.folder)
             write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
@@ -229,38 +227,25 @@ class Run:
             loading.report_export(self.folder / "model", self.args.model, self.args.seed)
 
 
-def skip(in_a_row: int, iterations: int, why: str) -> dict[str, int]:
-    """The figure of an iteration that is left out, for it gives nothing to learn from. InputError after five
-    of them in a row, or where the run has no others."""
-    if in_a_row >= min(5, iterations):
-        raise InputError(f"{why}. {in_a_row} iteration(s) in a row gave nothing to learn from")
-    if dist.is_main():
-        print(f"{why}: skipped")
-    return {"iterations/skipped": in_a_row}
-
-
 def find_run(args) -> str | None:
     """What `args.output_dir` holds for this command: "finished" (nothing is left to do), "resume", or None:
-    begin anew. Changes nothing.
-
-    A finished run in the way, or an unfinished one with a checkpoint, is an InputError unless --overwrite or
-    --resume is given."""
+    begin anew. Changes nothing. InputError for a finished run in the way, or an unfinished one with a
+    checkpoint, without --overwrite or --resume."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
-    folder = Path(args.output_dir)
-    # torchrun starts a failed job again with the same command: then go on with what this very launch began
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    again = again and read_json(folder / "args.json").get("launch") == _launch_id()
-    begun = any((folder / name).exists() for name in BEGUN)
-    finished = (folder / "summary.json").exists()
-    [finished, begun, again, *_] = dist.gather([finished, begun, again])  # what rank 0 sees decides for all
-    resume = args.resume or again
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
+    folder = Path(args.output_dir)
+    written = read_json(folder / "args.json")
+    # torchrun starts a failed job again with the same command: then go on with what this very launch began
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and written.get("launch") == _launch_id()
+    finished = (folder / "summary.json").exists()
+    begun = any((folder / name).exists() for name in BEGUN)
+    [finished, begun, again, *_] = dist.gather([finished, begun, again])  # what rank 0 sees decides for all
+    resume = args.resume or again
     if finished and resume:
         if dist.is_main():
-            stage = read_json(folder / "args.json").get("stage")
-            print(f"{folder} is finished already, by {stage}")
+            print(f"{folder} is finished already, by {written.get('stage')}")
         return "finished"
     if (finished or begun) and not (resume or args.overwrite):
         state = "a finished run" if finished else "an unfinished run"
@@ -268,30 +253,29 @@ def find_run(args) -> str | None:
         raise InputError(f"{folder} holds {state}: {mend}")
     outputs = _outputs(folder)
     if outputs and not (folder / "args.json").exists():
-        raise InputError(
-            f"{outputs[0]} is in the way, and {folder} is no run's directory: another --output-dir"
-        )
+        why = f"{outputs[0]} is in the way, and {folder} is no run's directory"
+        raise InputError(f"{why}: another --output-dir")
     if resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    for name in INPUTS.split() if outputs else ():  # start_run will remove the outputs
-        path = getattr(args, name, None)
-        word = name in ("reference", "enhancer") and path in ("sft", "last", "previous")
-        real = Path(path or "").resolve()
-        gone = real == folder.resolve() or any(real.is_relative_to(old.resolve()) for old in outputs)
-        if path and not word and gone:
-            flag, what = f"--{name.replace('_', '-')} {path}", "--overwrite" if args.overwrite else "this run"
+    inputs = {name: value for name, value in vars(args).items() if isinstance(value, str) and value}
+    for name in (
+        sorted(inputs.keys() - {"output_dir"}) if outputs else ()
+    ):  # start_run will remove the outputs
+        path = Path(inputs[name]).resolve()
+        if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
+            flag = f"--{name.replace('_', '-')} {inputs[name]}"
+            what = "--overwrite" if args.overwrite else "this run"
             raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
     return None
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):
     """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
-    nothing that the user can have mistyped is left to be read: with state None it removes what an old run
-    left.
+    nothing that a user can have mistyped is left to be read: with state None an old run is removed.
 
-    held_out: JSON that tells the held-out set from others. Before and after training are compared on it, so a
-      run cannot be gone on with on another one: InputError."""
+    held_out: JSON that tells the held-out set, on which before and after are compared, from others:
+      InputError for a run that is gone on with on another one."""
     folder, resume = Path(args.output_dir), state == "resume"
     dist.patient_barrier()  # data were tokenised and models downloaded
     fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
@@ -299,12 +283,12 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     before, files, changed = {}, {}, []
     if dist.is_main():
         before, files = read_json(folder / "args.json"), _data_files(args)
-        previous = before.get("args", {})
-        for name in sorted(set(previous) & set(now) - {"resume", "overwrite", "output_dir"}):
+        previous, data_before = before.get("args", {}), before.get("data", {})
+        for name in sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"}):
             if previous[name] != now[name]:
                 changed.append(f"{name}: {previous[name]!r} -> {now[name]!r}")
-        for path in files.keys() & before.get("data", {}).keys():
-            if files[path] != before["data"][path]:
+        for path in files.keys() & data_before.keys():
+            if files[path] != data_before[path]:
                 changed.append(f"{path}: its rows are not those that the run began with")
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
     before, changed = dist.gather([(before, changed)])[0]
@@ -325,8 +309,16 @@ def start_run(args, stage: str, state: str | None, held_out=None):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         for what in changed if resume else ():
             print(f"resuming with another {what}")
-        begun = {"stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id()}
-        write_json(folder / "args.json", {**begun, "data": files, "held_out": fingerprint, **_versions()})
+        here = shlex.quote(str(Path(__file__).parent))
+        failed, head = subprocess.getstatusoutput(f"git -C {here} rev-parse --verify HEAD")
+        names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
+        versions = {name: importlib.metadata.version(name) for name in names}
+        begun = {
+            "stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id(),
+            "data": files, "held_out": fingerprint, "git": None if failed else head,
+            "python": sys.version.split()[0], "versions": versions, "command": sys.argv,
+        }  # fmt: skip
+        write_json(folder / "args.json", begun)
     dist.barrier()
 
 
@@ -349,18 +341,3 @@ def _outputs(folder):
 def _launch_id():
     """The same for all attempts of one torchrun, and for no other."""
     return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"
-
-
-def _versions():
-    names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
-    try:
-        where = {"cwd": Path(__file__).parent, "capture_output": True, "text": True}
-        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], **where).stdout.strip() or None
-    except OSError:  # no git on this machine
-        git = None
-    return {
-        "git": git,
-        "python": sys.version.split()[0],
-        "versions": {name: importlib.metadata.version(name) for name in names},
-        "command": sys.argv,
-    }

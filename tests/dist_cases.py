@@ -37,6 +37,7 @@ from common import (
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import InputError, NotFinite
+from common.run import Run
 from common.sampler import sample
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
@@ -422,7 +423,7 @@ def case(function):
 @case
 def sums(folder):
     """Of all ranks; rank 1 has no second micro-batch, and nothing to extrapolate from."""
-    rank, out = dist.rank(), dist.Sums("extra")
+    rank, out = dist.rank(), dist.Sums()
     out.add({"nll_sum": torch.tensor(rank + 1.0), "ratio_max": (-3.0, -1.0)[rank]})
     if rank == 0:
         out.add({"nll_sum": 10.0, "ratio_max": -2.0})
@@ -447,7 +448,7 @@ def saved(folder):
     dist.save_model(model, TOKENIZER, folder / "saved by two")
     equal = same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
     dist.save_model(model, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
-    dist.round_weights(model, torch.bfloat16)
+    Run.round_weights(SimpleNamespace(dtype=torch.bfloat16), model)
     rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
     return equal and same(rounded, state(model))
 
@@ -536,18 +537,6 @@ def checkpoint_of_two(folder):
 def checkpoint_of_one(folder):
     equal, after, want, saved = read_checkpoint(folder / "one")
     return {"equal": equal, "after": after, "want": want, "saved": saved}
-
-
-@case
-def random_numbers(folder):
-    model, optimizer = policy()
-    torch.manual_seed(dist.rank())
-    torch.rand(3)
-    dist.save_checkpoint(folder / "random", 1, {"policy": (model, None)}, {})
-    want = torch.rand(4).tolist()
-    torch.manual_seed(99)
-    dist.load_checkpoint(folder / "random", {"policy": (model, None)})
-    return dist.gather([{"want": want, "got": torch.rand(4).tolist()}])
 
 
 @case
@@ -765,7 +754,7 @@ def one_rank_takes_longer_than_a_collective_may(folder):
     try:
         time.sleep(2.5 * dist.rank())
         data.check_same("rows", 1)
-        with mock.patch.object(models, "load_policy", slow):
+        with mock.patch.object(loading, "load_policy", slow):
             model, optimizer = policy()
         dist.save_model(model, slow_tokenizer, folder / "written slowly")
         return len(train(model, optimizer, [4]))

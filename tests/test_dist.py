@@ -101,7 +101,7 @@ def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
     assert case["all_sum"] == [3.0, pytest.approx(0.2)] and case["gather"] == [1, 1] and case["world"] == 2
     assert (dist.all_sum(1, 0.1), dist.gather([5]), dist.world_size()) == ([1.0, 0.1], [5], 1)
     # 1 + 10 of rank 0 and 2 of rank 1; the largest of -3, -2 and -1, not their sum
-    assert case["Sums"] == [{"extra": 0.5, "nll_sum": 13.0, "ratio_max": -1.0}] * 2
+    assert case["Sums"] == [{"nll_sum": 13.0, "ratio_max": -1.0, "extra": 0.5}] * 2
 
 
 def test_sums_of_one_rank_are_in_fp64_and_carry_no_graph():
@@ -565,17 +565,15 @@ def test_tied_weights_are_written_once_by_two_ranks_as_by_one(two, tmp_path):
     assert set(one) == set(both) and "lm_head.weight" not in one
 
 
-def test_a_checkpoint_of_two_ranks_loads_on_one(two, capsys):
+def test_a_checkpoint_of_two_ranks_loads_on_one(two):
     two("checkpoint_of_two")
     equal, after, want, saved = dist_cases.read_checkpoint(two.folder / "two")
     assert equal and close(after, want) and saved == {"step": 2, "x": [1.5]}
-    assert "another number of ranks" in capsys.readouterr().out
 
 
 def test_a_checkpoint_of_one_rank_loads_on_two(two):
     case = two("checkpoint_of_one")
     assert case["equal"] and close(case["after"], case["want"]) and case["saved"] == {"step": 2, "x": [1.5]}
-    assert "another number of ranks" in two.ended.out
 
 
 def test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(two):
@@ -583,11 +581,6 @@ def test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(two):
     assert case["equal"] and case["after"] == case["want"]
     equal, after, want, _ = dist_cases.read_checkpoint(two.folder / "one")
     assert equal and after == want
-
-
-def test_a_checkpoint_restores_each_ranks_random_numbers(two):
-    ranks = two("random_numbers")
-    assert all(rank["got"] == rank["want"] for rank in ranks) and ranks[0]["got"] != ranks[1]["got"]
 
 
 def test_only_the_last_checkpoint_is_kept_and_latest_names_it(tmp_path):

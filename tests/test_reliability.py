@@ -272,10 +272,8 @@ def test_after_a_rank_died_a_restart_by_torchrun_and_one_rank_go_on(
     kept = read_json(before.folder / "checkpoint" / saved / "state.json")["logged_rows"]
     for folder in ("two", "one"):
         shutil.copytree(before.folder, tmp_path / folder)
-    ended = succeeds(run(name, small, tmp_path / "two", ranks=2, restart=1))
-    assert "another number of ranks" not in ended.out
-    ended = succeeds(run(name, small, tmp_path / "one", "--resume"))
-    assert "another number of ranks: random numbers start afresh" in ended.out
+    succeeds(run(name, small, tmp_path / "two", ranks=2, restart=1))
+    succeeds(run(name, small, tmp_path / "one", "--resume"))
     rows = {folder: read_jsonl(tmp_path / folder / "metrics.jsonl") for folder in ("two", "one")}
     want = read_jsonl(undisturbed(name).folder / "metrics.jsonl")
     for folder, found in rows.items():
