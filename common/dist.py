@@ -189,9 +189,8 @@ def shard(model, device, compute_dtype=None):
             fully_shard(module, mesh=mesh, mp_policy=policy)
     if isinstance(getattr(model, "score", None), nn.Linear):  # a scalar head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
-    # Embeddings, final norm and head: tied weights share this group. It is freed after a forward as well:
-    # without gradient no backward would do that, and `parameters()` would go on giving gathered tensors
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # Embeddings, final norm and head: tied weights share this group
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device).tie_weights()
     options = whole.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     whole.set_model_state_dict(model, weights, options=options)
@@ -199,11 +198,26 @@ def shard(model, device, compute_dtype=None):
         buffer.copy_(buffers[name])
     for method in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, method)
+        _free_without_gradient(model, method)
     return model
 
 
 def is_sharded(model) -> bool:
     return isinstance(model, FSDPModule)
+
+
+def _free_without_gradient(model, method):
+    """FSDP keeps the root's weights after a forward, for the backward to come. Without gradient there is none:
+    free them, or `parameters()` goes on giving gathered tensors, which no optimiser must be built on."""
+    run = getattr(model, method)
+
+    def wrapped(*args, **kwargs):
+        result = run(*args, **kwargs)
+        if not torch.is_grad_enabled() and not getattr(model, "is_consolidated", False):
+            model.reshard()
+        return result
+
+    setattr(model, method, wrapped)
 
 
 def put_away(offload, *models, device="cpu"):
@@ -341,9 +355,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     try:
         with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
-    except (
-        dcp.CheckpointException
-    ) as error:  # torch's word for a write that failed on some rank, or for a bug
+    except dcp.CheckpointException as error:  # a write that failed on some rank, or a bug
         causes = [cause for cause, *_ in error.failures.values()]
         if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise

@@ -259,9 +259,7 @@ def find_run(args) -> str | None:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
     inputs = {name: value for name, value in vars(args).items() if isinstance(value, str) and value}
-    for name in (
-        sorted(inputs.keys() - {"output_dir"}) if outputs else ()
-    ):  # start_run will remove the outputs
+    for name in sorted(inputs.keys() - {"output_dir"}) if outputs else ():  # start_run removes the outputs
         path = Path(inputs[name]).resolve()
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
             flag = f"--{name.replace('_', '-')} {inputs[name]}"
