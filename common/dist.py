@@ -207,7 +207,7 @@ def is_sharded(model) -> bool:
 
 
 def _free_without_gradient(model, method):
-    """FSDP keeps the root's weights after a forward, for the backward to come. Without gradient there is none:
+    """FSDP keeps the root's weights after a forward for the backward to come. Without gradient none comes:
     free them, or `parameters()` goes on giving gathered tensors, which no optimiser must be built on."""
     run = getattr(model, method)
 

@@ -167,17 +167,15 @@ def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
     return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
 
 
-def rows_of(pairs, scores, kl, safety, is_tiny) -> list[dict]:
+def rows_of(pairs, scores, kl, safety, dataset) -> list[dict]:
     """A policy's answers as rows of samples.jsonl. kl, safety: a number an answer, or None."""
-    rows = []
-    for i, (prompt, response) in enumerate(pairs):
-        columns = {"category": prompt.category, "score": scores[i]}
-        if kl:
-            columns["kl"] = kl[i]
-        if safety:
-            columns.update(safety=safety[i], is_safety=bool(prompt.row.data.get("is_safety")))
-        rows.append(evaluation.describe_sample(prompt.turns, response, is_tiny, **columns))
-    return rows
+    columns = {"score": scores}
+    if kl:
+        columns["kl"] = kl
+    if safety:
+        columns["safety"] = safety
+        columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs]
+    return evaluation.describe_samples(pairs, dataset, **columns)
 
 
 # -- games -----------------------------------------------------------------------------------------
@@ -356,7 +354,8 @@ def main(args: Args):
             if safety_scorer:
                 own = scorers.for_tokens(safety_scorer, tokenizers[name])
                 safety = scorers.safety_logits(own, pairs[name], args.score_batch_size, device)
-            rows[name] = rows_of(pairs[name], scores[name], kl.get((temperature, name)), safety, is_tiny)
+            kl_of_policy = kl.get((temperature, name))
+            rows[name] = rows_of(pairs[name], scores[name], kl_of_policy, safety, args.dataset)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         results[f"{temperature:g}"] = figures(rows, score_games, args)
 

@@ -88,8 +88,7 @@ def compare(paths, args, device, state):
     held_out, tokenizer = load_pairs(paths, args)
     rows = {}
     for name, path in paths.items():
-        scorer = scorers.load_scorer(path, tokenizer, device, pairwise=True)
-        scorers.check_room(scorer, args.max_length)
+        scorer = scorers.load_scorer(path, tokenizer, device, pairwise=True, max_length=args.max_length)
         rows[name] = score_rows(scorer, held_out, args, device)
         scorer = None
         gc.collect()  # one at a time: a model's methods are bound to it, a cycle that holds its weights

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from common import data, dist, loading, metrics, sampler
-from common.batches import Document, Row, turns_key
+from common.batches import Document, Row, split, turns_key
 from common.errors import InputError
 from common.sampler import sample
 
@@ -27,6 +27,10 @@ class Prompt(NamedTuple):
         return turns_key(self.turns)
 
     @property
+    def question(self) -> str:
+        return self.turns[-1]["content"]
+
+    @property
     def category(self) -> str | None:
         category = self.row.data.get("category")
         return None if category is None else str(category)
@@ -36,7 +40,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
     `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
-    rows, dropped, found = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
+    rows, dropped, prompts = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
     for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
         try:
             turns = prompt_turns(row.data)
@@ -46,16 +50,16 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
             data.check_known(tokenizer, prompt.ids)
             if len(prompt.ids) > max_tokens:
                 raise ValueError(f"the prompt is longer than {max_tokens} tokens")
-            if prompt.key in found:
+            if prompt.key in prompts:
                 raise ValueError("the prompt is there already")
         except ValueError as error:
             dropped[str(error)].append(row.where)
             continue
-        found[prompt.key] = prompt
+        prompts[prompt.key] = prompt
     data.report(spec, len(rows), dropped)
-    if not found:
+    if not prompts:
         raise data.none_left(spec, len(rows), dropped)
-    return list(found.values())
+    return list(prompts.values())
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
@@ -82,10 +86,9 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
     """{iteration: its --prompts-per-iteration fresh prompts}, none in two of them."""
     n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
     if n * args.iterations > len(prompts):
-        raise InputError(
-            f"{args.dataset}: {args.iterations} iterations of {n} fresh prompts need {n * args.iterations}, "
-            f"there are {len(prompts)}: lower --iterations or --prompts-per-iteration"
-        )
+        need = f"{args.iterations} iterations of {n} fresh prompts need {n * args.iterations}"
+        mend = "lower --iterations or --prompts-per-iteration"
+        raise InputError(f"{args.dataset}: {need}, there are {len(prompts)}: {mend}")
     return {i: fresh_prompts(prompts, n, i, args.seed) for i in range(1, args.iterations + 1)}
 
 
@@ -128,39 +131,29 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a sliding window, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
-    found, special = [], set(tokenizer.all_special_ids)
+    responses, special = [], set(tokenizer.all_special_ids)
     lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
     for tokens, length, ended in zip(out.response_tokens.tolist(), lengths, finished):
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        found.append(Response(ids, text, ended, special.isdisjoint(ids[:-1])))
-    return found
+        responses.append(Response(ids, text, ended, special.isdisjoint(ids[:-1])))
+    return responses
 
 
 def sample_responses(
-    model, tokenizer, prompts: list[list[int]], *, n, max_new_tokens,
-    temperature=1.0, seed=0, top_p=1.0, slots=64,
-) -> list[list[Response]]:  # fmt: skip
+    model, tokenizer, prompts: list[list[int]], *, n, seed=0, **options
+) -> list[list[Response]]:
     """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
     call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among
-    ranks, which decode in their own time. seed: an integer for this call; ranks draw differently."""
+    ranks, which decode in their own time. seed: an integer for this call; ranks draw differently. options:
+    sampler.sample's."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
+    options["seed"] = seed * 1000 + dist.rank()
     with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=0) as progress:
-        found = my_responses(
-            model, tokenizer, [prompts[i] for i in mine], n=n, max_new_tokens=max_new_tokens, top_p=top_p,
-            temperature=temperature, slots=slots, seed=seed * 1000 + dist.rank(), progress=progress,
-        )  # fmt: skip
-    of_prompt = [[] for _ in prompts]
-    for i, response in dist.gather([(mine[b // n], response) for b, response in enumerate(found)]):
-        of_prompt[i].append(response)
-    return of_prompt
-
-
-def document(prompt, response) -> Document:
-    """A prompt with its response, of which every token is an action."""
-    ids = prompt.ids + response.ids
-    mask = torch.arange(len(ids)) >= len(prompt.ids)
-    return Document(torch.tensor(ids, dtype=torch.int32), mask, prompt.turns, prompt.row)
+        my_prompts = [prompts[i] for i in mine]
+        responses = my_responses(model, tokenizer, my_prompts, n=n, progress=progress, **options)
+    numbered = sorted(dist.gather(list(zip(mine, split(responses, n)))))  # ranks have other prompts
+    return [of_prompt for _, of_prompt in numbered]
 
 
 def check_sampled(name, mend=""):
@@ -180,15 +173,19 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, **options) -> list[tuple[Pro
 
 
 def documents(pairs) -> list[Document]:
-    """The documents of some (prompt, response), numbered."""
-    return [document(*pair)._replace(number=i) for i, pair in enumerate(pairs)]
+    """The documents of some (prompt, response), numbered; every token of a response is an action."""
+    made = []
+    for number, (prompt, response) in enumerate(pairs):
+        ids = torch.tensor(prompt.ids + response.ids, dtype=torch.int32)
+        mask = torch.arange(len(ids)) >= len(prompt.ids)
+        made.append(Document(ids, mask, prompt.turns, prompt.row, number))
+    return made
 
 
 def check_policy(name, tokenizer, args, sampled=True):
     """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if
     it will be sampled, can be."""
-    own = name == args.model  # whose vocabulary is its own
-    loading.check_causal_lm(name, None if own else tokenizer, args.chat_template)
+    loading.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
     loading.check_room(args.max_length, name)
     if sampled:
         check_sampled(name)

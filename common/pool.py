@@ -1,8 +1,7 @@
 """What rejection sampling and iterative DPO share: a pool of scored responses that outlives a crash, and the
 versions of a policy that were made from it.
 
-The pool is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl, to which responses
-are appended chunk by chunk, as they are sampled:
+The pool is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
 
     {"prompt": messages, "response": text, "response_ids": [...], "finished": it ended, and holds no special
      token before its end, "iteration", "model", "temperature": what it was drawn from, "chunk": number,
@@ -10,17 +9,13 @@ are appended chunk by chunk, as they are sampled:
 """
 
 import collections
-import contextlib
 import gc
 import hashlib
 import json
 import math
-import os
-import shutil
 from pathlib import Path
 
 import torch
-import transformers
 
 from common import data, dist, evaluation, generate, loading, metrics, scorers
 from common.batches import turns_key
@@ -31,22 +26,16 @@ from common.metrics import write_json
 COLUMNS = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
 
 
-def key_of(row) -> str:
-    """generate.Prompt.key of the prompt that a row answers."""
-    return turns_key(row["prompt"])
-
-
 def read(path) -> list[dict]:
-    """The rows of a pool file, on every rank. Its last line may be cut, by a crash in the middle of a write:
-    then it is left out, and this is said."""
+    """The rows of a pool file, on every rank. A last line that a crash cut is left out, and this is said."""
     rows, lines = [], []
     if dist.is_main() and Path(path).is_file():
         lines = Path(path).read_text("utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line or "null")
-            if row is None:
+            if not line:
                 continue
+            row = json.loads(line)
             if any(key not in row for key in COLUMNS):
                 raise ValueError("it lacks a column of " + ", ".join(COLUMNS))
             if not all(isinstance(i, int) for i in row["response_ids"]):
@@ -68,7 +57,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
         raise InputError(f"--pool {path}: there is no such file")
     rows, n_changed = read(path), 0
     room = {prompt.key: max_length - len(prompt.ids) for prompt in prompts}
-    n_strange = sum(key_of(row) not in room for row in rows)
+    n_strange = sum(turns_key(row["prompt"]) not in room for row in rows)
     if n_strange == len(rows):
         raise InputError(f"--pool {path}: none of its {len(rows)} rows answers a prompt of --dataset")
     for row in rows:
@@ -79,7 +68,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
                 raise InputError(f"--pool {path}: {row['response'][:60]!r}: {error}; drop the row") from None
             row["response_ids"] = ids if row["finished"] else ids[:-1]
             n_changed += 1
-    fits = [row for row in rows if len(row["response_ids"]) <= room.get(key_of(row), math.inf)]
+    fits = [row for row in rows if len(row["response_ids"]) <= room.get(turns_key(row["prompt"]), math.inf)]
     for n, what in (
         (n_strange, "rows answer prompts that are not in --dataset: not used"),
         (n_changed, "responses were written in other tokens: encoded anew"),
@@ -91,8 +80,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
 
 
 class Pool:
-    """Every response that a run sampled, with its scores: `rows`, the same on every rank, and the file
-    pool.jsonl, to which they are appended chunk by chunk."""
+    """Every response that a run sampled, with its scores: `rows` and the file pool.jsonl."""
 
     def __init__(self, run, rows=()):
         """rows: those of an earlier run; a run that is gone on with has its own."""
@@ -108,8 +96,7 @@ class Pool:
 
     def sample(self, samplers, prompts, iteration, versions):
         """Responses to each prompt, from each of the samplers [(model name, temperature, number of
-        responses)], appended to the pool and to its file chunk by chunk; what is there already is not sampled
-        again."""
+        responses)], appended to the pool chunk by chunk; what is there already is not sampled again."""
         args = self.args
         for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
             if not chunks:
@@ -118,31 +105,19 @@ class Pool:
             with dist.consolidated(policy):  # the weights are gathered once for all chunks
                 for number, chunk in chunks:
                     pairs = generate.sample_pairs(
-                        policy,
-                        versions.tokenizer,
-                        chunk,
-                        n=n,
-                        max_new_tokens=args.max_new_tokens,
-                        temperature=temperature,
-                        top_p=args.top_p,
-                        slots=args.slots,
+                        policy, versions.tokenizer, chunk, n=n, max_new_tokens=args.max_new_tokens,
+                        temperature=temperature, top_p=args.top_p, slots=args.slots,
                         seed=dist.seed_of(args.seed, "sample", iteration, number),
-                    )
+                    )  # fmt: skip
+                    about = {"iteration": iteration, "model": name, "temperature": temperature}
                     rows = [
                         {
-                            "prompt": prompt.turns,
-                            "response": response.text,
-                            "response_ids": response.ids,
-                            "finished": response.finished and response.clean,
-                            "iteration": iteration,
-                            "model": name,
-                            "temperature": temperature,
-                            "chunk": number,
-                            "score": None,
-                            "scorer": None,
+                            "prompt": prompt.turns, "response": response.text, "response_ids": response.ids,
+                            "finished": response.finished and response.clean, **about, "chunk": number,
+                            "score": None, "scorer": None,
                         }
                         for prompt, response in pairs
-                    ]
+                    ]  # fmt: skip
                     self.rows.extend(rows)
                     if dist.is_main():
                         metrics.append_jsonl(self.path, rows)
@@ -154,7 +129,7 @@ class Pool:
         size, counts = self.args.chunk_prompts, collections.defaultdict(collections.Counter)
         for row in self.rows:
             if row["iteration"] == iteration:
-                counts[row["chunk"]][key_of(row), row["temperature"]] += 1
+                counts[row["chunk"]][turns_key(row["prompt"]), row["temperature"]] += 1
         starts, whole, missing = range(0, len(prompts), size), set(), []
         for place, (_, temperature, n) in enumerate(samplers):
             missing.append([])
@@ -171,10 +146,11 @@ class Pool:
         return missing
 
     def score(self, scorer, prompts):
-        """Score, with the current scorer, the rows that another one scored or none has: scores of different
-        reward models cannot be compared. The file is replaced whole."""
+        """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
+        The file is replaced whole."""
         keys = {prompt.key for prompt in prompts}
-        old = [row for row in self.rows if row["scorer"] != scorer.version and key_of(row) in keys]
+        others = [row for row in self.rows if row["scorer"] != scorer.version]
+        old = [row for row in others if turns_key(row["prompt"]) in keys]
         if not old:
             return
         n_before = sum(row["scorer"] is not None for row in old)
@@ -188,11 +164,11 @@ class Pool:
 
 def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
     """The (prompt, response) that each row is of; all of them answer one of the prompts."""
-    by_key = {prompt.key: prompt for prompt in prompts}
-    return [
-        (by_key[key_of(row)], generate.Response(row["response_ids"], row["response"], row["finished"]))
-        for row in rows
-    ]
+    by_key, pairs = {prompt.key: prompt for prompt in prompts}, []
+    for row in rows:
+        response = generate.Response(row["response_ids"], row["response"], row["finished"])
+        pairs.append((by_key[turns_key(row["prompt"])], response))
+    return pairs
 
 
 # -- pairs and their reference -------------------------------------------------------------------------
@@ -202,25 +178,19 @@ class References:
 
     def __init__(self, run, tokenizer, pair_logprobs):
         """pair_logprobs: (model, pairs, args) -> a (2,) for each pair, on every rank."""
-        self.run, self.args, self.tokenizer, self.pair_logprobs = run, run.args, tokenizer, pair_logprobs
-        self.path, kept = run.folder / "reference.json", {}
-        if dist.is_main() and self.path.exists():
-            with contextlib.suppress(ValueError):  # of a file that something else wrote
-                kept = json.loads(self.path.read_text())
+        self.run, self.tokenizer, self.pair_logprobs = run, tokenizer, pair_logprobs
+        self.path = run.folder / "reference.json"
+        kept = metrics.read_json(self.path)
         self.kept = dist.gather([kept if isinstance(kept, dict) else {}])[0]  # rank 0's
 
     def add(self, pairs, name: str) -> list:
         """The pairs with their log probabilities under the model of this name, which is loaded only if one is
         missing, and freed."""
-        args = self.args
         if not pairs:
             return []
+        args = self.run.args
         seed = args.seed if name == "tiny" else None  # its weights are a function of it
         version = scorers.version_of(name, [loading.identity(name), seed, args.share_prompt])
-        if self.kept and version not in self.kept and args.reference != "last":
-            if dist.is_main():
-                print(f"{self.path} is of another reference: its pairs are computed anew")
-            self.kept = {}
         logprobs, keys = self.kept.setdefault(version, {}), [pair_key(pair) for pair in pairs]
         missing = {key: pair for key, pair in zip(keys, pairs) if key not in logprobs}
         if missing:
@@ -228,7 +198,7 @@ class References:
             model = evaluation.load_policy(name, self.tokenizer, args, self.run.device)
             results = self.pair_logprobs(model, list(missing.values()), args)
             logprobs.update((key, pair.tolist()) for key, pair in zip(missing, results))
-            model = None
+            del model
             gc.collect()  # now, not when the optimiser has taken its place already
             if dist.is_main():
                 write_json(self.path, self.kept)
@@ -242,14 +212,8 @@ def write_pairs(folder, pairs, iteration):
         return
     rows = [row for row in metrics.read_jsonl(folder / "pairs.jsonl") if row["iteration"] < iteration]
     for pair in pairs:
-        row = {
-            "prompt": pair.prompt,
-            "chosen": pair.texts[0],
-            "rejected": pair.texts[1],
-            "iteration": iteration,
-            "source": pair.source,
-            "category": pair.category,
-        }
+        row = {"prompt": pair.prompt, "chosen": pair.texts[0], "rejected": pair.texts[1]}
+        row.update(iteration=iteration, source=pair.source, category=pair.category)
         if pair.grades:
             row["chosen_score"], row["rejected_score"] = pair.grades
         if pair.preference is not None:
@@ -268,10 +232,9 @@ class Versions:
     """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
     its study, what `evaluate` found that it does. Version `first` is the model that all began from.
 
-    What a resumed run does again is decided here: a version that is there is not trained again, a study that
-    is there not made again, and the last checkpoint holds the policy, its optimiser and, as JSON,
-    {"iteration": the version that is trained, "step": of its steps, "first_step": all steps before,
-    "logged_rows"}.
+    What a resumed run does again is decided here: no version or study that is there. The last checkpoint
+    holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
+    steps, "first_step": all steps before, "logged_rows"}.
 
     evaluate: an object of evaluation.py. step: the optimiser steps of all versions so far."""
 
@@ -293,13 +256,9 @@ class Versions:
         self.studies = dict(sorted(studies.items()))
         self.first = min(self.studies, default=first)
         newest = max([*studies, *self.made], default=-1)
-        kept = [  # of a version that is there but not studied all but a study's row
-            row
-            for row in rows
-            if row["iteration"] < newest
-            or row["iteration"] == newest
-            and (newest in studies or row.keys() & {"optim/lr", "pool/score"})
-        ]
+        kept = [row for row in rows if row["iteration"] <= newest]
+        if newest not in studies:  # all of the newest version but its study's row
+            kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
         self.step = kept[-1]["step"] if kept else 0
         saved = dist.checkpoint_state(self.run.checkpoint)
         if saved.get("iteration") == newest + 1:
@@ -321,19 +280,15 @@ class Versions:
         return self.start if version == self.first else str(self.folder / str(version))
 
     def load(self, name: str):
-        """The policy of this name, sharded. The one that was loaded before it is let go first; who calls this
-        must hold it no more."""
+        """The policy of this name, sharded. Who calls this must hold no more the one that was loaded before:
+        its memory is let go first."""
         if self.loaded != name:
-            self.release()
+            self.loaded = self.policy = None
+            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
             args = self.args
             policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
-
-    def release(self):
-        """Let go of the policy, and with it of its memory."""
-        self.loaded = self.policy = None
-        gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
 
     def study(self, version: int):
         """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures
@@ -343,11 +298,14 @@ class Versions:
             if version == self.last:
                 self.run.round_weights(policy)  # its figures are those of what is exported
             self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
-            self.run.log(self.evaluate.figures(self.studies, version), self.step, version)
+            self.run.log(self.figures(version), self.step, version)
             if dist.is_main():
                 write_json(self.folder / f"{version}.json", self.studies[version])
         if dist.is_main():
-            print(f"version {version}: {self.evaluate.line(self.studies, version)}")
+            print(f"version {version}: {evaluation.one_line(self.figures(version))}")
+
+    def figures(self, version: int) -> dict[str, float]:
+        return self.evaluate.figures(self.studies, version)
 
     def began_training(self, version: int) -> bool:
         """Whether the last checkpoint is of this version: then what led to it is logged already."""
@@ -369,7 +327,7 @@ class Versions:
         run.modules = {}  # the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:
-        """run.skip for an iteration that gives nothing to learn from: its version is the one before."""
+        """run.skip of an iteration, whose version is then the one before."""
         in_a_row = sum(study["step"] == self.step for study in self.studies.values())
         return self.run.skip(why, in_a_row)
 
@@ -377,9 +335,8 @@ class Versions:
         """Study the last version, and write what a finished run holds, summary.json last of all."""
         run, folder = self.run, self.run.folder
         self.study(self.last)
-        self.release()
+        dist.save_model(self.load(self.path(self.last)), self.tokenizer, folder / "model", run.dtype)
         if dist.is_main():
-            save_last(folder, self.last, run.dtype)
             rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
             metrics.write_jsonl(folder / "samples.jsonl", rows)
             curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
@@ -388,29 +345,12 @@ class Versions:
             for plot in plots:
                 plot(folder)
             metrics.print_results({}, {}, (), [row for row in rows if row["version"] == self.last])
-            figures = {str(v): self.evaluate.figures(self.studies, v) for v in self.studies}
-            summary = {**summary, "steps": self.step, "versions": figures, "categories": []}
+            figures, categories = {str(v): self.figures(v) for v in self.studies}, []
             same = evaluation.comparable(self.studies, self.last)
             if self.first in same:
-                summary["categories"] = metrics.regressions(same[self.first], same[self.last])
+                categories = metrics.regressions(same[self.first], same[self.last])
                 metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
+            summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
             write_json(folder / "summary.json", summary)  # last
             loading.report_export(folder / "model", self.args.model, self.args.seed)
         dist.barrier()
-
-
-def save_last(folder, version, dtype):
-    """model/ becomes versions/VERSION in `dtype`, whole or not at all; on rank 0. In float32, which versions
-    have, its files are hard links where the disk has such."""
-    source, temporary, final = folder / "versions" / str(version), folder / "model.tmp", folder / "model"
-    shutil.rmtree(temporary, ignore_errors=True)
-    if dtype == torch.float32:
-        try:
-            shutil.copytree(source, temporary, copy_function=os.link)
-        except OSError:
-            shutil.copytree(source, temporary, dirs_exist_ok=True)
-    else:
-        shutil.copytree(source, temporary, ignore=shutil.ignore_patterns("*.safetensors*"))
-        transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype).save_pretrained(temporary)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)

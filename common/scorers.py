@@ -21,9 +21,10 @@ import zlib
 from typing import NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from common import data, dist, generate, loading, models, pairwise
-from common.batches import a_part
+from common.batches import a_part, split
 from common.errors import InputError
 from common.losses import safety_gated_score
 
@@ -35,7 +36,7 @@ class Scorer(NamedTuple):
     function: object = None  # or
     model: object = None  # with its
     tokenizer: object = None
-    same_tokens: bool = True  # as the policy's: ids are scored as they were sampled
+    same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
     pairwise: bool = False  # it compares the responses to a prompt with each other
 
 
@@ -52,21 +53,20 @@ def named_function(flag, spec):
         raise InputError(f"{flag} {spec}: {error}; wanted module:function") from None
 
 
-def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
-    """spec: see the module. tokenizer: the policy's. A model with other tokens, or another chat template
-    (`same_tokens` is False), scores the text, encoded anew. pairwise: whether a pairwise preference model
-    will do. Every rank must call it."""
+def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer:
+    """spec: see the module. tokenizer: the policy's. pairwise: whether a pairwise preference model will do.
+    max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
+    that reads text can tell only when it encodes it). Every rank must call it."""
     named = re.fullmatch(f"({NAMED})(?:=(.+))?", spec)
     if named:
         name, argument = named.groups()
-        function = named_function("--scorer", name)
-        try:
+        function, code = named_function("--scorer", name), ""
+        with contextlib.suppress(OSError, TypeError):  # of what is not written in Python there is none
             code = inspect.getsource(function)
-        except (OSError, TypeError):
-            code = ""
         with contextlib.suppress(InputError):  # the argument may be a model, which can change
             code = [code, loading.identity(argument)] if argument else code
-        function = function(argument) if argument and callable(function) else function
+        if argument and callable(function):
+            function = function(argument)
         if not callable(function):
             raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
         return Scorer(spec, version_of(spec, code), function=function)
@@ -76,23 +76,18 @@ def load_scorer(spec, tokenizer, device, pairwise=False) -> Scorer:
     model = loading.load_policy(spec, own) if pairwise else loading.load_scorer(spec, own, n_outputs)
     model = dist.shard(model.requires_grad_(False), device)
     scorer = Scorer(spec, version_of(spec, loading.identity(spec)), None, model, own, pairwise=pairwise)
-    return for_tokens(scorer, tokenizer)
+    scorer = for_tokens(scorer, tokenizer)
+    if scorer.same_tokens and not pairwise:
+        loading.check_room(max_length, spec, model.config)
+    return scorer
 
 
 def load_oracle(args, tokenizer, device, pairwise=False) -> Scorer:
     """--scorer, for a policy with this tokenizer: load_scorer, with what a user should know of it."""
-    scorer = load_scorer(args.scorer, tokenizer, device, pairwise)
+    scorer = load_scorer(args.scorer, tokenizer, device, pairwise, args.max_length)
     if not scorer.same_tokens and dist.is_main():
         print(f"{args.scorer} has other tokens or another chat template: it scores the text")
-    check_room(scorer, args.max_length)
     return scorer
-
-
-def check_room(scorer, max_length):
-    """InputError if the scorer has fewer positions than the max_length tokens of a prompt and its response.
-    (One with other tokens, or one that reads two responses at once, can tell only when it encodes them.)"""
-    if scorer.model and scorer.same_tokens and not scorer.pairwise:
-        loading.check_room(max_length, scorer.name, scorer.model.config)
 
 
 def version_of(spec, behind) -> str:
@@ -118,49 +113,48 @@ def for_tokens(scorer, tokenizer) -> Scorer:
 def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. A pairwise preference model gives the mean probability
-    that a response beats the prompt's other responses among the pairs. InputError names a pair whose score is
-    not finite, and a function that raises or gives another number of scores."""
+    that a response beats the prompt's other responses among the pairs."""
     mine = range(len(pairs))[dist.rank() :: dist.world_size()]
     if scorer.pairwise:
-        won = _round_robin(scorer, pairs, batch_size, device)
-        found = [(i, won[i]) for i in mine]
+        scores = _round_robin(scorer, pairs, batch_size, device)
+        found = [(i, scores[i]) for i in mine]
     elif scorer.function is not None:
-        found = _ask(scorer, [pairs[i] for i in mine], batch_size)
-        found = list(zip(mine, found))
+        found = list(zip(mine, _ask(scorer, [pairs[i] for i in mine], batch_size)))
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
         for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
-            some = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
-            input_ids = torch.full((len(some), max(len(p) + len(r) for _, p, r in some)), 0)
-            response_mask = torch.zeros_like(input_ids, dtype=torch.bool)
-            for row, (_, prompt, response) in enumerate(some):
-                end = len(prompt) + len(response)
-                input_ids[row, :end] = torch.tensor([*prompt, *response])
-                response_mask[row, len(prompt) : end] = True
-            scores = models.score(scorer.model, input_ids.to(device), response_mask.to(device)).tolist()
-            found += [(i, x) for (i, *_), x in zip(some, scores) if i is not None]
+            batch = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
+            ids = [torch.tensor([*prompt, *response]) for _, prompt, response in batch]
+            masks = [torch.arange(len(x)) >= len(prompt) for x, (_, prompt, _) in zip(ids, batch)]
+            ids, masks = (pad_sequence(x, batch_first=True).to(device) for x in (ids, masks))
+            scores = models.score(scorer.model, ids, masks).tolist()
+            found += [(i, x) for (i, *_), x in zip(batch, scores) if i is not None]
     scores = [x for _, x in sorted(dist.gather(found))]
     for (prompt, response), x in zip(pairs, scores):
         if not math.isfinite(x):
-            raise InputError(f"{scorer.name} gives {x} for {response.text[:80]!r}, to {_last(prompt)[:80]!r}")
+            where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
+            raise InputError(f"{scorer.name} gives {x} for {where}")
     return scores
 
 
-def load_safety_scorer(spec, tokenizer, device) -> Scorer:
+def load_safety_scorer(spec, tokenizer, device, max_length=0) -> Scorer:
     """load_scorer of one whose score is the logit of P(safe), which it is of a model only after a fit."""
-    scorer = load_scorer(spec, tokenizer, device)
-    if scorer.model and not getattr(scorer.model.config, "safety_gate", None) and dist.is_main():
+    scorer = load_scorer(spec, tokenizer, device, max_length=max_length)
+    if scorer.model and not _gate(scorer) and dist.is_main():
         print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
     return scorer
 
 
 def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
     """score()'s, as logits of P(safe) where reward.py fitted them: scale * r + bias."""
-    scores = score(scorer, pairs, batch_size, device)
-    gate = getattr(scorer.model.config, "safety_gate", None) if scorer.model else None
-    return [gate["scale"] * x + gate["bias"] for x in scores] if gate else scores
+    gate = _gate(scorer) or {"scale": 1.0, "bias": 0.0}
+    return [gate["scale"] * x + gate["bias"] for x in score(scorer, pairs, batch_size, device)]
+
+
+def _gate(scorer) -> dict | None:
+    return getattr(scorer.model and scorer.model.config, "safety_gate", None)
 
 
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
@@ -197,60 +191,45 @@ def _without_special(tokenizer, prompt, response):
 
 
 def _encode(scorer, prompt, response, end):
-    """(prompt ids, response ids) in the scorer's tokens. end: what follows a response's text, as
-    loading.end_of_scored gives it."""
+    """(prompt ids, response ids) in the scorer's tokens. end: loading.end_of_scored."""
     room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
+        prompt_ids = prompt.ids
         ids = response.ids[:-1] if response.finished else response.ids
-        if len(prompt.ids) + len(response.ids) <= room:  # where the end does not fit, the text gives way
-            ids = ids[: room - len(prompt.ids) - len(end)]
-        encoded = prompt.ids, [*ids, *end]
+        if len(prompt_ids) + len(response.ids) <= room:  # where the end does not fit, the text gives way
+            ids = ids[: room - len(prompt_ids) - len(end)]
+        ids = [*ids, *end]
     else:
         messages, answer = _without_special(scorer.tokenizer, prompt, response)
         try:
-            ids, answers = data.encode_responses(scorer.tokenizer, messages, [answer])
+            prompt_ids, [ids] = data.encode_responses(scorer.tokenizer, messages, [answer])
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
-        text = answers[0][: answers[0].index(eos)]
-        encoded = ids, text + (end if eos in end else [])  # else all that the template writes is in the text
-    if sum(map(len, encoded)) > room:
-        n, where = sum(map(len, encoded)), prompt.row.where
+        ids = ids[: ids.index(eos)] + (end if eos in end else [])  # else the text has all of the template
+    n = len(prompt_ids) + len(ids)
+    if n > room:
+        where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    return encoded[0], encoded[1] or [eos]  # to an empty response a template may add nothing
+    return prompt_ids, ids or [eos]  # to an empty response a template may add nothing
 
 
 def _ask(scorer, pairs, batch_size):
-    def ask(some):
-        rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in some]
-        scores = scorer.function([_last(prompt) for prompt, _ in some], [r.text for _, r in some], rows)
-        return [float(x) for x in scores]
-
-    found = []
-    for start in range(0, len(pairs), batch_size):
-        some = pairs[start : start + batch_size]
+    """What a function gives, in batches."""
+    scores = []
+    for batch in split(pairs, batch_size):
+        questions = [prompt.question for prompt, _ in batch]
+        texts = [response.text for _, response in batch]
+        rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in batch]
         try:
-            scores = ask(some)
+            given = [float(x) for x in scorer.function(questions, texts, rows)]
         except Exception as error:  # whatever a user's function raises
-            prompt, response = next((pair for pair in some if _raises(ask, pair)), some[0])
-            row = f"prompt {_last(prompt)[:80]!r}, response {response.text[:80]!r} ({prompt.row.where})"
-            kind = type(error).__name__
-            raise InputError(f"--scorer {scorer.name} raised {kind}: {error}; at {row}") from error
-        if len(scores) != len(some):
-            raise InputError(f"--scorer {scorer.name} gave {len(scores)} scores for {len(some)} responses")
-        found += scores
-    return found
-
-
-def _raises(ask, pair):
-    try:
-        ask([pair])
-    except Exception:
-        return True
-    return False
-
-
-def _last(prompt):
-    return prompt.turns[-1]["content"]
+            what = f"{len(batch)} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
+            why = f"{type(error).__name__}: {error}; asked of {what} ({batch[0][0].row.where})"
+            raise InputError(f"--scorer {scorer.name} raised {why}") from error
+        if len(given) != len(batch):
+            raise InputError(f"--scorer {scorer.name} gave {len(given)} scores for {len(batch)} responses")
+        scores += given
+    return scores
 
 
 class Gated:
@@ -280,33 +259,27 @@ class Gated:
 
 def load_gated(args, tokenizer, device) -> Gated:
     """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
-    pair = [load_scorer(args.scorer, tokenizer, device), None]
+    scorer, safety = load_scorer(args.scorer, tokenizer, device, max_length=args.max_length), None
     if args.safety_scorer:
-        pair[1] = load_safety_scorer(args.safety_scorer, tokenizer, device)
-    for scorer in filter(None, pair):
-        if not scorer.same_tokens and not args.retokenize:
-            raise InputError(
-                f"{scorer.name} has other tokens or another chat template than {args.model}: --retokenize "
-                "lets it score the text, encoded anew"
-            )
-        check_room(scorer, args.max_length)
-    return Gated(pair[0], pair[1], args, device)
+        safety = load_safety_scorer(args.safety_scorer, tokenizer, device, args.max_length)
+    for loaded in filter(None, (scorer, safety)):
+        if not loaded.same_tokens and not args.retokenize:
+            why = f"{loaded.name} has other tokens or another chat template than {args.model}"
+            raise InputError(f"{why}: --retokenize lets it score the text, encoded anew")
+    return Gated(scorer, safety, args, device)
 
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model the row r of its head, with
     the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's
     body and a head of 0."""
-    scorer = scorer.scorer
-    name, checkpointing = args.scorer, args.gradient_checkpointing
+    scorer, checkpointing = scorer.scorer, args.gradient_checkpointing
     if scorer.function is not None or not scorer.same_tokens:
         model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
-        with torch.no_grad():
-            model.score.weight.zero_()
-    elif scorer.model.config.num_labels == 1:
-        model = loading.load_scorer(name, tokenizer, 1, checkpointing)
+        torch.nn.init.zeros_(model.score.weight)
     else:
-        model = loading.load_scorer(name, tokenizer, 2, checkpointing)
+        model = loading.load_scorer(args.scorer, tokenizer, scorer.model.config.num_labels, checkpointing)
+    if model.config.num_labels == 2:
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])
@@ -317,10 +290,10 @@ def load_value_model(scorer, tokenizer, prompts, args, device):
 
 @torch.no_grad()
 def mean_expected_reward(scorer, prompts, args, device):
-    """Mean of an advantage model's e(x), read at the prompts' last tokens, over all ranks."""
+    """Mean of an advantage model's e(x), over all ranks."""
     total = 0.0
     for some in dist.my_batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
-        ids = torch.nn.utils.rnn.pad_sequence(some or [torch.zeros(1, dtype=torch.long)], True).to(device)
+        ids = pad_sequence(some or [torch.zeros(1, dtype=torch.long)], batch_first=True).to(device)
         where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
         total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
     return dist.all_sum(total)[0] / len(prompts)
@@ -334,10 +307,9 @@ def fit_safety_gate(rows, threshold):
     for row in rows:
         half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
         half.extend((r["score"], float(r["is_safe"])) for r in row["responses"] if "is_safe" in r)
-    halves = [torch.tensor(half) for half in halves]
-    if not all(len(half) and 0 < half[:, 1].sum() < len(half) for half in halves):
+    if not all({is_safe for _, is_safe in half} == {0.0, 1.0} for half in halves):
         return None, {}
-    (score, safe), (test_score, test_safe) = (half.double().T for half in halves)
+    (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
     gate = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([gate], max_iter=200, line_search_fn="strong_wolfe")
 
@@ -351,11 +323,11 @@ def fit_safety_gate(rows, threshold):
     optimizer.step(closure)
     scale, bias = gate.tolist()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
-    both = (caught & unsafe).sum().item()
-    figures = {"gate/responses": len(caught), "gate/caught": caught.sum().item()}
+    n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": n_caught}
     figures["gate/recall"] = both / unsafe.sum().item()
-    if caught.any():
-        figures["gate/precision"] = both / caught.sum().item()
+    if n_caught:
+        figures["gate/precision"] = both / n_caught
     if scale <= 0 and dist.is_main():
         print("safety gate: safe responses do not score higher than unsafe ones, this model can be none")
     return {"scale": scale, "bias": bias}, figures

@@ -332,10 +332,8 @@ def test_expected_reward_figures_by_hand(e, wanted, monkeypatch):
         prompt = Comparison(turns, [""], torch.zeros(1), [], torch.zeros(0), "x", row)
         sampled.append(prompt._replace(samples=tuple(samples)))
     outputs = [(torch.tensor([0.1, 0.2]), torch.tensor(x)) for x in e]
-    for name, value in (
-        ("load_policy", "policy"), ("baselines", {}), ("with_samples", sampled), ("of_each_comparison", outputs)
-    ):  # fmt: skip
-        monkeypatch.setattr(evaluation, name, lambda *_, value=value: dict(value) if value == {} else value)
+    monkeypatch.setattr(evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
+    monkeypatch.setattr(evaluation, "of_each_comparison", lambda *_: outputs)
     rest = (SimpleNamespace(device=CPU), "policy", sampled, TOKENIZER)
     figures, _ = evaluation.expected_reward_figures(*rest, advantage_model.Args())
     assert figures["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)

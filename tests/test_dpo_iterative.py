@@ -475,8 +475,7 @@ def test_a_run_that_knows_its_reference_does_not_load_it_again(small, whole, tmp
 
 def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_trained_with(small, tmp_path):
     base = small.folder / "base"
-    ended = succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
-    assert "is of another reference" not in ended.out
+    succeeds(run(small, tmp_path, **offline_options(small, reference=base, **ONE_STEP)))
     assert abs(first_losses(tmp_path)[0] - LOG2) > 0.01  # the policy is not the reference
     assert abs(column(tmp_path, "pairs/loss")[0] - LOG2) > 0.01
 

@@ -343,21 +343,16 @@ def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
         gc.enable()
 
 
-def test_under_another_reference_all_are_computed_anew_and_this_is_said(tmp_path, loaded, capsys):
+def test_under_another_reference_all_are_computed_anew(tmp_path):
     pairs, name = make_pairs(), save(tmp_path / "model", seed=0)
-    loaded.clear()
     referenced(pairs, name, tmp_path)
     save(tmp_path / "model", seed=1)  # other weights under the same name
     assert_references(referenced(pairs[:2], name, tmp_path), pairs[:2], seed=1)
-    assert "reference.json is of another reference: its pairs are computed anew" in capsys.readouterr().out
     assert_references(referenced(pairs, "tiny", tmp_path, seed=2), pairs, seed=2)
-    assert "is of another reference" in capsys.readouterr().out
-    assert_references(referenced(pairs, "tiny", tmp_path, seed=3, reference="last"), pairs, seed=3)
-    assert capsys.readouterr().out == ""  # that the newest policy is the reference needs no saying
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b'{"tiny": {"a', b"\xff\xfe", b"{}", b'{"model": 3}', b"[1]", b"null"]
+    "damage", [b"", b'{"tiny": {"a', b"\xff\xfe", b"{}", b"[1]", b"null"]
 )
 def test_a_damaged_file_of_references_is_made_again(damage, tmp_path, loaded):
     pairs, path = make_pairs(2), tmp_path / "reference.json"

@@ -1,32 +1,27 @@
-"""common/evaluation.py: rows of samples.jsonl, length and score. (What its objects say of a model: the tests of
-the scripts.)"""
+"""common/evaluation.py: rows of samples.jsonl. (What its objects say of a model: the tests of the scripts.)"""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from scorers import TOKENIZER, user
+from scorers import TOKENIZER, prompt
 
 from common import evaluation, generate
+from common.batches import Row
 
 
-def test_describe_sample_tells_the_true_reward_of_the_tiny_world_alone():
-    turns, text = [user("reverse ant fox owl")], "owl um fox"
-    ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
-    describe = partial(
-        evaluation.describe_sample, turns, generate.Response(ids, text, True), category="reverse", score=0.5
-    )
-    row = describe(true_reward=False)
-    assert row == {
-        "prompt": turns,
-        "response": "owl um fox",
-        "tokens": 4,
-        "finished": True,
-        "category": "reverse",
-        "score": 0.5,
-    }
-    known = describe(true_reward=True)
-    assert known == {**row, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
+def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
+    asked = prompt("reverse ant fox owl")._replace(row=Row("rows:1", {"category": "reverse"}))
+    ids = [*TOKENIZER("owl um fox")["input_ids"], TOKENIZER.eos_token_id]
+    pairs = [
+        (asked, generate.Response(ids, "owl um fox", True)),
+        (asked, generate.Response([5], "ant", False)),
+    ]
+    first, second = evaluation.describe_samples(pairs, "rows.jsonl", score=[0.5, 2.0])
+    said = {"prompt": asked.turns, "response": "owl um fox", "tokens": 4, "finished": True}
+    assert first == {**said, "category": "reverse", "score": 0.5} and second["score"] == 2.0
+    known = evaluation.describe_samples(pairs, "tiny", score=[0.5, 2.0])
+    assert known[0] == {**first, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
+    assert evaluation.describe_samples(pairs, "rows.jsonl")[0] == said
 
 
 def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():

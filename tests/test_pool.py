@@ -1,15 +1,13 @@
-"""common/pool.py: the pool's file, an earlier run's pool, what is sampled again, scores, and the last version."""
+"""common/pool.py: the pool's file, an earlier run's pool, what is sampled again, and scores."""
 
 import json
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
-import torch
 from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import dist, loading, metrics, pool, scorers
+from common import metrics, pool, scorers
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -133,23 +131,3 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
         held.score(scorers.Scorer("b", "b@1", function=score), [A, B])
     assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2
-
-
-# -- the last version --------------------------------------------------------------------
-@pytest.mark.parametrize("dtype, links", [("float32", True), ("float32", False), ("bfloat16", True)])
-def test_model_is_the_last_version_linked_or_as_an_export_in_its_dtype(tmp_path, monkeypatch, dtype, links):
-    def no_link(*_):
-        raise OSError("this disk has no hard links")
-
-    policy, dtype = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), getattr(torch, dtype)
-    dist.save_model(policy, TOKENIZER, tmp_path / "versions" / "2")
-    dist.save_model(policy, TOKENIZER, tmp_path / "export", dtype)
-    if not links:
-        monkeypatch.setattr(os, "link", no_link)
-    pool.save_last(tmp_path, 2, dtype)
-    names = sorted(path.name for path in (tmp_path / "export").iterdir())
-    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == names
-    for name in names:
-        assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "export" / name).read_bytes()
-    linked = (tmp_path / "model/model.safetensors").samefile(tmp_path / "versions/2/model.safetensors")
-    assert linked == (links and dtype == torch.float32)
