@@ -248,8 +248,8 @@ def length_figures(sampled, scores) -> dict[str, float]:
 
 
 def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
-    """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r, as eq. 7
-    says? `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard deviations of r
+    """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r (eq. 7)?
+    `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard deviations of r
     within a prompt; the samples' own noise is taken off the second."""
     seed = dist.seed_of(args.seed, "held_out_samples")
     figures, sampled = baselines_and_samples(policy_name, held_out, tokenizer, args, model.device, seed)
@@ -281,7 +281,7 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
 
 def with_policy_answers(train, name, tokenizer, args, device):
     """(the training comparisons of advantage_model.py, figures). Eq. 8 needs each response's ratios to the K
-    policies that wrote the data, eq. 7 responses of the policy `name`: e is regressed to their mean reward."""
+    policies that wrote the data, eq. 7 responses of the policy `name`, whose mean reward e learns."""
     n, k = args.expected_reward_samples, args.n_others
     if (k or n) and name is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
