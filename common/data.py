@@ -3,13 +3,15 @@
 `load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
 `sft_documents` turns rows into token ids with a response mask; `pack` and `collate` make batches. A row that
 cannot be used is counted and named (file:row: why), a file with none that can is an InputError. Tokens are
-made in one way everywhere: the chat template renders the turns, prompt and response are tokenised apart and
-joined, so that training sees exactly the ids that generation starts from and goes on with.
+made in one way everywhere: the chat template renders the whole dialogue, which is tokenised as one text and
+begins, up to an answer, with exactly the ids that generation starts from.
 """
 
+import bisect
 import collections
 import functools
 import gzip
+import itertools
 import json
 import math
 import re
@@ -116,13 +118,17 @@ def _checked(source, rows, kind):
     if not rows:
         raise InputError(f"{source}: the data set is empty")
     unread = {name for row in rows for name, value in row.data.items() if value is not None} - READ
-    if unread and dist.is_main():
+    if unread:
         function = " (but a function of yours as --scorer gets them)" if kind == "prompts" else ""
-        _say_once(f"{source}: columns {columns(unread)} are not read{function}")
+        _note(f"{source}: columns {columns(unread)} are not read{function}")
     return rows
 
 
-_say_once = functools.cache(print)  # of a data set that has several splits or uses
+@functools.cache
+def _note(text):
+    """Print it on rank 0, once."""
+    if dist.is_main():
+        print(text)
 
 
 def _tiny_options(source):
@@ -328,37 +334,43 @@ UNKNOWN = "the tokenizer knows few of its words: is it the right --model?"
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids that a response to `messages` follows: the rendered turns and the opening of an answer.
-    The same ids as before that response in `encode`."""
-    ids, _, done = _turn_by_turn(tokenizer, messages)
-    return _opening(tokenizer, messages, ids, done)[0]
+    """The token ids that a response to `messages` follows: the rendered turns and the opening of an answer."""
+    text = _render(tokenizer, messages, add_generation_prompt=True)
+    starts = [start for start, _ in _answers(tokenizer, messages, text).values()]
+    return _tokenize(tokenizer, text, starts)[0]
 
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
-    """(ids, response mask) of a dialogue that ends with the assistant's turn. Targets are that turn, or every
-    assistant turn; each ends with the end token, once. ValueError says why a dialogue cannot be encoded."""
+    """(ids, response mask) of a dialogue that ends with the assistant's turn: the ids of the whole rendered
+    dialogue up to the last answer's end token, which is added where the template writes none. Targets are the
+    last answer, or every one, each from where generation begins it to its end token. ValueError says why a
+    dialogue cannot be encoded."""
     if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError(SPECIAL)
-    ids, turns, _ = _turn_by_turn(tokenizer, messages)
-    check_known(tokenizer, ids)
-    if all_turns and len(turns) < sum(message["role"] == "assistant" for message in messages[1:]):
-        raise ValueError("the chat template rewrites earlier turns, so they cannot all be learnt")
+    text = _render(tokenizer, messages)
+    answers = _answers(tokenizer, messages, text)
+    if len(messages) - 1 not in answers:
+        raise ValueError("the chat template does not write the answer as it is right after its prompt")
+    if all_turns and len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
+        _note("the chat template rewrites earlier answers, so the last one of a dialogue alone is learnt")
+        all_turns = False
+    ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
     mask = [False] * len(ids)
-    for start, end in turns if all_turns else turns[-1:]:
-        mask[start:end] = [True] * (end - start)
-    return ids[: turns[-1][1]], mask[: turns[-1][1]]
+    for start, end in list(answers.values())[0 if all_turns else -1 :]:
+        last = min(bisect.bisect_left(ends, end), len(ends) - 1)  # or one of several bytes of a character
+        tokens = slice(bisect.bisect_right(ends, start), bisect.bisect_right(ends, ends[last]))
+        mask[tokens] = [True] * len(mask[tokens])
+    ids, mask = ids[: tokens.stop], mask[: tokens.stop]
+    if ids[-1] != tokenizer.eos_token_id:  # the template ends no turns, but the model must learn to
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+    return ids, mask
 
 
 def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[list[int], list[list[int]]]:
-    """(prompt ids, ids of each response), as `encode` gives them for each of the dialogues, with the prompt
-    rendered once."""
-    found = special_tokens(tokenizer).search
-    if any(map(found, (*texts, *(message["content"] for message in prompt)))):
-        raise ValueError(SPECIAL)
-    ids, _, done = _turn_by_turn(tokenizer, prompt)
-    ids, opening = _opening(tokenizer, prompt, ids, done)
-    turns = ([*prompt, {"role": "assistant", "content": text}] for text in texts)
-    return ids, [_answer(tokenizer, opening, messages)[0] for messages in turns]
+    """(prompt ids, ids of each response), as `encode` gives them for each of the dialogues."""
+    dialogues = [encode(tokenizer, [*prompt, {"role": "assistant", "content": text}]) for text in texts]
+    start = min(mask.index(True) for _, mask in dialogues)
+    return dialogues[0][0][:start], [ids[start:] for ids, _ in dialogues]
 
 
 @functools.lru_cache(maxsize=4)
@@ -374,41 +386,27 @@ def check_known(tokenizer, ids):
         raise ValueError(UNKNOWN)
 
 
-def _turn_by_turn(tokenizer, messages):
-    """Everything up to the last assistant turn, prompts and answers tokenised apart and joined: (ids,
-    [(start, end) of each answer's tokens], the text that the ids stand for)."""
-    ids, turns, done = [], [], ""
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant" or i == 0:
+def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
+    """{place among the messages: (start, end) in `text`, the rendered dialogue} of the assistant's answers, from
+    the end of the opening that generation starts from to that of the end token. Without those that the
+    template writes in another way once more turns follow, as templates do that drop thoughts."""
+    answers = {}
+    for i in range(1, len(messages)):
+        if messages[i]["role"] != "assistant":
             continue
-        before, prompt = _opening(tokenizer, messages[:i], ids, done)
-        turns = turns if prompt.startswith(done) else []
-        answer, rest, done = _answer(tokenizer, prompt, messages[: i + 1])
-        turns.append((len(before), len(before) + len(answer)))
-        ids = before + answer + rest
-    return ids, turns, done
-
-
-def _answer(tokenizer, opening, messages):
-    """(ids of the last message up to the end token, ids of what the template writes after it, the text that
-    all ids stand for). ChatML's line break after the end token is part of the next prompt."""
-    done = _render(tokenizer, messages)
-    if not done.startswith(opening):
-        raise ValueError("the chat template does not put an answer right after the opening of a turn")
-    answer, end = _tokenize(tokenizer, done[len(opening) :]), tokenizer.eos_token_id
-    ends = [j + 1 for j, token in enumerate(answer) if token == end]
-    if not ends:  # the template ends no turns, but the model must learn to
-        return [*answer, end], [], done
-    return answer[: ends[-1]], answer[ends[-1] :], done
-
-
-def _opening(tokenizer, messages, ids, done):
-    """(ids, text) of `messages` and the opening of an answer, where `ids` stand for the text `done`
-    already."""
-    text = _render(tokenizer, messages, add_generation_prompt=True)
-    if not text.startswith(done):  # the template shows earlier turns in another way now
-        ids, done = [], ""
-    return ids + _tokenize(tokenizer, text[len(done) :], start=not done), text
+        done = _render(tokenizer, messages[: i + 1])
+        opening = before = _render(tokenizer, messages[:i], add_generation_prompt=True)
+        if not done.startswith(opening):  # only generation opens a thought, in DeepSeek R1's and Gemma 4's
+            before = _render(tokenizer, messages[:i])
+            extra = opening.removeprefix(before)
+            _note(f"in generation alone the chat template writes {extra!r}: answers are learnt without it")
+        answer, end, _ = done[len(before) :].partition(tokenizer.eos_token)
+        content = messages[i]["content"]
+        content = content if content in answer else content.strip()
+        start = 0 if before == opening else answer.rfind(content)
+        if start >= 0 and text.startswith(before + answer + end):
+            answers[i] = len(before) + start, len(before + answer + end)
+    return answers
 
 
 def _render(tokenizer, messages, **options):
@@ -418,12 +416,26 @@ def _render(tokenizer, messages, **options):
         raise ValueError(f"the chat template refuses it: {error}") from None
 
 
-def _tokenize(tokenizer, text, start=False):
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    bos = [tokenizer.bos_token_id]
-    if start and ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos:
-        return bos + ids  # the tokenizer begins every text with BOS, and the template left it to that
-    return ids
+def _tokenize(tokenizer, text, starts):
+    """(ids of `text`, where in it each token ends), of the text as one; but cut at those of `starts`, where
+    answers begin, at which the tokens before would be others than those that generation starts from: inside a
+    token, and after two white spaces, which some tokenizers join at the end of a text alone."""
+
+    if not tokenizer.is_fast:
+        raise InputError("--model: a tokenizer without tokenizer.json does not say where its tokens end")
+
+    def tokens(cuts):
+        ids, ends = [], []
+        for begin, end in itertools.pairwise([0, *cuts, len(text)]):
+            piece = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
+            ids += piece["input_ids"]
+            ends += [begin + end for _, end in piece["offset_mapping"]]
+        return ids, ends
+
+    cuts = [start for start in starts if text[start - 2 : start].isspace()]
+    ids, ends = tokens(cuts)
+    inside = set(starts) - set(ends)
+    return tokens(sorted({*cuts, *inside})) if inside else (ids, ends)
 
 
 def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
@@ -435,6 +447,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         try:
             messages, all_turns = sft_messages(row.data)
             ids, mask = encode(tokenizer, messages, all_turns)
+            check_known(tokenizer, ids)
         except ValueError as error:
             dropped[str(error)].append(row.where)
             continue

@@ -22,7 +22,8 @@ def document(tokenizer, prompt: list[dict], a: str, b: str, letter="A") -> Docum
     read. ValueError if the letter is no single token of the tokenizer's, or the text cannot be encoded."""
     text = f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
     question = {"role": "user", "content": text}
-    opening = data.encode_responses(tokenizer, [question], [])[0]
+    ids, mask = data.encode(tokenizer, [question, {"role": "assistant", "content": letter}])
+    opening = ids[: mask.index(True)]
     data.check_known(tokenizer, opening)
     answer = tokenizer(letter, add_special_tokens=False)["input_ids"]
     if len(answer) != 1 or answer == [tokenizer.unk_token_id]:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
-from tokenizers import models as backends
+from templates import CHATML, FAMILIES, GPT2, SPECIAL, byte_tokenizer, family
 from transformers import PreTrainedTokenizerFast
 
 from common import data, loading, tiny
@@ -353,11 +352,7 @@ def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, c
         data.sft_documents(row, tokenizer, 8, "r")
 
 
-# -- encode: a tokenizer of bytes, whose one merge joins a line break with "h" ------------------
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+# -- encode: a tokenizer of bytes, whose merges join a line break with "h" and with another one ------
 WITH_BOS = "<s>" + CHATML.replace("<|im_end|>\n", "<|im_end|>")
 NO_END = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -366,30 +361,10 @@ NO_END = (
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + CHATML
 
 
-def byte_tokenizer(
-    template=CHATML, special=("<s>", "</s>", "<|im_start|>", "<|im_end|>"), adds_bos=False, **names
-):
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*letters, "Ċh"])}  # Ċ is byte-level BPE's line break
-    backend = Tokenizer(backends.BPE(vocabulary, [("Ċ", "h")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(list(special))
-    if adds_bos:
-        bos = ("<s>", backend.token_to_id("<s>"))
-        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
-    names = {"bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "</s>"} | names
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
 def targets(tokenizer, ids, mask):
     """The text of each run of target tokens."""
-    runs = [
-        list(group) for keep, group in itertools.groupby(zip(ids, mask), key=lambda pair: pair[1]) if keep
-    ]
-    return [tokenizer.decode([token for token, _ in run]) for run in runs]
+    runs = itertools.groupby(zip(ids, mask), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in run]) for keep, run in runs if keep]
 
 
 HELLO = [user("hi"), bot("hello"), user("how"), bot("hah")]
@@ -402,26 +377,54 @@ def test_encode_of_the_tiny_tokenizer_token_by_token(tokenizer):
     assert mask == [False] * 7 + [True] * 3
 
 
-@pytest.mark.parametrize(
-    "template, names, end",
-    [
-        (CHATML, {}, "<|im_end|>"),  # what comes after the end token (a line break) is no target
-        (WITH_BOS, {}, "<|im_end|>"),
-        (NO_END, {"eos_token": "</s>"}, "\n</s>"),  # the end token is added, or nothing would teach to stop
-    ],
-    ids=["chatml", "with bos", "no end"],
+OPENED = {  # what an answer's tokens begin with, where it is not its text
+    "GLM-4.6": "\n<think></think>\n", "Falcon-instruct": " ", "gpt-oss": "<|channel|>final<|message|>",
+    "Qwen3": "<think>\n\n</think>\n\n", "Qwen3.5": "\n</think>\n\n",
+}  # fmt: skip
+LAST_ALONE, THINK_IN_GENERATION = (
+    ("Qwen3", "Qwen3.5", "gpt-oss"),
+    ("DeepSeek R1 distills", "Gemma 4", "Nemotron 3"),
 )
-def test_every_or_only_the_last_assistant_turn_is_a_target_with_one_end_token(template, names, end):
-    tokenizer = byte_tokenizer(template, **names)
-    ids, mask = data.encode(tokenizer, HELLO, all_turns=True)
-    assert targets(tokenizer, ids, mask) == ["hello" + end, "hah" + end]
-    ids, mask = data.encode(tokenizer, HELLO)
-    assert targets(tokenizer, ids, mask) == ["hah" + end]
-    assert ids[-1] == tokenizer.eos_token_id and mask[-1] and len(ids) == len(mask)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, tmp_path, capsys):
+    data._note.cache_clear()
+    tokenizer = load(family(name), tmp_path)
+    dialogue = [user("hi"), bot("hello"), user("how?"), bot("hah é")]  # a last character of two tokens
+    whole, end = tokenizer.apply_chat_template(dialogue, return_dict=False), tokenizer.eos_token_id
+    (ids, mask), opened = data.encode(tokenizer, dialogue, all_turns=True), OPENED.get(name, "")
+    no_end = name in ("GLM-4.6", "Falcon-instruct", "Solar")
+    assert ids[-1] == end and (
+        ids == [*whole, end] if no_end else ids == whole[: len(ids)] or name == "Qwen3.5"
+    )
+    answers = [f"{opened}hello{'' if no_end else tokenizer.eos_token}", f"{opened}hah é{tokenizer.eos_token}"]
+    assert targets(tokenizer, ids, mask) == answers[name in LAST_ALONE :]
+    last = data.encode(tokenizer, dialogue)
+    assert last[0] == ids and targets(tokenizer, *last) == answers[1:]
+    start = last[1].index(True)
+    responses = data.encode_responses(tokenizer, dialogue[:3], ["hah é", "no", " no"])
+    assert responses[0] == ids[:start] and responses[1][0] == ids[start:]
+    generation = [data.prompt_ids(tokenizer, dialogue[:i]) for i in (1, 3)]
+    if name in THINK_IN_GENERATION:
+        assert "in generation alone the chat template writes" in capsys.readouterr().out
+    else:
+        assert generation[1] == ids[:start] and (
+            generation[0] == ids[: mask.index(True)] or name in LAST_ALONE
+        )
+        said = "the chat template rewrites earlier answers, so the last one of a dialogue alone is learnt\n"
+        assert capsys.readouterr().out.endswith(said) == (name in LAST_ALONE)
+
+
+def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):
+    tokenizer = load(family("Qwen3", first="{% set enable_thinking = false %}"), tmp_path)
+    ids, mask = data.encode(tokenizer, HELLO[:2])
+    assert targets(tokenizer, ids, mask) == ["hello<|im_end|>"]
+    assert tokenizer.decode(data.prompt_ids(tokenizer, HELLO[:1])).endswith("<think>\n\n</think>\n\n")
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_BOS, NO_END], ids=["chatml", "with bos", "no end"])
-@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("adds_bos", [False, True])  # the template's word counts
 def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
     tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
     for i in (1, 3):
@@ -431,6 +434,7 @@ def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
         newline = tokenizer("\n", add_special_tokens=False)["input_ids"] if template == NO_END else []
         assert ids == prompt + answer + newline + [tokenizer.eos_token_id]
         assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+        assert ids.count(tokenizer.bos_token_id) == (template == WITH_BOS)
     if template == CHATML and not adds_bos:  # tokenised as one text, "\nh" would be one token
         whole = tokenizer(tokenizer.apply_chat_template(HELLO[:2], tokenize=False))["input_ids"]
         assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][:-1]
@@ -456,17 +460,6 @@ def test_a_later_turn_is_trained_after_the_history_that_generation_sees(first):
     assert ids[: len(prompt)] == prompt
 
 
-@pytest.mark.parametrize(
-    "template, adds_bos, count",
-    [(WITH_BOS, False, 1), (WITH_BOS, True, 1), (CHATML, True, 1), (CHATML, False, 0)],
-)
-def test_bos_exactly_once_whoever_writes_it(template, adds_bos, count):
-    tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
-    for ids in (data.encode(tokenizer, HELLO, all_turns=True)[0], data.prompt_ids(tokenizer, HELLO[:3])):
-        assert ids.count(tokenizer.bos_token_id) == count
-        assert (ids[0] == tokenizer.bos_token_id) == bool(count)
-
-
 def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
     tokenizer = byte_tokenizer(REFUSES)
     rows = [Row("r:1", {"messages": HELLO})]
@@ -475,9 +468,24 @@ def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
     assert document.row.where == "r:1" and "no system turn" in capsys.readouterr().out
 
 
-def test_template_that_rewrites_earlier_turns_is_refused():
-    with pytest.raises(ValueError, match="right after the opening"):
-        data.encode(byte_tokenizer("{{ messages|length }}" + CHATML), HELLO)
+@pytest.mark.parametrize(
+    "tokenizer, answer",
+    [
+        (byte_tokenizer("{{ messages|length }}" + CHATML), "a"),
+        (family("DeepSeek R1 distills"), "<think>a</think>b"),
+    ],
+)
+def test_a_template_that_rewrites_a_prompt_or_drops_the_answers_thought_is_refused(tokenizer, answer):
+    with pytest.raises(ValueError, match="does not write the answer as it is right after its prompt"):
+        data.encode(tokenizer, [user("hi"), bot(answer)])
+
+
+def test_white_space_that_a_tokenizer_joins_at_the_end_of_a_text_alone_is_as_in_generation():
+    turns = "{% for m in messages %}{{ m.role }}:\n\n{{ m.content }}\n{% endfor %}"
+    asked = "{% if add_generation_prompt %}assistant:\n\n{% endif %}"
+    tokenizer = byte_tokenizer(turns + asked, words=GPT2, eos_token="</s>")
+    ids, mask = data.encode(tokenizer, HELLO)
+    assert data.prompt_ids(tokenizer, HELLO[:3]) == ids[: mask.index(True)]
 
 
 # -- load_tokenizer ----------------------------------------------------------------------------
@@ -485,9 +493,6 @@ def load(tokenizer, path, **options):
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
     return loading.load_tokenizer(str(path), **options)
-
-
-SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 
 
 @pytest.mark.parametrize(
