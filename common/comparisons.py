@@ -17,6 +17,8 @@ MARGINS = {  # Llama 2, table 27: m by rating
     "large": dict(zip(RATINGS, (3, 2, 1, 0))),
 }
 
+PROMPT = ("system", "prompt", "instruction", "input")  # the columns of a prompt
+
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
 def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
@@ -26,30 +28,29 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
-    dropped, loaded, per_prompt = collections.defaultdict(list), [], collections.Counter()
-    rows = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
-    n_rows = len(rows) + sum(map(len, dropped.values()))
-    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
-        try:
-            comparison = _comparison(row, tokenizer, max_length, min_score_gap)
-            if max_per_prompt and per_prompt[comparison.key] >= max_per_prompt:
-                raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
-        except ValueError as error:
-            dropped[str(error)].append(row.where)
-            continue
-        per_prompt[comparison.key] += 1
-        loaded.append(comparison)
+    dropped, per_prompt = {}, collections.Counter()
+    rows = data.load_rows(spec, "preferences", split)
+    pairs = _with_labels_as_pairs(rows, dropped)
+    n_rows = len(pairs) + sum(map(len, dropped.values()))
+
+    def comparison(row):
+        c = _comparison(row, tokenizer, max_length, min_score_gap)
+        if max_per_prompt and per_prompt[c.key] >= max_per_prompt:
+            raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
+        per_prompt[c.key] += 1
+        return c
+
+    loaded = data.made_of(pairs, comparison, spec, dropped)
     # One says that a is better than b, another that b is better than a: neither is kept
     better_ones = collections.defaultdict(set)
     for c in loaded:
         if len(c.texts) == 2:
             better_ones[c.key, frozenset(c.texts)].update(c.texts[i] for i, _ in labelled_pairs(c))
-    kept = []
-    for c in loaded:
-        if len(c.texts) == 2 and len(better_ones[c.key, frozenset(c.texts)]) > 1:
-            dropped["another row has the opposite label for the same responses"].append(c.row.where)
-        else:
-            kept.append(c)
+    opposed = [len(c.texts) == 2 and len(better_ones[c.key, frozenset(c.texts)]) > 1 for c in loaded]
+    kept = [c for c, is_opposed in zip(loaded, opposed) if not is_opposed]
+    if any(opposed):
+        reason = "another row has the opposite label for the same responses"
+        dropped[reason] = [c.row.where for c, is_opposed in zip(loaded, opposed) if is_opposed]
     data.report(spec, n_rows, dropped)
     n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
     if n_left_out and dist.is_main():
@@ -63,24 +64,25 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 def _with_labels_as_pairs(rows, dropped):
     """The rows; those of one completion and its `label` (KTO's) as pairs, each true one of a prompt with each
     false one. Without an equal prompt of the other label there is none."""
-    pairs, labelled = [], collections.defaultdict(lambda: ([], []))
+    pairs, labelled = [], collections.defaultdict(list)
     for row in rows:
         values = row.data
-        is_other = values.get("chosen") is not None or values.get("responses") is not None
-        if is_other or "completion" not in values or "label" not in values:
+        if values.get("chosen") is not None or values.get("responses") is not None:
+            pairs.append(row)
+        elif "completion" not in values or "label" not in values:
             pairs.append(row)
         elif values["label"] not in (False, True):
-            dropped["label is neither true nor false"].append(row.where)
+            dropped.setdefault("label is neither true nor false", []).append(row.where)
         else:
-            prompt = repr([values.get(name) for name in ("system", "prompt", "instruction", "input")])
-            labelled[prompt][bool(values["label"])].append(row)
-    for worse, better in labelled.values():
+            labelled[repr([values.get(name) for name in PROMPT])].append(row)
+    for rows in labelled.values():
+        better, worse = ([row for row in rows if row.data["label"] == label] for label in (True, False))
         for a, b in itertools.product(better, worse):
             sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
             pairs.append(a._replace(data={**a.data, **sides}))
         if not (worse and better):
             reason = "a label makes a pair where its prompt has both a true and a false completion"
-            dropped[reason] += [row.where for row in worse + better]
+            dropped.setdefault(reason, []).extend(row.where for row in worse + better)
     return pairs
 
 
@@ -139,14 +141,19 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
         prompt, texts = _pair(values)
-        grades, ranks = _pair_grades(values), [0, 1]
+        grades, ranks, rating = None, [0, 1], values.get("rating")
+        for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
+            if grades is None and all(values.get(name) is not None for name in names):
+                grades = [_number(values, name, -math.inf, math.inf) for name in names]
+        if rating is not None and rating not in RATINGS:
+            raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
         if grades and grades[0] < grades[1]:
             raise ValueError("the scores contradict the label")
         if grades and grades[0] - grades[1] < min_score_gap:
             raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
         preference = _number(values, "preference", 0, 1)
         margin = _number(values, "margin", 0, math.inf)
-        labels = {"rating": _rating(values), "margin": margin, "preference": preference}
+        labels = {"rating": rating, "margin": margin, "preference": preference}
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     else:
@@ -244,34 +251,12 @@ def column(comparison, name) -> list | None:
     return None if None in of_each else of_each
 
 
-def _prompt(values):
-    return data.check_prompt(data.turns(data.question(values), "user"), values.get("system"))
-
-
-def _answer(side):
-    turns = data.turns(side, "assistant")
-    if len(turns) != 1 or not isinstance(turns[0], dict):
-        raise ValueError("chosen or rejected is not one answer")
-    return data.text_of(turns[0])
-
-
 def _ranking(values):
     """(prompt messages, texts, scores) of a row of `responses`."""
-    responses = values["responses"]
-    try:
-        texts = [r["text"] for r in responses]
-        if any(isinstance(r["score"], bool) for r in responses):
-            raise TypeError
-        grades = [float(r["score"]) for r in responses]
-        if not all(map(math.isfinite, grades)):
-            raise ValueError
-    except (TypeError, KeyError, ValueError, OverflowError):
-        raise ValueError("responses is no list of {text, score}") from None
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("responses is no list of {text, score}")
+    texts, grades = data.ranking(values["responses"])
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
-    return _prompt(values), texts, grades
+    return data.check_prompt(data.turns(data.question(values), "user"), values.get("system")), texts, grades
 
 
 def _ranks(grades, gap):
@@ -285,32 +270,16 @@ def _ranks(grades, gap):
 
 
 def _pair(values):
-    """(prompt messages, [chosen, rejected]) of a row; both may be whole dialogues, with or without `prompt`
-    beside them."""
-    sides = [values["chosen"], values["rejected"]]
-    if not all(isinstance(side, str | list) and side for side in sides):
+    """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
+    if not all(isinstance(values[side], str | list) and values[side] for side in ("chosen", "rejected")):
         raise ValueError("an empty side")
-    if all(map(data.is_dialogue, sides)) or data.question(values) is None:
-        system = values.get("system")
-        chosen, rejected = (data.check_messages(data.dialogue(side), system) for side in sides)
-        if prompt_key(chosen) != prompt_key(rejected):
-            raise ValueError("chosen and rejected have different prompts")
-        return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
-    return _prompt(values), [_answer(side) for side in sides]
-
-
-def _pair_grades(values):
-    for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
-        if all(values.get(name) is not None for name in names):
-            return [_number(values, name, -math.inf, math.inf) for name in names]
-    return None
-
-
-def _rating(values):
-    rating = values.get("rating")
-    if rating is not None and rating not in RATINGS:
-        raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
-    return rating
+    prompt = {name: values[name] for name in PROMPT if name in values}
+    chosen, rejected = (
+        data.sft_messages({**prompt, "chosen": values[side]})[0] for side in ("chosen", "rejected")
+    )
+    if prompt_key(chosen) != prompt_key(rejected):
+        raise ValueError("chosen and rejected have different prompts")
+    return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
 
 
 def _number(values, name, low, high):
@@ -328,23 +297,19 @@ def _number(values, name, low, high):
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
     """One row a data set, those held out below: its rows and pairs, and the mean tokens of a prompt and of
     the two responses of a pair."""
-    table = []
+    table = collections.defaultdict(list)
     for note, comparisons in (("", train), (" (held out)", held_out)):
-        for source in sorted({c.source for c in comparisons}):
-            of_source = [c for c in comparisons if c.source == source]
-            pairs = [(c, better, worse) for c in of_source for better, worse in labelled_pairs(c)]
-            n_chosen = sum(len(c.response_ids[better]) for c, better, _ in pairs)
-            n_rejected = sum(len(c.response_ids[worse]) for c, _, worse in pairs)
-            row = {
-                "data": source + note,
-                "rows": len(of_source),
-                "pairs": len(pairs),
-                "prompt_tokens": sum(len(c.prompt_ids) for c in of_source) / len(of_source),
-                "chosen_tokens": n_chosen / max(1, len(pairs)),
-                "rejected_tokens": n_rejected / max(1, len(pairs)),
-            }
-            table.append(row)
-    return table
+        for c in sorted(comparisons, key=lambda c: c.source):
+            table[c.source + note].append(c)
+    return [{"data": name, **_statistics(comparisons)} for name, comparisons in table.items()]
+
+
+def _statistics(comparisons):
+    pairs = [[len(c.response_ids[i]) for i in pair] for c in comparisons for pair in labelled_pairs(c)]
+    chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
+    prompts = sum(len(c.prompt_ids) for c in comparisons) / len(comparisons)
+    counts = {"rows": len(comparisons), "pairs": len(pairs), "prompt_tokens": prompts}
+    return {**counts, "chosen_tokens": chosen, "rejected_tokens": rejected}
 
 
 def one_of_each_prompt(comparisons) -> list[Comparison]:

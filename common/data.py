@@ -8,7 +8,6 @@ begins, up to an answer, with exactly the ids that generation starts from.
 """
 
 import bisect
-import collections
 import functools
 import gzip
 import itertools
@@ -38,13 +37,10 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     """All rows of `spec`, the same on every rank.
 
     spec: one source or several: "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions
-      allow without repeating any).
-    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is also a hub data set's default.
-
-    A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet file; or a hub name or a folder
-    for datasets.load_dataset, with split, or configuration and split, in brackets: `org/name[train_sft]`,
-    `org/name[main/train]`."""
-    read = [(list(map(_printable, _read(part, kind, split))), weight) for part, weight in sources(spec)]
+      allow without repeating any). A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet
+      file; or a name for datasets.load_dataset, perhaps `name[split]` or `name[configuration/split]`.
+    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is also a hub data set's default."""
+    read = [(_read(part, kind, split), weight) for part, weight in sources(spec)]
     weights = [weight for _, weight in read]
     if all(weight is None for weight in weights):
         return [row for rows, _ in read for row in rows]
@@ -62,59 +58,42 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
 
 def sources(spec: str) -> list[tuple[str, float | None]]:
     """The parts of load_rows' `spec` and their weights."""
-    found = []
-    for part in spec.split(","):
-        match = re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip())
-        if not match:
-            raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
-        found.append((match[1], match[2] and float(match[2])))
-    return found
-
-
-def _printable(row):
-    """The row with a category that can be printed and written: half a character becomes `?`."""
-    category = row.data.get("category") if isinstance(row.data, dict) else None
-    if not isinstance(category, str) or category.isascii():
-        return row
-    return row._replace(data={**row.data, "category": category.encode("utf-8", "replace").decode()})
+    parts = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in spec.split(",")]
+    if not all(parts):
+        raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
+    return [(part[1], part[2] and float(part[2])) for part in parts]
 
 
 def is_tiny(spec: str) -> bool:
     """True if all of a data set comes from the tiny world, so that its gold scores are defined."""
-    return all(part.strip() == "tiny" or part.strip().startswith("tiny:") for part in spec.split(","))
+    return all(part.strip().partition(":")[0] == "tiny" for part in spec.split(","))
 
 
 def _read(source, kind, split):
+    path, is_jsonl = Path(source), source.endswith((".jsonl", ".jsonl.gz"))
     if is_tiny(source):
         options = _tiny_options(source)
-        kind = options.pop("kind", kind)
-        rows, name = tiny.rows(kind, split, **options), f"tiny/{kind}"
-    elif source.endswith((".jsonl", ".jsonl.gz", ".parquet")):
-        if not Path(source).is_file():
-            raise InputError(f"--dataset {source}: there is no such file")
-        if not source.endswith(".parquet"):
-            return _checked(source, list(_read_jsonl(Path(source))), kind)
-        import datasets
-
-        try:
-            rows, name = datasets.Dataset.from_parquet(source).to_list(), Path(source).name
-        except Exception as error:  # pyarrow has many ways to say that a file is not parquet
-            raise InputError(f"{source}: not a readable parquet file ({error})") from error
-    elif Path(source).is_file():
-        raise InputError(f"--dataset {source}: a file must end in .jsonl, .jsonl.gz or .parquet")
+        name = f"tiny/{options.pop('kind', kind)}"
+        rows = enumerate(tiny.rows(name[5:], split, **options), 1)
+    elif path.is_file() != (is_jsonl or path.suffix == ".parquet"):
+        raise InputError(f"--dataset {source}: no such file, or none of .jsonl, .jsonl.gz and .parquet")
+    elif is_jsonl:
+        name, rows = path.name, _read_jsonl(path)
     else:
         import datasets
 
         name, _, inner = source.rstrip("]").partition("[")
         config, _, part = inner.rpartition("/")
         try:
-            rows = datasets.load_dataset(name, config or None, split=part or split)
-        except Exception as error:  # no such name, no such split, no network, ...
-            raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
-    return _checked(source, [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)], kind)
-
-
-def _checked(source, rows, kind):
+            if path.is_file():
+                name, rows = path.name, datasets.Dataset.from_parquet(source).to_list()
+            else:
+                rows = datasets.load_dataset(name, config or None, split=part or split)
+        except Exception as error:  # no parquet, no such name, no such split, no network, ...
+            what = "not a readable parquet file" if path.is_file() else "no such file, and the hub gave"
+            raise InputError(f"--dataset {source}: {what}: {error}") from error
+        rows = enumerate(rows, 1)
+    rows = [Row(f"{name}:{number}", row) for number, row in rows]
     if not rows:
         raise InputError(f"{source}: the data set is empty")
     unread = {name for row in rows for name, value in row.data.items() if value is not None} - READ
@@ -132,22 +111,23 @@ def _note(text):
 
 
 def _tiny_options(source):
-    kinds, options = {"length_bias": float, "seed": int, "label": str, "kind": str, "commands": str}, {}
-    for item in source.split(":")[1:]:
-        key, _, value = item.partition("=")
-        try:
-            options[key] = kinds[key](value)
-        except (KeyError, ValueError):
-            known = "length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety, kind=KIND and commands=A+B"
-            raise InputError(f"--dataset {source}: tiny knows {known}, not {item!r}") from None
-    if options.get("label", "safety") not in ("helpfulness", "safety"):
-        raise InputError(f"--dataset {source}: label is helpfulness or safety")
-    if options.get("kind", "sft") not in tiny.SIZES:
-        raise InputError(f"--dataset {source}: kind is one of {', '.join(tiny.SIZES)}")
-    if not set(filter(None, options.get("commands", "").split("+"))) <= set(tiny.COMMANDS):
-        raise InputError(f"--dataset {source}: commands are some of {'+'.join(tiny.COMMANDS)}")
-    if not math.isfinite(options.get("length_bias", 0.0)):
-        raise InputError(f"--dataset {source}: length_bias must be finite")
+    options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
+    try:
+        for name, kind in (("length_bias", float), ("seed", int)):
+            if name in options:
+                options[name] = kind(options[name])
+        right = options.keys() <= {"length_bias", "seed", "label", "kind", "commands"}
+    except ValueError:
+        right = False
+    right = right and math.isfinite(options.get("length_bias", 0.0))
+    right = right and options.get("label", "safety") in ("helpfulness", "safety")
+    right = right and options.get("kind", "sft") in tiny.SIZES
+    if not right or not set(filter(None, options.get("commands", "").split("+"))) <= set(tiny.COMMANDS):
+        kinds, commands = "|".join(tiny.SIZES), "+".join(tiny.COMMANDS)
+        raise InputError(
+            f"--dataset {source}: tiny takes length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety, "
+            f"kind={kinds} and commands=some of {commands}"
+        )
     return options
 
 
@@ -164,7 +144,9 @@ def _read_jsonl(path):
                     raise InputError(f"{path}:{number}: not JSON ({error}), mend or drop it") from None
                 if not isinstance(row, dict):
                     raise InputError(f"{path}:{number}: {type(row).__name__}, wanted one JSON object a line")
-                yield Row(f"{path.name}:{number}", row)
+                if isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
+                    row["category"] = row["category"].encode("utf-8", "replace").decode()
+                yield number, row
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}: broken gzip data after line {number} ({error}); fetch it again") from None
 
@@ -187,7 +169,9 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     elif "output" in row and "instruction" in row:
         messages = turns(instruction(row), "user") + turns(row["output"], "assistant")
     elif "responses" in row and question(row) is not None:
-        messages = turns(question(row), "user") + turns(_best(row["responses"]), "assistant")
+        texts, scores = ranking(row["responses"])
+        best = texts[scores.index(max(scores))] if texts else None
+        messages = turns(question(row), "user") + turns(best, "assistant")
     elif "chosen" in row and (is_dialogue(row["chosen"]) or question(row) is None):
         messages = dialogue(row["chosen"])  # with or without its prompt beside it
     elif "chosen" in row:
@@ -233,15 +217,17 @@ def sharegpt(value):
     ]
 
 
-def _best(responses):
+def ranking(responses) -> tuple[list[str], list[float]]:
+    """(texts, scores) of a column of {text, score}."""
     try:
-        scores = [float(response["score"]) for response in responses]
-        if not all(map(math.isfinite, scores)):
-            raise ValueError
-        return responses[scores.index(max(scores))]["text"]
+        texts, scores = [r["text"] for r in responses], [float(r["score"]) for r in responses]
+        right = all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores))
+        right = right and not any(isinstance(r["score"], bool) for r in responses)
     except (TypeError, KeyError, ValueError, OverflowError):
-        why = "no response" if responses == [] else "responses is no list of {text, score}"
-        raise ValueError(why) from None
+        right = False
+    if not right:
+        raise ValueError("responses is no list of {text, score}")
+    return texts, scores
 
 
 def turns(value, role):
@@ -268,11 +254,6 @@ def dialogue(value):
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
 
-def check_text(text: str):
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
-
-
 def text_of(message: dict) -> str:
     """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
     content = message.get("content")
@@ -284,10 +265,8 @@ def text_of(message: dict) -> str:
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise ValueError(f"a message has a part of type {repr(kind)[:40]}, wanted text")
         return "".join(part["text"] for part in content)
-    if content is None:
-        raise ValueError("the content of a message is null")
     if not isinstance(content, str):
-        raise ValueError("a message is not {role, content} with text in both")
+        raise ValueError(f"the content of a message is {type(content).__name__}, wanted text")
     return content
 
 
@@ -299,20 +278,17 @@ def check_messages(messages, system=None) -> list[dict]:
     if not all(isinstance(role(message), str) for message in messages):
         raise ValueError("a message is not {role, content} with text in both")
     messages = [{"role": message["role"], "content": text_of(message)} for message in messages]
-    empty = [m["role"] == "assistant" and not m["content"].strip() for m in messages]
-    if messages[-1]["role"] != "assistant" or empty[-1]:
+    *earlier, last = [(m["role"], m["content"].strip()) for m in messages]
+    if last[0] != "assistant" or not last[1]:
         raise ValueError("no response")
-    if any(empty):
+    if ("assistant", "") in earlier:
         raise ValueError("an earlier answer is empty")
-    if not any(m["content"].strip() for m in messages[:-1]):
+    if not any(text for _, text in earlier):
         raise ValueError("no prompt")
     if system and all(m["role"] != "system" for m in messages):
-        if not isinstance(system, str):
-            raise ValueError(f"system is {type(system).__name__}, wanted text")
-        messages = [{"role": "system", "content": system}, *messages]
-    for message in messages:
-        check_text(message["role"])
-        check_text(message["content"])
+        messages = [{"role": "system", "content": text_of({"content": system})}, *messages]
+    if re.search("[\ud800-\udfff]", "".join(m["role"] + m["content"] for m in messages)):
+        raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
     return messages
 
 
@@ -438,25 +414,35 @@ def _tokenize(tokenizer, text, starts):
     return tokens(sorted({*cuts, *inside})) if inside else (ids, ends)
 
 
+def made_of(rows: list[Row], make, name: str, dropped: dict[str, list[str]]) -> list:
+    """make(row) of every row; where it raises ValueError, `dropped` gets the row's place under the reason."""
+    made = []
+    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=0):
+        try:
+            made.append(make(row))
+        except ValueError as error:
+            dropped.setdefault(str(error), []).append(row.where)
+    return made
+
+
 def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
     """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
     row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
     InputError if nothing is left."""
-    documents, dropped, cut = [], collections.defaultdict(list), 0
-    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=0):
-        try:
-            messages, all_turns = sft_messages(row.data)
-            ids, mask = encode(tokenizer, messages, all_turns)
-            check_known(tokenizer, ids)
-        except ValueError as error:
-            dropped[str(error)].append(row.where)
-            continue
-        too_long, ids, mask = len(ids) > max_length, ids[:max_length], mask[:max_length]
-        if not any(mask[1:]):
-            dropped[f"the prompt fills all {max_length} tokens (--max-length)"].append(row.where)
-            continue
-        cut += too_long
-        documents.append(Document(torch.tensor(ids, dtype=torch.int32), torch.tensor(mask), messages, row))
+
+    def document(row):
+        nonlocal cut
+        messages, all_turns = sft_messages(row.data)
+        ids, mask = encode(tokenizer, messages, all_turns)
+        check_known(tokenizer, ids)
+        if not any(mask[1:max_length]):
+            raise ValueError(f"the prompt fills all {max_length} tokens (--max-length)")
+        cut += len(ids) > max_length
+        ids, mask = torch.tensor(ids[:max_length], dtype=torch.int32), torch.tensor(mask[:max_length])
+        return Document(ids, mask, messages, row)
+
+    cut, dropped = 0, {}
+    documents = made_of(rows, document, name, dropped)
     report(name, len(rows), dropped)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
@@ -540,21 +526,20 @@ def check_same(spec: str, fingerprint):
 # -- rows of PPO's other losses ------------------------------------------------------------------
 def text_documents(args, tokenizer):
     """Rows of `text` -> documents in which every token but the first is learnt, the end token included."""
-    documents, dropped, rows = [], {}, load_rows(args.ptx_dataset, "text")
-    for row in rows:
+
+    def document(row):
         text = row.data.get("text")
-        try:
-            if not isinstance(text, str) or not text.strip():
-                raise ValueError("no text")
-            check_text(text)
-            if special_tokens(tokenizer).search(text):
-                raise ValueError(SPECIAL)
-        except ValueError as error:
-            dropped.setdefault(str(error), []).append(row.where)
-            continue
-        ids = (tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])[: args.max_length]
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError("no text")
+        check_prompt([{"role": "text", "content": text}])
+        if special_tokens(tokenizer).search(text):
+            raise ValueError(SPECIAL)
+        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id][: args.max_length])
         whole = [{"role": "text", "content": text}, {}]  # hold_out reads the text where prompts stand
-        documents.append(Document(torch.tensor(ids), torch.tensor([True] * len(ids)), whole, row))
+        return Document(ids, torch.ones(len(ids), dtype=torch.bool), whole, row)
+
+    dropped, rows = {}, load_rows(args.ptx_dataset, "text")
+    documents = made_of(rows, document, args.ptx_dataset, dropped)
     report(args.ptx_dataset, len(rows), dropped)
     if not documents:
         raise none_left(args.ptx_dataset, len(rows), dropped)
@@ -563,13 +548,9 @@ def text_documents(args, tokenizer):
 
 def stream(documents, size, step, *key):
     """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
-    out, orders = [], {}
-    for place in range(step * size, (step + 1) * size):
-        again, i = divmod(place, len(documents))
-        if again not in orders:
-            orders[again] = dist.shuffled(len(documents), *key, again)
-        out.append(documents[orders[again][i]])
-    return out
+    n, places = len(documents), range(step * size, (step + 1) * size)
+    orders = {i: dist.shuffled(n, *key, i) for i in {place // n for place in places}}
+    return [documents[orders[place // n][place % n]] for place in places]
 
 
 def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], list[Document]]:
@@ -588,11 +569,7 @@ def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], li
 
 def next_extra(extra, step, args) -> dict[str, list[Document]]:
     """Of each kind the documents of optimiser step `step`, if its loss counts."""
-    rows = {}
-    if "ptx" in extra and args.ptx_coef > 0:
-        rows["ptx"] = stream(extra["ptx"], args.ptx_batch_size, step, args.seed, "ptx")
-    if "rehearsal" in extra and args.rehearsal_coef > 0:
-        rows["rehearsal"] = stream(
-            extra["rehearsal"], args.rehearsal_batch_size, step, args.seed, "rehearsal"
-        )
-    return rows
+    sizes = {"ptx": args.ptx_batch_size, "rehearsal": args.rehearsal_batch_size}
+    coefs = {"ptx": args.ptx_coef, "rehearsal": args.rehearsal_coef}
+    names = [name for name in extra if coefs[name] > 0]
+    return {name: stream(extra[name], sizes[name], step, args.seed, name) for name in names}
