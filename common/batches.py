@@ -61,11 +61,8 @@ def response_lengths(batch) -> torch.Tensor:
     """(B, T-1): at each response token of a batch the number of tokens of its response; 1 elsewhere."""
     lengths = [n_response_tokens([[document]]) for document in batch.documents]
     of_token = torch.tensor([float(n) for n in lengths for _ in range(n)])
-    return (
-        torch.ones(batch.action_mask.shape)
-        .masked_scatter(batch.action_mask.cpu(), of_token)
-        .to(batch.input_ids.device)
-    )
+    mask = batch.action_mask.cpu()
+    return torch.ones(mask.shape).masked_scatter(mask, of_token).to(batch.input_ids.device)
 
 
 def split(items: list, size: int) -> list[list]:
@@ -203,9 +200,7 @@ def my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
         yield collate_comparisons(share, model.config.pad_token_id, share_prompt, model.device)
 
 
-def collate_comparisons(
-    comparisons: list[Comparison], pad_id: int, share_prompt=True, device="cpu"
-) -> ComparisonBatch:
+def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu") -> ComparisonBatch:
     """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
     else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
     padding at which nothing is read."""

@@ -5,6 +5,7 @@ import collections
 import itertools
 import math
 import zlib
+from types import SimpleNamespace
 
 import torch
 
@@ -56,8 +57,6 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     if n_left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
         print(f"{spec}: left out {n_left_out:,} responses of rankings, {why}")
-    if not kept:
-        raise data.none_left(spec, n_rows, dropped)
     return kept
 
 
@@ -105,15 +104,15 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
     the held-out prompts is trained on."""
     if not args.offline_data:
         return [], []
-    train = load(args.offline_data, "train", tokenizer, args.max_length)
-    if data.is_tiny(args.offline_data):
-        test = load(args.offline_data, "test", tokenizer, args.max_length)
-    else:
-        train, test = data.hold_out(train)
+
+    def load_one(spec, split):
+        return [two_of(c) for c in load(spec, split, tokenizer, args.max_length)]
+
+    source = SimpleNamespace(dataset=args.offline_data, eval_dataset=None)
+    train, test = data.train_and_held_out(source, load_one)
     train = data.without_prompts_of(train, held_out, args.offline_data)
-    sides = [[two_of(c) for c in side] for side in (train, test)]
-    data.check_same(args.offline_data, tuple(fingerprint(side) for side in sides))
-    return a_part(sides[0], args.offline_pairs), a_part(sides[1], 500)
+    data.check_same(args.offline_data, (fingerprint(train), fingerprint(test)))
+    return a_part(train, args.offline_pairs), a_part(test, 500)
 
 
 def two_of(c) -> Comparison:
@@ -159,9 +158,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     else:
         wanted = "chosen + rejected, perhaps with prompt; prompt or instruction + responses"
         raise ValueError(f"columns {data.columns(values)} are no preference row, wanted {wanted}")
-    first = {}  # of equal texts the first one counts
-    for i, text in enumerate(texts):
-        first.setdefault(text.strip(), i)
+    first = {text.strip(): i for i, text in reversed([*enumerate(texts)])}  # of equal texts the first one
     if len(first) < 2:
         raise ValueError("the responses are the same")
     for text in texts:
@@ -170,7 +167,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     data.check_known(tokenizer, prompt_ids)
     prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
     response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
-    fits = [i for i in first.values() if len(prompt_ids) + len(response_ids[i]) <= max_length]
+    fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
     if is_ranking:
         fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
     if len(fits) < 2:
@@ -178,19 +175,10 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
     texts, response_ids, ranks = ([column[i] for i in fits] for column in (texts, response_ids, ranks))
     if len(set(ranks)) == 1 and labels.get("preference") is None:
         raise ValueError("no response is better than another")
-    return Comparison(
-        messages[:-1],
-        texts,
-        prompt_ids,
-        response_ids,
-        torch.tensor(ranks),
-        source=row.where.rpartition(":")[0],
-        row=row,
-        grades=grades and [grades[i] for i in fits],
-        category=category,
-        kept=tuple(fits),
-        **labels,
-    )
+    grades = grades and [grades[i] for i in fits]
+    prompt, source = messages[:-1], row.where.rpartition(":")[0]
+    c = Comparison(prompt, texts, prompt_ids, response_ids, torch.tensor(ranks), source, row, **labels)
+    return c._replace(grades=grades, category=category, kept=tuple(fits))
 
 
 def with_margins(comparisons, size) -> list[Comparison]:

@@ -112,22 +112,22 @@ def _note(text):
 
 def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
+    choices = {"label": ["helpfulness", "safety"], "kind": tiny.SIZES, "commands": tiny.COMMANDS}
     try:
-        for name, kind in (("length_bias", float), ("seed", int)):
-            if name in options:
-                options[name] = kind(options[name])
-        right = options.keys() <= {"length_bias", "seed", "label", "kind", "commands"}
-    except ValueError:
-        right = False
-    right = right and math.isfinite(options.get("length_bias", 0.0))
-    right = right and options.get("label", "safety") in ("helpfulness", "safety")
-    right = right and options.get("kind", "sft") in tiny.SIZES
-    if not right or not set(filter(None, options.get("commands", "").split("+"))) <= set(tiny.COMMANDS):
-        kinds, commands = "|".join(tiny.SIZES), "+".join(tiny.COMMANDS)
+        for name, value in options.items():
+            if name in ("seed", "length_bias"):
+                options[name] = int(value) if name == "seed" else float(value)
+                right = math.isfinite(options[name])
+            else:
+                names = filter(None, value.split("+")) if name == "commands" else [value]
+                right = set(names) <= set(choices[name])
+            if not right:
+                raise ValueError
+    except (KeyError, ValueError):
+        allowed = "".join(f", {key}={'|'.join(values)}" for key, values in choices.items())
         raise InputError(
-            f"--dataset {source}: tiny takes length_bias=NUMBER, seed=INTEGER, label=helpfulness|safety, "
-            f"kind={kinds} and commands=some of {commands}"
-        )
+            f"--dataset {source}: tiny takes seed=INTEGER, length_bias=NUMBER{allowed}"
+        ) from None
     return options
 
 
@@ -206,15 +206,14 @@ def role(message) -> str | None:
 
 def sharegpt(value):
     """Messages of {from, value} -> {role, content}; others stay as they are."""
-    if not isinstance(value, list):
-        return value
+
+    def message(m):
+        if not isinstance(m, dict) or "from" not in m:
+            return m
+        return {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
+
     names = {"human": "user", "gpt": "assistant"}
-    return [
-        {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
-        if isinstance(m, dict) and "from" in m
-        else m
-        for m in value
-    ]
+    return [message(m) for m in value] if isinstance(value, list) else value
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
@@ -446,8 +445,6 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     report(name, len(rows), dropped)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
-    if not documents:
-        raise none_left(name, len(rows), dropped)
     return documents
 
 
@@ -459,6 +456,7 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
 
 def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
     """The training and the held-out documents of sft.py's command."""
+
     return train_and_held_out(args, lambda spec, split: load_sft(spec, tokenizer, args.max_length, split))
 
 
@@ -474,11 +472,13 @@ def none_left(name: str, n_rows: int, dropped: dict[str, list[str]]) -> InputErr
 
 
 def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
-    """Print how many rows were dropped, why, and where the first of each kind are."""
+    """Print how many rows were dropped, why, and where the first of each kind are. InputError if all were."""
     if dropped and dist.is_main():
         print(f"{name}: dropped {sum(map(len, dropped.values())):,} of {n_rows:,} rows")
         for why, where in dropped.items():
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
+    if sum(map(len, dropped.values())) == n_rows:
+        raise none_left(name, n_rows, dropped)
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
@@ -498,10 +498,10 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     held, kept, dropped = {prompt_key(d.messages) for d in held_out}, [], []
     for document in documents:
         (dropped if prompt_key(document.messages) in held else kept).append(document)
-    if dropped:
-        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in dropped]})
     if not kept:
         raise InputError(f"{name}: every prompt is in the held-out set too; name another --eval-dataset")
+    if dropped:
+        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in dropped]})
     return kept
 
 
@@ -541,8 +541,6 @@ def text_documents(args, tokenizer):
     dropped, rows = {}, load_rows(args.ptx_dataset, "text")
     documents = made_of(rows, document, args.ptx_dataset, dropped)
     report(args.ptx_dataset, len(rows), dropped)
-    if not documents:
-        raise none_left(args.ptx_dataset, len(rows), dropped)
     return documents
 
 

@@ -13,7 +13,6 @@ import torch
 
 from common import data, dist, models
 from common.batches import Document, collate, labelled_pairs, make_blocks
-from common.errors import InputError
 
 
 def document(tokenizer, prompt: list[dict], a: str, b: str, letter="A") -> Document:
@@ -48,8 +47,6 @@ def usable(comparisons, tokenizer, max_length, name) -> list:
         except ValueError as error:
             dropped.setdefault(str(error), []).append(c.row.where)
     data.report(f"{name}, as pairs", len(comparisons), dropped)
-    if not kept:
-        raise InputError(f"{name}: no pair can be used: {'; '.join(dropped)}")
     return kept
 
 

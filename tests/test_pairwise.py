@@ -89,7 +89,7 @@ def test_usable_drops_ties_and_long_pairs_and_says_so(tokenizer, capsys):
     printed = capsys.readouterr().out
     assert "name, as pairs: dropped 3 of 4 rows" in printed and "1: a tie (f:2)" in printed
     assert f"2: longer than {length} tokens (--max-length) (f:3, f:4)" in printed
-    with pytest.raises(InputError, match="no pair can be used: .*tokens"):
+    with pytest.raises(InputError, match="none of its .* can be used: .*tokens"):
         pairwise.usable([good], tokenizer, length - 1, "name")
 
 
