@@ -68,18 +68,11 @@ BATCHES = {
     "K = 2": [comparison(1, 5, 4, 7)],
     "K = 6": [comparison(2, 6, 3, 8, 1, 5, 2, 4)],
     "several trees a row": [
-        comparison(3, 9, 8, 10, 9),
-        comparison(4, 3, 2, 4),
-        comparison(5, 2, 1, 3),
-        comparison(6, 8, 2),
-    ],
+        comparison(3, 9, 8, 10, 9), comparison(4, 3, 2, 4), comparison(5, 2, 1, 3), comparison(6, 8, 2)],
     "samples": [
-        comparison(7, 4, 3, 5, samples=(6, 2)),
-        comparison(8, 3, 2, 2),
-        comparison(9, 2, 1, 1, samples=(2,)),
-    ],
+        comparison(7, 4, 3, 5, samples=(6, 2)), comparison(8, 3, 2, 2), comparison(9, 2, 1, 1, samples=(2,))],
     "samples alone": [comparison(10, 4, samples=(3, 5, 1))],
-}
+}  # fmt: skip
 
 
 def outputs(scorer, batch):
@@ -124,12 +117,9 @@ def test_responses_that_share_a_prompt_score_as_rows_of_their_own(name, scorer, 
 def test_expected_rewards_are_read_at_each_prompts_last_token(share_prompt, scorer):
     for some in BATCHES.values():
         batch = collate_comparisons(some, PAD, share_prompt)
-        got = scorer.head_outputs(
-            batch.input_ids, batch.prompt_ends, batch.position_ids, batch.attention_mask
-        )
-        alone = [
-            scorer.base_model(input_ids=c.prompt_ids.long()[None]).last_hidden_state[0, -1] for c in some
-        ]
+        got = outputs(scorer, batch._replace(response_ends=batch.prompt_ends))
+        rows = [c.prompt_ids.long()[None] for c in some]
+        alone = [scorer.base_model(input_ids=row).last_hidden_state[0, -1] for row in rows]
         torch.testing.assert_close(got, torch.stack(alone) @ scorer.score.weight.T, rtol=0, atol=1e-5)
 
 
@@ -144,9 +134,8 @@ def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_pr
         start = column + 1 - len(response)
         assert batch.input_ids[row, start : column + 1].tolist() == response.tolist()
         first = len(prompt)
-        assert batch.position_ids[row, start : column + 1].tolist() == list(
-            range(first, first + len(response))
-        )
+        positions = batch.position_ids[row, start : column + 1].tolist()
+        assert positions == list(range(first, first + len(response)))
     labels = [response[-1] == END for _, response in ids]
     assert (batch.input_ids[tuple(batch.response_ends)] == END).tolist() == labels
     for (row, column), c in zip(batch.prompt_ends.T.tolist(), comparisons):
@@ -272,29 +261,19 @@ def plain_logprobs(policy, comparisons):
 
 # -- log probabilities of responses that share a prompt --------------------------------------------
 @pytest.mark.parametrize("share_prompt", [True, False])
-@pytest.mark.parametrize("name", [name for name in BATCHES if "samples" not in name])
+@pytest.mark.parametrize("name", BATCHES)
 @torch.no_grad()
 def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt, policy, monkeypatch):
     monkeypatch.setattr(batches, "ROW", 1)  # rows as long as the longest tree
     comparisons = BATCHES[name]
     batch = collate_comparisons(comparisons, END, share_prompt)  # padding may be the end token
     got = models.response_logprobs(policy, batch)
-    expected = plain_logprobs(policy, comparisons)
-    assert got.tolist() == pytest.approx(sum(expected, []), abs=1e-4)
-    found = torch.cat(seq_logprobs(policy, comparisons, 3))
-    torch.testing.assert_close(got, found, rtol=0, atol=1e-4)
+    # samples count after the labelled responses
+    whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
+    assert got.tolist() == pytest.approx(sum(plain_logprobs(policy, whole), []), abs=1e-4)
+    torch.testing.assert_close(got, torch.cat(seq_logprobs(policy, whole, 3)), rtol=0, atol=1e-4)
     if name == "several trees a row" and share_prompt:
         assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
-@torch.no_grad()
-def test_response_logprobs_count_samples_after_the_labelled_responses(share_prompt, policy):
-    comparisons = BATCHES["samples"]
-    got = models.response_logprobs(policy, collate_comparisons(comparisons, PAD, share_prompt))
-    whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
-    expected = sum(plain_logprobs(policy, whole), [])
-    assert len(expected) == 9 and got.tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @torch.no_grad()

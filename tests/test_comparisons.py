@@ -55,43 +55,30 @@ PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "dog"}]}]
 PAIR_FORMATS = {
     "content in parts": ({"prompt": "cat", "chosen": PARTS, "rejected": [bot("eel")]}, [user("cat")]),
     "system column": (
-        {"system": "so", "prompt": "cat", "chosen": "dog", "rejected": "eel"},
-        [SYSTEM, user("cat")],
-    ),
+        {"system": "so", "prompt": "cat", "chosen": "dog", "rejected": "eel"}, [SYSTEM, user("cat")]),
     "system column beside dialogues": (
-        {"system": "so", "chosen": HH + " dog", "rejected": HH + " eel"},
-        [SYSTEM, *TALK],
-    ),
+        {"system": "so", "chosen": HH + " dog", "rejected": HH + " eel"}, [SYSTEM, *TALK]),
     "prompt + texts": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
     "instruction + texts": ({"instruction": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
     "prompt + answers as messages": (
-        {"prompt": "cat", "chosen": [bot("dog")], "rejected": [bot("eel")]},
-        [user("cat")],
-    ),
+        {"prompt": "cat", "chosen": [bot("dog")], "rejected": [bot("eel")]}, [user("cat")]),
     "prompt messages + texts": ({"prompt": TALK, "chosen": "dog", "rejected": "eel"}, TALK),
     "prompt messages + answers": ({"prompt": TALK, "chosen": [bot("dog")], "rejected": [bot("eel")]}, TALK),
     "HH prompt + texts": ({"prompt": HH, "chosen": "dog", "rejected": "eel"}, TALK),
     "HH dialogues": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
-    "HH dialogues beside their prompt": (
-        {"prompt": HH, "chosen": HH + " dog", "rejected": HH + " eel"},
-        TALK,
-    ),
+    "HH dialogues beside their prompt": ({"prompt": HH, "chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
     "message lists": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
     "message lists beside their prompt": (
-        {"prompt": "cat", "chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]},
-        TALK,
-    ),
-}
+        {"prompt": "cat", "chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
+}  # fmt: skip
 RANKING_FORMATS = {
     "instruction, input, system": (
-        {"instruction": "cat", "input": "owl", "system": "so", "responses": SCORED},
-        [SYSTEM, user("cat\n\nowl")],
-    ),
+        {"instruction": "cat", "input": "owl", "system": "so", "responses": SCORED}, [SYSTEM, user("cat\n\nowl")]),
     "prompt": ({"prompt": "cat", "responses": SCORED}, [user("cat")]),
     "instruction": ({"instruction": "cat", "responses": SCORED}, [user("cat")]),
     "prompt messages": ({"prompt": TALK, "responses": SCORED}, TALK),
     "HH prompt": ({"prompt": HH, "responses": SCORED}, TALK),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAIR_FORMATS)
@@ -135,14 +122,8 @@ def test_optional_columns_are_read(load):
 
 @pytest.mark.parametrize(
     "preference, ranks, pairs",
-    [
-        (1, [0, 1], [(0, 1)]),
-        (0.6, [0, 1], [(0, 1)]),
-        (0.5, [0, 0], []),
-        (0.4, [1, 0], [(1, 0)]),
-        (0, [1, 0], [(1, 0)]),
-    ],
-)
+    [(1, [0, 1], [(0, 1)]), (0.6, [0, 1], [(0, 1)]), (0.5, [0, 0], []), (0.4, [1, 0], [(1, 0)]), (0, [1, 0], [(1, 0)])],
+)  # fmt: skip
 def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load):
     (c,) = load([pair(preference=preference)])
     assert (c.texts, c.ranks.tolist(), c.preference) == (["ant", "cat"], ranks, preference)
@@ -152,12 +133,8 @@ def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load
 # -- what is left out, and why ------------------------------------------------------------------
 def why(capsys):
     """{reason: rows} as printed."""
-    lines = capsys.readouterr().out.splitlines()
-    return {
-        line.split(": ", 1)[1].rpartition(" (")[0]: int(line.split(":")[0])
-        for line in lines
-        if line[:1] == " "
-    }
+    lines = [line.split(": ", 1) for line in capsys.readouterr().out.splitlines() if line[:1] == " "]
+    return {reason.rpartition(" (")[0]: int(number) for number, reason in lines}
 
 
 FOUR = "significantly better, better, slightly better, negligibly better"
@@ -216,6 +193,7 @@ REASONS = [  # (row, part of the reason)
     (pair(preference=True), "preference True is no number"),
     ({"prompt": "copy ant", "responses": responses(ant=True, cat=0)}, "no list of {text, score}"),
     (pair(chosen_score=1, rejected_score=3), "the scores contradict the label"),
+    (pair("please tell me what the capital of france is", "paris", "rome"), "is it the right --model?"),
 ]
 
 
@@ -283,10 +261,8 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
         pair("copy cat"),  # no scores: nothing to go by
     ]
     assert len(load(rows, min_score_gap=gap)) == kept
-    reasons = why(capsys)
-    assert reasons == (
-        {f"the scores differ by less than {gap} (--min-score-gap)": 3 - kept} if kept < 3 else {}
-    )
+    reason = f"the scores differ by less than {gap} (--min-score-gap)"
+    assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 
 @pytest.mark.parametrize(
@@ -328,14 +304,11 @@ def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys
     assert len(load(rows)) == 5
 
 
-def test_a_ranking_loses_the_later_one_of_two_equal_texts_alone(load, capsys):
+def test_a_ranking_loses_the_later_one_of_two_equal_texts_and_long_responses_alone(load, capsys):
     rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
     (c,) = load(rows)
     assert (c.texts, c.grades, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
     assert "left out 1 responses of rankings" in capsys.readouterr().out
-
-
-def test_a_ranking_loses_its_long_responses_alone(load):
     long = {"text": "pig " * 60, "score": 9}
     (c,) = load([{"prompt": "copy ant", "responses": [*SCORED[:2], long, SCORED[2]]}])
     assert c.texts == ["eel fox", "dog", "goat"] and c.ranks.tolist() == [1, 2, 3] and c.kept == (1, 0, 3)
@@ -357,14 +330,9 @@ def test_column_and_describe_of_pairs_and_rankings(load):
         {"text": "dog", "score": 1, "gold": 0.5, "is_safe": True},
         {"text": "eel fox", "score": 2, "gold": 1.5},
     ]
-    a, b = load(
-        [
-            pair(
-                chosen_gold=3.0, rejected_gold=-1.0, chosen_is_safe=True, rejected_is_safe=False, category="c"
-            ),
-            {"prompt": "copy eel", "responses": ranking},
-        ]
-    )
+    safe = {"chosen_is_safe": True, "rejected_is_safe": False}
+    rows = [pair(chosen_gold=3.0, rejected_gold=-1.0, category="c", **safe)]
+    a, b = load([*rows, {"prompt": "copy eel", "responses": ranking}])
     assert comparisons.column(a, "gold") == [3.0, -1.0] and comparisons.column(b, "gold") == [1.5, 0.5]
     assert comparisons.column(a, "utility") is None and comparisons.column(b, "is_safe") is None
     assert comparisons.describe(a) == {
@@ -393,11 +361,8 @@ def test_statistics_by_hand(load):
 
 def labelled(categories):
     empty = torch.zeros(1, dtype=torch.int32)
-    row = Row("f:1", {})
-    return [
-        Comparison([], ["", ""], empty, [empty, empty], torch.tensor([0, 1]), "f", row, category=c)
-        for c in categories
-    ]
+    one = Comparison([], ["", ""], empty, [empty, empty], torch.tensor([0, 1]), "f", Row("f:1", {}))
+    return [one._replace(category=c) for c in categories]
 
 
 def test_epoch_order_is_every_comparison_once_or_every_category_equally_often():
@@ -426,14 +391,8 @@ def test_one_of_each_prompt_and_fingerprint(load):
 
 
 def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
-    a, b, c, d = load(
-        [
-            pair("copy ant"),
-            pair(" copy ant\n", "eel", "dog"),
-            pair("copy bear"),
-            {"chosen": HH + " dog", "rejected": HH + " eel"},
-        ]
-    )
+    rows = [pair("copy ant"), pair(" copy ant\n", "eel", "dog"), pair("copy bear")]
+    a, b, c, d = load([*rows, {"chosen": HH + " dog", "rejected": HH + " eel"}])
     assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
     row = Row("f:1", {})
     assert a.key == generate.Prompt([], [user("copy ant")], row).key  # one key for both
@@ -441,9 +400,3 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
     assert a.ref_logprobs is None
     before = comparisons.fingerprint([a])
     assert comparisons.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before
-
-
-def test_a_pair_in_words_that_the_tokenizer_does_not_know_is_refused(tokenizer):
-    strange = pair("please tell me what the capital of france is", "paris", "rome")
-    with pytest.raises(ValueError, match="knows few of its words: is it the right --model"):
-        comparisons._comparison(Row("f:1", strange), tokenizer, 64, 0.0)
