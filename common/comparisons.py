@@ -23,15 +23,14 @@ PROMPT = ("system", "prompt", "instruction", "input")  # the columns of a prompt
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
 def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
-    """The comparisons of a data set (data.load_rows' `spec`; of `tiny`, the pairs), filtered. Every rank gets
-    the same. What is dropped, and why, is printed; InputError if nothing is left.
+    """The comparisons of a data set (data.load_rows' `spec`; of `tiny`, the pairs), filtered, the same on every
+    rank. What is dropped, and why, is printed; InputError if nothing is left.
 
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
     dropped, per_prompt = {}, collections.Counter()
-    rows = data.load_rows(spec, "preferences", split)
-    pairs = _with_labels_as_pairs(rows, dropped)
+    pairs = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
     n_rows = len(pairs) + sum(map(len, dropped.values()))
 
     def comparison(row):
@@ -66,9 +65,8 @@ def _with_labels_as_pairs(rows, dropped):
     pairs, labelled = [], collections.defaultdict(list)
     for row in rows:
         values = row.data
-        if values.get("chosen") is not None or values.get("responses") is not None:
-            pairs.append(row)
-        elif "completion" not in values or "label" not in values:
+        is_other = values.get("chosen") is not None or values.get("responses") is not None
+        if is_other or "completion" not in values or "label" not in values:
             pairs.append(row)
         elif values["label"] not in (False, True):
             dropped.setdefault("label is neither true nor false", []).append(row.where)
@@ -301,7 +299,7 @@ def _statistics(comparisons):
 
 
 def one_of_each_prompt(comparisons) -> list[Comparison]:
-    return list({prompt_key(c.messages): c for c in comparisons}.values())
+    return list({c.key: c for c in comparisons}.values())
 
 
 def with_samples_only(comparison, samples) -> Comparison:

@@ -1,7 +1,7 @@
 """Data sets in standard formats -> token ids. docs/data.md has a table of row formats, one JSON line each.
 
 `load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
-`sft_documents` turns rows into token ids with a response mask; `pack` and `collate` make batches. A row that
+`sft_documents` turns rows into token ids with a response mask, batches.py those into batches. A row that
 cannot be used is counted and named (file:row: why), a file with none that can is an InputError. Tokens are
 made in one way everywhere: the chat template renders the whole dialogue, which is tokenised as one text and
 begins, up to an answer, with exactly the ids that generation starts from.
@@ -154,11 +154,7 @@ def _read_jsonl(path):
 # -- rows -> messages ------------------------------------------------------------------------------
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
-    ValueError says what is wrong with it.
-
-    `messages` (or ShareGPT's `conversations`) rows train on every assistant turn; rows with one response on
-    that one: `prompt` + `completion` (with a `label`, KTO's, if that is true), `instruction` (+ `input`) +
-    `output`, rankings (the best-scored of `responses`), `chosen` of a preference."""
+    ValueError says what is wrong with it. docs/data.md lists the columns."""
     whole = "messages" in row or "conversations" in row
     if whole:
         messages = row["messages"] if "messages" in row else sharegpt(row["conversations"])
@@ -167,7 +163,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
             raise ValueError("its label is not true, so the completion is not learnt")
         messages = turns(row["prompt"], "user") + turns(row["completion"], "assistant")
     elif "output" in row and "instruction" in row:
-        messages = turns(instruction(row), "user") + turns(row["output"], "assistant")
+        messages = turns(question({**row, "prompt": None}), "user") + turns(row["output"], "assistant")
     elif "responses" in row and question(row) is not None:
         texts, scores = ranking(row["responses"])
         best = texts[scores.index(max(scores))] if texts else None
@@ -184,14 +180,12 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
 
 def question(row):
     """The column `prompt`, or `instruction` with the text of `input` behind it; None without either."""
-    return instruction(row) if row.get("prompt") is None and "instruction" in row else row.get("prompt")
-
-
-def instruction(row):
-    question, extra = row["instruction"], row.get("input")
+    if row.get("prompt") is not None or "instruction" not in row:
+        return row.get("prompt")
+    text, extra = row["instruction"], row.get("input")
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, wanted text")
-    return f"{question}\n\n{extra}" if isinstance(question, str) and extra else question
+    return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
 
 
 def is_dialogue(value):
@@ -230,8 +224,7 @@ def ranking(responses) -> tuple[list[str], list[float]]:
 
 
 def turns(value, role):
-    """The messages in a column: text of one turn, a list of messages, or, in a prompt, an HH-RLHF
-    dialogue."""
+    """The messages in a column: text of one turn, messages, or, in a prompt, an HH-RLHF dialogue."""
     if isinstance(value, list):
         return value
     if role == "user" and is_dialogue(value):
@@ -253,6 +246,9 @@ def dialogue(value):
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
 
+MALFORMED = "a message is not {role, content} with text in both"
+
+
 def text_of(message: dict) -> str:
     """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
     content = message.get("content")
@@ -265,7 +261,7 @@ def text_of(message: dict) -> str:
                 raise ValueError(f"a message has a part of type {repr(kind)[:40]}, wanted text")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ValueError(f"the content of a message is {type(content).__name__}, wanted text")
+        raise ValueError("the content of a message is null" if content is None else MALFORMED)
     return content
 
 
@@ -275,7 +271,7 @@ def check_messages(messages, system=None) -> list[dict]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
     if not all(isinstance(role(message), str) for message in messages):
-        raise ValueError("a message is not {role, content} with text in both")
+        raise ValueError(MALFORMED)
     messages = [{"role": message["role"], "content": text_of(message)} for message in messages]
     *earlier, last = [(m["role"], m["content"].strip()) for m in messages]
     if last[0] != "assistant" or not last[1]:
@@ -285,7 +281,9 @@ def check_messages(messages, system=None) -> list[dict]:
     if not any(text for _, text in earlier):
         raise ValueError("no prompt")
     if system and all(m["role"] != "system" for m in messages):
-        messages = [{"role": "system", "content": text_of({"content": system})}, *messages]
+        if not isinstance(system, str):
+            raise ValueError(f"system is {type(system).__name__}, wanted text")
+        messages = [{"role": "system", "content": system}, *messages]
     if re.search("[\ud800-\udfff]", "".join(m["role"] + m["content"] for m in messages)):
         raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
     return messages
@@ -456,19 +454,12 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
 
 def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
     """The training and the held-out documents of sft.py's command."""
-
     return train_and_held_out(args, lambda spec, split: load_sft(spec, tokenizer, args.max_length, split))
 
 
 def columns(row) -> str:
     """A row's columns (or these names), the first eight, for messages."""
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
-
-
-def none_left(name: str, n_rows: int, dropped: dict[str, list[str]]) -> InputError:
-    """What to raise where every row was dropped: the first reasons, and where."""
-    why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-    return InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
 
 
 def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
@@ -478,12 +469,12 @@ def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
         for why, where in dropped.items():
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
     if sum(map(len, dropped.values())) == n_rows:
-        raise none_left(name, n_rows, dropped)
+        why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
+        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
-    """(training, held-out) documents: by the hash of the prompt, so that one prompt is never on both
-    sides."""
+    """(training, held-out) documents: by the hash of the prompt, so that none is on both sides."""
     ranked = sorted({prompt_key(d.messages) for d in documents}, key=lambda key: zlib.crc32(key.encode()))
     held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
     sides = [], []
@@ -493,8 +484,7 @@ def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
 
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
-    """`documents` without those whose prompt also is in `held_out`: the held-out figures would be
-    flattered."""
+    """`documents` without those whose prompt also is in `held_out`, whose figures they would flatter."""
     held, kept, dropped = {prompt_key(d.messages) for d in held_out}, [], []
     for document in documents:
         (dropped if prompt_key(document.messages) in held else kept).append(document)
@@ -507,8 +497,7 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
 def train_and_held_out(args, load):
     """(training, held-out) documents of --dataset and --eval-dataset; without the latter, of the tiny world's
-    own held-out split or a share of the prompts. No prompt is on both sides. load: (spec, split) ->
-    documents."""
+    own held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split)."""
     train = load(args.dataset, "train")
     if not (args.eval_dataset or is_tiny(args.dataset)):
         return hold_out(train)
@@ -531,12 +520,12 @@ def text_documents(args, tokenizer):
         text = row.data.get("text")
         if not isinstance(text, str) or not text.strip():
             raise ValueError("no text")
-        check_prompt([{"role": "text", "content": text}])
+        prompt = check_prompt([{"role": "text", "content": text}])
         if special_tokens(tokenizer).search(text):
             raise ValueError(SPECIAL)
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id][: args.max_length])
-        whole = [{"role": "text", "content": text}, {}]  # hold_out reads the text where prompts stand
-        return Document(ids, torch.ones(len(ids), dtype=torch.bool), whole, row)
+        # hold_out reads the text where prompts stand
+        return Document(ids, torch.ones(len(ids), dtype=torch.bool), [*prompt, {}], row)
 
     dropped, rows = {}, load_rows(args.ptx_dataset, "text")
     documents = made_of(rows, document, args.ptx_dataset, dropped)

@@ -57,8 +57,6 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
             continue
         prompts[prompt.key] = prompt
     data.report(spec, len(rows), dropped)
-    if not prompts:
-        raise data.none_left(spec, len(rows), dropped)
     return list(prompts.values())
 
 

@@ -147,7 +147,7 @@ REASONS = [  # (row, part of the reason)
     ({"chosen": "ant", "rejected": "cat"}, "neither a list of messages nor a dialogue"),
     ({"responses": SCORED}, "no prompt"),
     (pair(prompt=" "), "no prompt"),
-    (pair(prompt=5), "the content of a message is int"),
+    (pair(prompt=5), "not {role, content}"),
     (pair(rating="much better"), f"rating 'much better' is none of {FOUR}"),
     (pair(rating=3), "rating 3 is none of"),
     (pair(preference=1.2), "preference 1.2 is no number from 0 to 1"),

@@ -251,9 +251,9 @@ def test_hub_failure_is_an_input_error(monkeypatch):
         ({"chosen": HH.replace(" b", "")}, "an earlier answer is empty"),
         ({"messages": [user("a"), TOOLS]}, "tool_calls"),
         ({"messages": [IMAGE, bot("b")]}, "a part of type 'image'"),
-        ({"messages": [{**user("a"), "content": None}, bot("b")]}, "content of a message is NoneType"),
+        ({"messages": [{**user("a"), "content": None}, bot("b")]}, "content of a message is null"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **TOOLS}]}, "tool_calls"),
-        ({"system": 5, "prompt": "a", "completion": "b"}, "content of a message is int"),
+        ({"system": 5, "prompt": "a", "completion": "b"}, "system is int"),
         ({"prompt": "a", "completion": "b", "label": False}, "its label is not true"),
     ],
 )
