@@ -177,8 +177,7 @@ class Comparison(NamedTuple):
 
 
 def labelled_pairs(comparison) -> list[tuple[int, int]]:
-    """(better, worse) for all pairs of responses of different rank. A soft label counts as its likelier
-    side."""
+    """(better, worse) for all pairs of responses of different rank, of a soft label by its likelier side."""
     ranks = comparison.ranks.tolist()
     return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
 

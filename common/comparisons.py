@@ -42,13 +42,12 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 
     loaded = data.made_of(pairs, comparison, spec, dropped)
     # One says that a is better than b, another that b is better than a: neither is kept
-    better_ones = collections.defaultdict(set)
-    for c in loaded:
-        if len(c.texts) == 2:
-            better_ones[c.key, frozenset(c.texts)].update(c.texts[i] for i, _ in labelled_pairs(c))
-    opposed = [len(c.texts) == 2 and len(better_ones[c.key, frozenset(c.texts)]) > 1 for c in loaded]
+    labels = {
+        (c.key, c.texts[i], c.texts[j]) for c in loaded if len(c.texts) == 2 for i, j in labelled_pairs(c)
+    }
+    opposed = [len(c.texts) == 2 and labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])} for c in loaded]
     kept = [c for c, is_opposed in zip(loaded, opposed) if not is_opposed]
-    if any(opposed):
+    if len(kept) < len(loaded):
         reason = "another row has the opposite label for the same responses"
         dropped[reason] = [c.row.where for c, is_opposed in zip(loaded, opposed) if is_opposed]
     data.report(spec, n_rows, dropped)
@@ -320,10 +319,8 @@ def fingerprint(comparisons) -> int:
 
 def describe(comparison) -> dict:
     """A comparison as a row of samples.jsonl and of the measures in metrics.py, without its scores."""
-    responses = [
-        {"text": text, "tokens": len(ids), "rank": rank}
-        for text, ids, rank in zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
-    ]
+    of_each = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
+    responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in of_each]
     for name, kind in (("gold", float), ("utility", float), ("is_safe", bool)):  # two are the tiny world's
         values = column(comparison, name) or []
         if all(type(value) is kind for value in values):
