@@ -23,8 +23,8 @@ PROMPT = ("system", "prompt", "instruction", "input")  # the columns of a prompt
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
 def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
-    """The comparisons of a data set (data.load_rows' `spec`; of `tiny`, the pairs), filtered, the same on every
-    rank. What is dropped, and why, is printed; InputError if nothing is left.
+    """The comparisons of a data set (data.load_rows' `spec`; of `tiny`, the pairs), filtered, the same
+    on every rank. What is dropped, and why, is printed; InputError if nothing is left.
 
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's

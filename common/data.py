@@ -39,7 +39,7 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     spec: one source or several: "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions
       allow without repeating any). A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet
       file; or a name for datasets.load_dataset, perhaps `name[split]` or `name[configuration/split]`.
-    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is also a hub data set's default."""
+    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
     read = [(_read(part, kind, split), weight) for part, weight in sources(spec)]
     weights = [weight for _, weight in read]
     if all(weight is None for weight in weights):
@@ -307,7 +307,7 @@ UNKNOWN = "the tokenizer knows few of its words: is it the right --model?"
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The token ids that a response to `messages` follows: the rendered turns and the opening of an answer."""
+    """The ids that a response to `messages` follows: the rendered turns and the opening of an answer."""
     text = _render(tokenizer, messages, add_generation_prompt=True)
     starts = [start for start, _ in _answers(tokenizer, messages, text).values()]
     return _tokenize(tokenizer, text, starts)[0]
@@ -360,8 +360,8 @@ def check_known(tokenizer, ids):
 
 
 def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
-    """{place among the messages: (start, end) in `text`, the rendered dialogue} of the assistant's answers, from
-    the end of the opening that generation starts from to that of the end token. Without those that the
+    """{place among the messages: (start, end) in `text`, the rendered dialogue} of the assistant's answers,
+    from the end of the opening that generation starts from to that of the end token. Without those that the
     template writes in another way once more turns follow, as templates do that drop thoughts."""
     answers = {}
     for i in range(1, len(messages)):
@@ -393,7 +393,6 @@ def _tokenize(tokenizer, text, starts):
     """(ids of `text`, where in it each token ends), of the text as one; but cut at those of `starts`, where
     answers begin, at which the tokens before would be others than those that generation starts from: inside a
     token, and after two white spaces, which some tokenizers join at the end of a text alone."""
-
     if not tokenizer.is_fast:
         raise InputError("--model: a tokenizer without tokenizer.json does not say where its tokens end")
 

@@ -1,5 +1,5 @@
-"""Chat templates of public models, in short: all that decides which ids a dialogue has. And tokenizers to go with
-them: of bytes, or of SentencePiece's kind."""
+"""Chat templates of public models, in short: all that decides which ids a dialogue has. And tokenizers to go
+with them: of bytes, or of SentencePiece's kind."""
 
 import re
 
@@ -11,7 +11,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
-QWEN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # words, in its tokenizer
+QWEN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # what a word is
 GPT2 = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -28,7 +28,7 @@ def byte_tokenizer(template=CHATML, special=SPECIAL, adds_bos=False, words=None,
 
 
 def piece_tokenizer(template, special=("<s>", "</s>"), adds_bos=True, rstrip=False, **names):
-    """As Llama 2's: a text, and what follows a special token, gets a space in front; a line break is a byte."""
+    """As Llama 2's: a text, and what follows a special token, gets a space in front."""
     merges = [("▁", "h"), ("▁", "▁")]
     letters = ["<unk>", *(f"<0x{i:02X}>" for i in range(256)), *map(chr, range(33, 127)), "▁", "▁h", "▁▁"]
     vocabulary = {token: i for i, token in enumerate(letters)}
@@ -50,7 +50,7 @@ def with_special(backend, template, special, adds_bos, names, rstrip=False):
     return tokenizer
 
 
-TEXT, TRIMMED, BOS = "{{ m.content }}", "{{ m.content | trim }}", "{{ bos_token }}"
+TEXT, TRIMMED, BOS, EOS = "{{ m.content }}", "{{ m.content | trim }}", "{{ bos_token }}", "{{ eos_token }}"
 HEADER, INST = "<|start_header_id|>{}<|end_header_id|>\n\n", "[INST] {{ m.content }} [/INST]"
 THINK = (  # thought and answer of an assistant's content
     "{% set parts = m.content.split('</think>') %}{% set answer = parts[-1].lstrip('\n') %}"
@@ -60,7 +60,7 @@ IM, THOUGHT, ANSWER = "<|im_start|>{}\n", "<think>\n{{ thought }}\n</think>\n\n"
 LAST = "{% if loop.last %}" + THOUGHT + "{% endif %}"
 OFF = "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
 CHATML_USER = IM.format("user") + TEXT + "<|im_end|>\n"
-FAMILIES = {  # a user's turn, an assistant's turn, what generation adds; and what is before and else after them
+FAMILIES = {  # a user's turn, an assistant's turn, what generation adds; what is before, and else after them
     "ChatML, Qwen2.5": (CHATML_USER, IM.format("assistant") + TEXT + "<|im_end|>\n", IM.format("assistant")),
     "Llama 3": (
         *(HEADER.format(role) + TRIMMED + "<|eot_id|>" for role in ("user", "assistant")),
@@ -76,14 +76,16 @@ FAMILIES = {  # a user's turn, an assistant's turn, what generation adds; and wh
     "Cohere": (
         *(f"<|START|><|{role}|>{TEXT}<|END|>" for role in ("USER", "BOT")), "<|START|><|BOT|>", BOS),
     "Phi-3, 3.5": (
-        *(f"<|{role}|>\n{TEXT}<|end|>\n" for role in ("user", "assistant")), "<|assistant|>\n", "", "{{ eos_token }}"),
+        *(f"<|{role}|>\n{TEXT}<|end|>\n" for role in ("user", "assistant")), "<|assistant|>\n", "", EOS),
     "Phi-4-mini": (
-        *(f"<|{role}|>{TEXT}<|end|>" for role in ("user", "assistant")), "<|assistant|>", "", "{{ eos_token }}"),
+        *(f"<|{role}|>{TEXT}<|end|>" for role in ("user", "assistant")), "<|assistant|>", "", EOS),
     "GLM-4.6": (
-        "<|user|>{{ '\n' + m.content }}", THINK + "<|assistant|>{{ '\n<think>' + thought + '</think>\n' + answer }}",
+        "<|user|>{{ '\n' + m.content }}",
+        THINK + "<|assistant|>{{ '\n<think>' + thought + '</think>\n' + answer }}",
         "<|assistant|>", "[gMASK]<sop>"),
     "Falcon-instruct": (
-        "{{ '\n' if not loop.first }}User: " + TEXT, "{{ '\nAssistant: ' + m.content }}", "{{ '\nAssistant:' }}"),
+        "{{ '\n' if not loop.first }}User: " + TEXT,
+        "{{ '\nAssistant: ' + m.content }}", "{{ '\nAssistant:' }}"),
     "Mistral v0.1": (INST, TEXT + "</s> ", "", BOS),
     "Zephyr": (*(f"<|{role}|>\n{TEXT}</s>\n" for role in ("user", "assistant")), "<|assistant|>\n"),
     "Vicuna": (f"USER: {TEXT} ", f"ASSISTANT: {TEXT}</s>", "ASSISTANT:", BOS + "A chat. "),
@@ -102,7 +104,8 @@ FAMILIES = {  # a user's turn, an assistant's turn, what generation adds; and wh
     "gpt-oss": (
         f"<|start|>user<|message|>{TEXT}<|end|>",
         "<|start|>assistant<|channel|>final<|message|>" + TEXT
-        + "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}", "<|start|>assistant"),
+        + "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}",
+        "<|start|>assistant"),
 }  # fmt: skip
 PIECES = ("Phi-3, 3.5", "Mistral v0.1", "Zephyr", "Vicuna", "Solar")  # of SentencePiece's kind
 

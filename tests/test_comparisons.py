@@ -66,14 +66,14 @@ PAIR_FORMATS = {
     "prompt messages + answers": ({"prompt": TALK, "chosen": [bot("dog")], "rejected": [bot("eel")]}, TALK),
     "HH prompt + texts": ({"prompt": HH, "chosen": "dog", "rejected": "eel"}, TALK),
     "HH dialogues": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
-    "HH dialogues beside their prompt": ({"prompt": HH, "chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
+    "HH dialogues and their prompt": ({"prompt": HH, "chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
     "message lists": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
     "message lists beside their prompt": (
         {"prompt": "cat", "chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
 }  # fmt: skip
 RANKING_FORMATS = {
     "instruction, input, system": (
-        {"instruction": "cat", "input": "owl", "system": "so", "responses": SCORED}, [SYSTEM, user("cat\n\nowl")]),
+        {"instruction": "b", "input": "a", "system": "so", "responses": SCORED}, [SYSTEM, user("b\n\na")]),
     "prompt": ({"prompt": "cat", "responses": SCORED}, [user("cat")]),
     "instruction": ({"instruction": "cat", "responses": SCORED}, [user("cat")]),
     "prompt messages": ({"prompt": TALK, "responses": SCORED}, TALK),
@@ -122,7 +122,8 @@ def test_optional_columns_are_read(load):
 
 @pytest.mark.parametrize(
     "preference, ranks, pairs",
-    [(1, [0, 1], [(0, 1)]), (0.6, [0, 1], [(0, 1)]), (0.5, [0, 0], []), (0.4, [1, 0], [(1, 0)]), (0, [1, 0], [(1, 0)])],
+    [(1, [0, 1], [(0, 1)]), (0.6, [0, 1], [(0, 1)]), (0.5, [0, 0], []), (0.4, [1, 0], [(1, 0)]),
+     (0, [1, 0], [(1, 0)])],
 )  # fmt: skip
 def test_a_soft_label_counts_as_its_likelier_side(preference, ranks, pairs, load):
     (c,) = load([pair(preference=preference)])

@@ -44,7 +44,7 @@ FORMATS = {
     "messages": ({"messages": TALK}, TALK, True),
     "ShareGPT": (
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, TALK[:2], True),
-    "messages with a system turn": ({"messages": [SYSTEM, *TALK], "prompt": "ignored"}, [SYSTEM, *TALK], True),
+    "messages with a system turn": ({"messages": [SYSTEM, *TALK], "prompt": "x"}, [SYSTEM, *TALK], True),
     "prompt, completion": ({"prompt": "a", "completion": "b", "extra": 1}, [user("a"), bot("b")], False),
     "prompt, completion as messages": ({"prompt": TALK[:3], "completion": [bot("d")]}, TALK, False),
     "HH prompt, completion": ({"prompt": HH[:-1], "completion": "d"}, TALK, False),
@@ -211,7 +211,7 @@ def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tm
 @pytest.mark.parametrize(
     "spec",
     ["", "tiny,,tiny", "tiny:0.5,tiny", "tiny:0,tiny:1", "tiny:speed=1", "tiny:length_bias=long",
-     "tiny:length_bias=nan", "tiny:length_bias=", "tiny:seed=1.5", "tiny:label=honesty", "tiny:commands=sing"],
+     "tiny:length_bias=nan", "tiny:length_bias=", "tiny:seed=1.5", "tiny:label=honesty", "tiny:commands=a"],
 )  # fmt: skip
 def test_bad_dataset_argument_is_an_input_error(spec):
     with pytest.raises(InputError, match="--dataset"):
@@ -565,7 +565,7 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
 
 
 def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, capsys):
-    """Whoever forgets --model trains the tiny world's model, which reads English as <|unk|> <|unk|> <|unk|>."""
+    """Whoever forgets --model trains the tiny world's model, which reads English as <|unk|> <|unk|>."""
     english = {"prompt": "what is the capital of france and why", "completion": "paris has been since ages"}
     rows = [Row("r:1", json.loads(GOOD)), Row("r:2", english)]
     assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
