@@ -309,9 +309,8 @@ def main(args: Args):
     # models: the oracle stays, policies and the reference come and go
     scorer = scorers.load_oracle(args, tokenizer, run.device, pairwise=True) if sampled else None
     versions = Versions(run, tokenizer, args.model)
-    if args.share_prompt:  # now, not when all is sampled
-        for name in dict.fromkeys([reference, args.model]):
-            models.check_shared_prompt(versions.load(name), args.max_length)
+    for name in dict.fromkeys([reference, args.model]):  # now, not when all is sampled
+        args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)
     evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
     versions.evaluate = evaluate
 

@@ -368,8 +368,8 @@ def main(args: Args):
     reference = loading.load_policy(args.reference or args.model, tokenizer, seed=args.seed)
     reference = dist.shard(reference.requires_grad_(False), run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
-    for model in (policy, reference, value) if args.packing else ():
-        models.check_packing(model)
+    for model in (policy, reference, value):
+        args.packing = args.packing and models.packs(model)
     dist.put_away(args.offload, reference, *scorer.models)  # until they are asked
     optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]
 

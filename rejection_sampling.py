@@ -241,7 +241,7 @@ def main(args: Args):
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = evaluation.Sweep(held_out, scorer, tokenizer, args)
     if args.packing:  # now, not when all is sampled
-        models.check_packing(versions.load(policy if args.start_from == "last" else args.model))
+        args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
     run.begin(held_out=versions.evaluate.fingerprint())  # only now is an old run replaced
     pool = Pool(run, earlier)

@@ -166,8 +166,7 @@ def main(args: Args):
     model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    if args.share_prompt:
-        models.check_shared_prompt(model, args.max_length)
+    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)
     evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded

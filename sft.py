@@ -114,20 +114,19 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: blocks of documents, the same on every rank
+    # data and model
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     train, held_out = data.load_sft_split(args, tokenizer)
+    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    loading.check_room(args.max_length, args.model, model.config)
+    model = dist.shard(model, run.device)
+    args.packing = args.packing and models.packs(model)
+
+    # blocks of documents, the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)
     data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
-
-    # model
-    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
-    loading.check_room(args.max_length, args.model, model.config)
-    model = dist.shard(model, run.device)
-    if args.packing:
-        models.check_packing(model)
     evaluate = evaluation.HeldOutDocuments(held_out, tokenizer, args)
     optimizer = dist.adamw(model, args.lr, args)
 

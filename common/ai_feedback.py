@@ -97,6 +97,7 @@ class LanguageModel:
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
+        loading.check_forward(self.model)
         room = models.n_positions(self.model.config)
         self.room = min(args.max_length or room, room)
 
@@ -135,7 +136,7 @@ class LanguageModel:
         rows = [(i, *self._with_options(question, options)) for i, question in enumerate(questions)]
         rows.sort(key=lambda row: -len(row[1]))
         shared = os.path.commonprefix([ids[:-depth] for _, ids, depth, _ in rows])  # examples: run once
-        if self.model._is_stateful:  # recurrent: no keys and values to go on from
+        if models.recurrent(self.model):  # no keys and values to go on from
             shared = []
         for batch in split(rows, self.batch_size):
             tensors = [torch.tensor(ids[len(shared) :], device=self.device) for _, ids, _, _ in batch]

@@ -17,13 +17,9 @@ from common import dist, models, tiny
 from common.errors import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
-CUT_TEMPLATE = re.compile(  # of an exported scorer: read_at_end_token
-    r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S
-)
-SCALED_LOGITS = {  # what models do to logits after the unembedding, and when it changes nothing
-    "final_logit_softcapping": None, "softcap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0, "output_multiplier": 1.0,
-}  # fmt: skip
+# Of an exported scorer: read_at_end_token
+CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
+TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}  # its weights' names, alone
 
 
 def find_model(name: str) -> str:
@@ -52,10 +48,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
     from transformers import AutoTokenizer
 
-    try:
-        tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
-    except InputError as error:
-        raise InputError(f"--model {error}") from None
+    tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():
@@ -111,48 +104,38 @@ def _end_of_turn(tokenizer, name) -> int:
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
     ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
-
-    InputError for models whose logits are not simply the unembedding of the last hidden state."""
-    from transformers import AutoModelForCausalLM
+    Of a multimodal model it is the text part."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     if name == "tiny":
         model = tiny.model(seed)
     else:
         check_causal_lm(name)
-        config = _read_config(name)
-        model = _read(AutoModelForCausalLM, name, config)
+        model = _read(AutoModelForCausalLM, name, _read_config(name))
     _fit_embeddings(model, len(tokenizer))
     sampling = model.generation_config
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     for settings in (model.config, sampling):  # as the tokenizer has them now
         settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    others = [token for token in _own_end_tokens(name) if token != tokenizer.eos_token_id]
-    if others:  # Llama 3 and Qwen end with one of two tokens
-        sampling.eos_token_id = [tokenizer.eos_token_id, *others]
-    return _ready(
-        model, (models.token_logprobs, models.logprobs_at, models.next_token_logprobs), gradient_checkpointing
-    )
-
-
-def _own_end_tokens(name) -> list[int]:
-    """The tokens at which a model's own generation_config has it stop, if it lists several."""
-    from transformers import GenerationConfig
-
     try:
         ends = None if name == "tiny" else GenerationConfig.from_pretrained(find_model(name)).eos_token_id
     except OSError:  # it has none
         ends = None
-    return ends if isinstance(ends, list) else []
+    others = [token for token in ends if token != tokenizer.eos_token_id] if isinstance(ends, list) else []
+    if others:  # Llama 3 and Qwen end with one of two tokens
+        sampling.eos_token_id = [tokenizer.eos_token_id, *others]
+    methods = models.token_logprobs, models.logprobs_at, models.next_token_logprobs
+    return _ready(model, methods, gradient_checkpointing)
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
-    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding: a
-    transformers *ForSequenceClassification with the method `head_outputs`. Loaded like load_policy's.
+    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding, and the
+    method `head_outputs`: a *ForSequenceClassification (see _add_classifier), loaded like load_policy's.
 
-    name: a causal LM, whose body it gets, with a new head (normal, deviation 1 / sqrt(hidden size + 1), no
-      bias: first scores of about unit size); or a model of this kind already, head included. seed: of a new
-      head. InputError if the model has a head of another kind or size."""
+    name: a causal LM, whose body it gets, with a new head drawn by `seed` (normal, deviation 1 / sqrt(hidden
+      size + 1): first scores of about unit size); or a model with such a head, which stays. InputError if it
+      has another one."""
     from transformers import AutoModelForSequenceClassification
 
     policy = tiny.model(seed) if name == "tiny" else None
@@ -161,13 +144,11 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
     if "ForSequenceClassification" not in kind:
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
-    elif outputs != n_outputs:
-        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
-        wanted = f"wanted {kinds[n_outputs]} or a causal language model"
-        raise InputError(f"{name} is {kinds.get(outputs, f'a classifier of {outputs} labels')}, {wanted}")
-    elif n_outputs == 2 and not hasattr(config, "advantage_model"):
-        raise InputError(f"{name} is a classifier of 2 labels that advantage_model.py did not write")
+    elif outputs != n_outputs or outputs == 2 and not hasattr(config, "advantage_model"):
+        wanted = ("a reward model (1 label)", "a run of advantage_model.py")[n_outputs - 1]
+        raise InputError(f"{name} is a classifier of {outputs} labels, wanted {wanted} or a causal LM")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
+    _add_classifier(type(config))
     model = _read(AutoModelForSequenceClassification, name, config)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
@@ -175,12 +156,26 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
         if policy:
             model.base_model.load_state_dict(policy.base_model.state_dict())
         with torch.no_grad():
-            generator = torch.Generator().manual_seed(seed)
-            size = model.score.weight.shape[1]
-            model.score.weight.normal_(0, (size + 1) ** -0.5, generator=generator)
+            deviation, generator = (model.score.in_features + 1) ** -0.5, torch.Generator().manual_seed(seed)
+            model.score.weight.normal_(0, deviation, generator=generator)
     _fit_embeddings(model, len(tokenizer))
     model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     return _ready(model, (models.head_outputs,), gradient_checkpointing)
+
+
+def _add_classifier(config_class):
+    """Where transformers has no *ForSequenceClassification for a family, make it from what its others are
+    made of: the family's body, and a linear head named score."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    body = AutoModel._model_mapping.get(config_class, None)
+    if body and config_class not in AutoModelForSequenceClassification._model_mapping:
+        name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
+        own = {"config_class": config_class, "base_model_prefix": body.base_model_prefix}
+        own["__module__"] = body.__module__  # of a class from elsewhere transformers leaves buffers unset
+        made = type(name, (GenericForSequenceClassification, body.__mro__[1]), own)
+        AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
 
 
 def is_causal_lm(name) -> bool:
@@ -196,15 +191,14 @@ def is_preference_model(name) -> bool:
 def n_outputs(name) -> int:
     """1 of a reward model, 2 of an advantage model; InputError for any other model."""
     config = None if name == "tiny" else _read_config(name)
-    if config is None or "ForSequenceClassification" not in _kind(config):
-        kind = "a causal language model" if config is None else f"a {_kind(config)}"
-        if hasattr(config, "preference_model"):
-            kind = "a pairwise preference model, which scores no response alone"
-        raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
-    if config.num_labels > 2:
-        wanted = "wanted a run of reward.py or advantage_model.py"
-        raise InputError(f"{name} is a classifier of {config.num_labels} labels, {wanted}")
-    return config.num_labels
+    kind = "a causal language model" if config is None else f"a {_kind(config)}"
+    if "ForSequenceClassification" in kind:
+        if config.num_labels <= 2:
+            return config.num_labels
+        kind = f"a classifier of {config.num_labels} labels"
+    if hasattr(config, "preference_model"):
+        kind = "a pairwise preference model, which scores no response alone"
+    raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
 
 
 def sft_model(model, given=None) -> str | None:
@@ -216,22 +210,16 @@ def sft_model(model, given=None) -> str | None:
 
 
 def check_causal_lm(name, tokenizer=None, chat_template=None):
-    """InputError unless there is a causal language model of this name whose logits are simply the unembedding
-    of its last hidden state, and, with `tokenizer`, whose own tokenizer, loaded with the same chat_template,
-    has the same vocabulary."""
+    """InputError unless there is a causal language model of this name and, with `tokenizer`, its own, loaded
+    with the same chat_template, has the same vocabulary."""
     if not is_causal_lm(name):
         raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
-    config = None if name == "tiny" else _read_config(name)
-    for key, neutral in SCALED_LOGITS.items() if config else ():
-        if getattr(config.get_text_config(), key, None) not in (None, neutral):
-            raise InputError(f"{name}: {config.model_type} has {key}, which token_logprobs does not know")
     if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
         raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
 
 
 def check_room(length: int, name, config=None):
-    """InputError if a model has fewer positions than `length` tokens, --max-length. config: its own, or None:
-    of the model of this name."""
+    """InputError if a model, whose config may be given, has fewer positions than `length`, --max-length."""
     config = config or (tiny.model().config if name == "tiny" else _read_config(name))
     room = models.n_positions(config)
     if length > room:
@@ -252,11 +240,19 @@ def _kind(config):
 
 
 def _read_config(name):
-    from transformers import AutoConfig
+    """The config of a model, without dropout; of a multimodal one that of its text part, if that is a causal
+    LM by itself."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = _from_hub(AutoConfig, name)
+    text = getattr(config, "text_config", None)
+    if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
+        text.text_part_of, text.dtype = _kind(config), config.dtype
+        text.tie_word_embeddings = config.tie_word_embeddings
+        text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
+        config = text
     for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
-        # PhiMoE's noise is a threshold too, without which it routes in another way (_ready refuses it)
+        # PhiMoE's noise is a threshold too, without which it routes in another way (check_forward refuses it)
         jitter = key == "router_jitter_noise" and config.model_type != "phimoe"
         if ("dropout" in key or key.endswith("pdrop") or jitter) and isinstance(value, float):
             setattr(config, key, 0.0)
@@ -276,49 +272,72 @@ def _from_hub(auto_class, name):
 
 
 def _read(auto_class, name, config):
-    """The model in fp32, weights on rank 0 only."""
+    """The model in fp32, weights on rank 0 only. InputError for a kind of model that transformers does not
+    know, and if weights are not in the files."""
     import transformers
 
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}  # takes the masks of sampler and trees
+    kind = auto_class._model_mapping.get(type(config), None)
+    if kind is None:
+        raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} of {config.model_type}")
+    # Masks of trees and sampler are for SDPA, which knows no capped scores; for eager they become numbers
+    sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
+    if not dist.is_main() or name == "tiny":
+        with torch.device("cpu" if dist.is_main() else "meta"):
+            return auto_class.from_config(config, **options)
+    renamed = TEXT_PART if hasattr(config, "text_part_of") else None
+    options.update(key_mapping=renamed, output_loading_info=True)
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # that a head is new is what load_scorer says
     try:
-        if dist.is_main() and name != "tiny":
-            return auto_class.from_pretrained(find_model(name), config=config, **options)
-        with torch.device("cpu" if dist.is_main() else "meta"):
-            return auto_class.from_config(config, **options)
-    except ValueError as error:  # no model of this kind, or none with sdpa
+        model, info = auto_class.from_pretrained(find_model(name), config=config, **options)
+    except (OSError, ValueError) as error:
         raise InputError(f"{name}: {error}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
+    new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
+    missing = sorted(set(info["missing_keys"]) - new_head)
+    if missing:
+        raise InputError(f"{name}: {len(missing)} of its weights are not in its files, {missing[0]} for one")
+    return model
 
 
 def _ready(model, methods, gradient_checkpointing):
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
     if gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     for method in methods:
         setattr(model, method.__name__, types.MethodType(method, model))
     model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
     if dist.is_main():
-        _check_repeatable(model.train())
+        check_forward(model.train())
     return model.train()
 
 
 @torch.no_grad()
-def _check_repeatable(model):
-    """InputError if two forwards in training mode differ: then new and old probabilities never agree."""
-    n, vocabulary = min(64, models.n_positions(model.config)), model.config.get_text_config().vocab_size
-    ids = torch.arange(n)[None] % vocabulary
-    once, twice = (model.base_model(input_ids=ids, use_cache=False).last_hidden_state for _ in range(2))
-    if not torch.allclose(once, twice, rtol=1e-3, atol=1e-3 * once.abs().max().item()):
-        kind = model.config.model_type
-        raise InputError(f"{kind}: two forwards in training mode differ (its experts are drawn, for one)")
+def check_forward(model):
+    """InputError if a forward does not give what another one gives, for then new and old probabilities never
+    agree; of a policy the other one is transformers' own, with all that it does to logits."""
+    config, window = model.config.get_text_config(), models.window(model.config)
+    # Beyond the window, unless that takes long on a CPU: what is done to logits is done in short rows too
+    n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
+    ids = torch.arange(n, device=model.device)[None] % config.vocab_size
+    if hasattr(model, "head_outputs"):
+        ours, own = (model.head_outputs(ids, (ids >= 0).nonzero().T) for _ in range(2))
+    else:
+        ours = models.token_logprobs(model, ids, ids[:, 1:] >= 0)[..., None]
+        own = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        own = own.gather(-1, ids[:, 1:, None])
+    close = 1e-3 if model.dtype == torch.float32 else 0.1
+    if not torch.allclose(ours, own, rtol=close, atol=close):
+        why = "it draws experts at random, or does more to its logits than a factor and a cap"
+        raise InputError(f"{config.model_type}: two forwards differ: {why}")
 
 
 def _fit_embeddings(model, n_tokens):
-    """Add rows to the embeddings for tokens added to the vocabulary, as the mean of the others: a new token
-    is then as likely as an average one, and the rest hardly changes. A table that is larger already stays as
-    it is."""
+    """Add rows to the embeddings for new tokens, if there are too few, as the mean of the others: a new token
+    is then as likely as an average one, and the rest hardly changes."""
     old = model.get_input_embeddings().weight.shape[0]
     if n_tokens <= old:
         return
@@ -358,8 +377,10 @@ def report_export(folder, start, seed):
             before, after = before[: len(after)], after[: len(before)]  # new tokens may have added rows
             n_changed += (before.to(after.dtype) != after).sum().item()
             n_weights += after.numel()
-    dtype = str(_read_config(folder).dtype).removeprefix("torch.")
-    line = f"wrote {folder} ({dtype})"
+    config = _read_config(folder)
+    dtype = str(config.dtype).removeprefix("torch.")
+    whole = getattr(config, "text_part_of", None)
+    line = f"wrote {folder} ({dtype}{f', the text part of a {whole}' if whole else ''})"
     if n_weights:
         line += f": {100 * n_changed / n_weights:.3g} % of the weights differ from {start}'s"
         if n_changed < n_weights / 2 and dtype != "float32":
@@ -380,7 +401,10 @@ def _weights_in_files(name, seed):
     except (OSError, InputError):
         return {}
     files = [safe_open(path, "pt") for path in sorted(Path(config).parent.glob("*.safetensors"))]
-    return {key: functools.partial(file.get_tensor, key) for file in files for key in file.keys()}
+    named = {key: functools.partial(file.get_tensor, key) for file in files for key in file.keys()}
+    for whole, alone in TEXT_PART.items():
+        named = {re.sub(whole, alone, key): read for key, read in named.items()}
+    return named
 
 
 def read_at_end_token(model, tokenizer):

@@ -1,15 +1,20 @@
 """What a loaded model says of a batch: log probabilities of tokens, without a tensor of all logits, and
 scores; and checks of how it takes batches. (common/loading.py loads it.)"""
 
+import math
 import sys
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from common import dist, losses
-from common.batches import collate, my_micro_batches, n_response_tokens, response_mask
+from common.batches import (
+    Comparison, Document, collate, collate_comparisons, my_micro_batches, n_response_tokens, response_mask
+)  # fmt: skip
 from common.errors import InputError
 
+LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
+WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp32, whatever B, T and V are
 
 
@@ -19,9 +24,8 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
 
     input_ids: (B, T), right-padded: under causal attention no token sees the padding after it, so no
       attention mask is needed.
-    action_mask: (B, T-1) bool, True where token t+1 is an action.
+    action_mask: (B, T-1) bool, True where token t+1 is an action. temperature: divides the logits.
     position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
-    temperature: divides the logits.
     Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats, no
     gradient) of each of these distributions.
 
@@ -29,9 +33,8 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
     runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
     exists."""
     with _computing(model, input_ids):
-        body = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-        hidden, targets = body.last_hidden_state[:, :-1][action_mask], input_ids[:, 1:][action_mask]
-        found = _unembed(model, hidden, targets, temperature, entropy)
+        hidden = _last_hidden(model, input_ids, position_ids)[:, :-1][action_mask]
+        found = _unembed(model, hidden, input_ids[:, 1:][action_mask], temperature, entropy)
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
     logprobs, entropies = (zeros.masked_scatter(action_mask, x) for x in found)
     return (logprobs, entropies) if entropy else logprobs
@@ -39,26 +42,19 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
 
 def logprobs(model, batch, temperature=1.0, entropy=False):
     """token_logprobs of a batches.Batch: (B, T-1), and with entropy=True a second one."""
-    return model.token_logprobs(
-        batch.input_ids, batch.action_mask, batch.position_ids, temperature=temperature, entropy=entropy
-    )
+    options = {"temperature": temperature, "entropy": entropy}
+    return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, **options)
 
 
 def logprobs_and_entropies(model, batch, temperature=1.0):
     return logprobs(model, batch, temperature, entropy=True)
 
 
-def state_values(model, batch):
-    """V of the state before each response token, (B, T-1)."""
-    return values(model, batch.input_ids, batch.action_mask, batch.position_ids)
-
-
 @torch.no_grad()
 def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Tensor]:
     """What forward(model, batch, *options) gives at each response token, one or several (B', T-1), as (B, R)
-    tensors on every rank: row i is that of the document with the number i of B, R the longest response, 0
-    behind shorter ones.
-    plan: lists of blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
+    tensors on every rank: row i is document i's, 0 behind its response, R the longest one. plan: lists of
+    blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
     documents = [document for blocks in plan for block in blocks for document in block]
     mask, results = response_mask(sorted(documents, key=lambda document: document.number)), []
     for blocks in plan:
@@ -88,9 +84,30 @@ def logprobs_at(model, input_ids, where, targets, position_ids=None, attention_m
     (n,) token ids. position_ids, attention_mask: as head_outputs takes them. Returns (n,) fp32, nats. Call it
     as a method, like token_logprobs."""
     with _computing(model, input_ids):
-        options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
-        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
+        hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
         return _unembed(model, hidden[where[0], where[1]], targets)[0]
+
+
+def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
+    """(B, T, H) last hidden states. position_ids, attention_mask: as head_outputs takes them."""
+    if attention_mask is not None:
+        attention_mask = _masks(model.config.get_text_config(), attention_mask, position_ids)
+    options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+    return model.base_model(input_ids=input_ids, **options).last_hidden_state
+
+
+def _masks(config, mask, position_ids):
+    """A (B, 1, T, T) bool mask as a model's attention reads it: with its window of positions, if it has one,
+    which may be that of some layers only; for eager attention, which adds it to the scores, 0 and -inf."""
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    masks, window = {"full_attention": mask}, getattr(config, "sliding_window", None)
+    if window and "sliding_attention" in kinds and mask.shape[-1] > window:
+        query, key = position_ids[:, None, :, None], position_ids[:, None, None, :]
+        masks["sliding_attention"] = mask & (key > query - window)
+    if config._attn_implementation == "eager":
+        masks = {kind: torch.where(mask, 0.0, -math.inf) for kind, mask in masks.items()}
+    one_for_all = kinds == {"sliding_attention"} or len(masks) == 1
+    return [*masks.values()][-1] if one_for_all else masks
 
 
 def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
@@ -102,7 +119,7 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     size = max(1, elements // head.weight.shape[0])
     again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
     for chunk in zip(hidden.split(size), targets.split(size)):
-        inputs = (head, *chunk, temperature, entropy)
+        inputs = (model, *chunk, temperature, entropy)
         parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
     return [torch.cat(part) for part in zip(*parts)]
 
@@ -120,9 +137,9 @@ def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[fl
 
 
 def next_token_logprobs(model, input_ids, where, before=()):
-    """log pi of every token that may follow some tokens. input_ids: (B, T), right-padded; where: (2, n), the
-    rows and columns of these tokens; before: token ids in front of every row, which are run once. Returns
-    (n, V) fp32, nats. Call it as a method, like token_logprobs. The head computes in fp32 whatever the body
+    """log pi of every token that may follow some tokens: (n, V) fp32, nats. input_ids: (B, T), right-padded;
+    where: (2, n), their rows and columns; before: token ids in front of every row, which are run once (not by
+    a recurrent model). Call it as a method, like token_logprobs. The head computes in fp32 whatever the body
     does: in bf16 the logits of two likely tokens are often the same."""
     with _computing(model, input_ids):
         options = {"use_cache": False}
@@ -135,7 +152,7 @@ def next_token_logprobs(model, input_ids, where, before=()):
     head = model.get_output_embeddings()
     bias = None if head.bias is None else head.bias.float()
     logits = torch.nn.functional.linear(hidden[where[0], where[1]].float(), head.weight.float(), bias)
-    return logits.log_softmax(-1)
+    return _scaled(logits, model.config.get_text_config()).log_softmax(-1)
 
 
 @torch.no_grad()
@@ -157,8 +174,18 @@ def _computing(model, input_ids):
     return torch.autocast(input_ids.device.type, dtype, enabled=enabled)
 
 
-def _chunk(head, hidden, targets, temperature, entropy):
-    logits = head(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
+def _scaled(logits, config):
+    """What a family does to its logits after the unembedding. (loading.py checks that there is no more.)"""
+    for key, power in LOGIT_FACTORS.items():
+        factor = getattr(config, key, None)
+        logits = logits if factor in (None, 1) else logits * factor**power
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _chunk(model, hidden, targets, temperature, entropy):
+    logits = model.get_output_embeddings()(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
+    logits = _scaled(logits, model.config.get_text_config())
     logits = logits if temperature == 1 else logits / temperature
     logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # one fused pass
     if not entropy:
@@ -174,12 +201,11 @@ def head_outputs(model, input_ids, where, position_ids=None, attention_mask=None
 
     input_ids: (B, T), right-padded. where: (2, n), rows and columns of the tokens to read.
     position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True where a query may look, for rows in which
-      responses share a prompt (preferences.collate); None: plain causal rows.
+      responses share a prompt (batches.collate_comparisons); None: plain causal rows.
     Returns (n, number of outputs) in fp32. Call it as a method, `model.head_outputs(...)`: dist.shard has
       that gather the weights. The head computes in fp32 whatever the body does: rounded scores tie."""
     with _computing(model, input_ids):
-        options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
-        hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
+        hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
     return model.score(hidden[where[0], where[1]].float())
 
 
@@ -196,10 +222,8 @@ def scores_of(model, batch):
     """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of
     an advantage model a(x, y), all ratios taken as 1."""
     if model.config.num_labels == 1:
-        outputs = model.head_outputs(
-            batch.input_ids, batch.response_ends, batch.position_ids, batch.attention_mask
-        )
-        return outputs[:, 0]
+        options = batch.position_ids, batch.attention_mask
+        return model.head_outputs(batch.input_ids, batch.response_ends, *options)[:, 0]
     rewards, expected = rewards_and_expected(model, batch)
     sizes = torch.tensor(batch.sizes, dtype=torch.long, device=rewards.device)  # also of no comparison
     return advantages(model, rewards, expected.repeat_interleave(sizes))
@@ -215,8 +239,7 @@ def score(model, input_ids, response_mask):
     read at the prompt's last token. ValueError if a row has no response or no prompt."""
     if not response_mask.any(1).all() or response_mask[:, 0].any():
         raise ValueError("score: a row has no response token, or no prompt before it")
-    columns = torch.arange(response_mask.shape[1], device=response_mask.device)
-    last = (response_mask * columns).argmax(1)
+    last = response_mask.shape[1] - 1 - response_mask.flip(1).int().argmax(1)
     before = response_mask.int().argmax(1) - 1  # the prompt's last token
     rows = torch.arange(len(last), device=last.device)
     if model.config.num_labels == 1:
@@ -226,12 +249,12 @@ def score(model, input_ids, response_mask):
     return advantages(model, rewards[:, 0], expected[:, 1])
 
 
-def values(model, input_ids, action_mask, position_ids=None):
-    """V of the state before each action, by a model with one output: (B, T-1) fp32, 0 where action_mask is
-    False. input_ids: (B, T), right-padded; action_mask: (B, T-1) bool; position_ids: as token_logprobs takes
-    them. Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""
-    found = model.head_outputs(input_ids, action_mask.nonzero().T, position_ids)[:, 0]
-    return torch.zeros(action_mask.shape, device=input_ids.device).masked_scatter(action_mask, found)
+def state_values(model, batch):
+    """V of the state before each response token, by a model with one output: (B, T-1) fp32, 0 elsewhere.
+    Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""
+    mask = batch.action_mask
+    outputs = model.head_outputs(batch.input_ids, mask.nonzero().T, batch.position_ids)[:, 0]
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, outputs)
 
 
 def advantages(model, rewards, expected_rewards):
@@ -271,52 +294,69 @@ def n_positions(config) -> int:
     return getattr(config, "max_position_embeddings", sys.maxsize)
 
 
-@torch.no_grad()
-def check_packing(model):
-    """InputError if, with two documents in a row, what the first one says changes the second: transformers
-    keeps packed documents apart by their positions, but not in every model. Every rank must call it."""
-    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]], device=device)
-    firsts = [[k * (i + 1) % vocabulary for i in range(5)] for k in (3, 4)]
-    ids = [torch.tensor([[*first, *(i % vocabulary for i in range(7))]], device=device) for first in firsts]
+def window(config) -> int:
+    """How many tokens the layer of a model sees that sees fewest; 0: all see all."""
+    sizes = [getattr(config.get_text_config(), key, None) for key in WINDOWS]
+    return min((size for size in sizes if isinstance(size, int)), default=0)
 
-    def change(positions):  # of the second document's figures, by what the first one says
-        if hasattr(model, "head_outputs"):
-            first, second = (model.head_outputs(x, packed.nonzero().T[:, 4:], positions) for x in ids)
-        else:
-            first, second = (model.token_logprobs(x, packed[:, 1:] > 0, positions)[:, 5:] for x in ids)
-        return (first - second).abs().max().item()
 
-    leak, as_one = change(packed), change(torch.arange(12, device=device)[None])
-    if not leak <= 0.1 * as_one:  # rounding alone may change a little, where experts take tokens of both
-        kind = model.config.model_type
-        raise InputError(f"{kind}: packed documents see each other (by {leak:.2g}), use --no-packing")
+def recurrent(model) -> bool:
+    """Whether a layer hands a state from token to token, which neither masks nor positions stop."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return getattr(model, "_is_stateful", False) or "conv" in kinds or "linear_attention" in kinds
 
 
 @torch.no_grad()
-def check_shared_prompt(model, max_length=None):
-    """InputError if responses that share their prompt in one row get other scores, or log probabilities, than
-    in rows of their own: some models read neither 4-D masks nor positions. max_length: of a prompt with one
-    response, which a window of attention must hold; None: no window will do. Every rank must call it."""
-    vocabulary, device = model.config.get_text_config().vocab_size, next(model.parameters()).device
-    prompt, first, second = ([(k * i + 1) % vocabulary for i in range(k)] for k in (3, 4, 5))
-    branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5, device=device)
-    mask = ((branch == 0) | (branch == branch[:, None])).tril()[None, None]
-    row = torch.tensor([prompt + first + second], device=device)
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]], device=device)
-    ends = torch.tensor([[0, 0], [6, 11]], device=device)
-    rows = torch.tensor([prompt + first + [0], prompt + second], device=device)
-    alone_ends = torch.tensor([[0, 1], [6, 7]], device=device)
-    if hasattr(model, "head_outputs"):
-        shared, alone = model.head_outputs(row, ends, positions, mask), model.head_outputs(rows, alone_ends)
-    else:
-        targets = torch.tensor([1, 2], device=device)
-        shared = model.logprobs_at(row, ends, targets, positions, mask)
-        alone = model.logprobs_at(rows, alone_ends, targets)
-    close = 1e-4 if getattr(model, "compute_dtype", torch.float32) == torch.float32 else 0.05
-    # A window of attention would show in long rows only
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    too_narrow = window and (max_length is None or window < max_length)
-    if too_narrow or not (shared - alone).abs().max() < close * (1 + alone.abs().max()):
-        raise InputError(f"{config.model_type}: responses cannot share a prompt, use --no-share-prompt")
+def packs(model) -> bool:
+    """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
+    in every model. If not, a line says so. Every rank must call it."""
+    documents = [Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
+    rows = [documents], [[document] for document in documents]
+    packed, alone = (collate(blocks, pad_id=0, device=model.device) for blocks in rows)
+    otherwise = "documents in a row would see each other: each has a row of its own"
+    return _are_as_alone(model, packed, alone, otherwise)
+
+
+@torch.no_grad()
+def shares_prompts(model, max_length) -> bool:
+    """Whether responses that share their prompt in one row get the scores, or log probabilities, that they
+    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so.
+    max_length: of a prompt with one response; a window that is shorter is looked beyond. Every rank must call
+    it."""
+    length = min(max(8, window(model.config) * 3 // 2), max_length)
+    prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
+    comparison = Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
+    shared, alone = (collate_comparisons([comparison], 0, share, model.device) for share in (True, False))
+    otherwise = "responses cannot share their prompt: each has a row of its own"
+    return _are_as_alone(model, shared, alone, otherwise)
+
+
+def _texts(model, *lengths):
+    vocabulary = model.config.get_text_config().vocab_size
+    return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
+
+
+def _are_as_alone(model, together, alone, otherwise) -> bool:
+    """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
+    positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
+    scorer = hasattr(model, "head_outputs")
+
+    def figures(batch):
+        if hasattr(batch, "action_mask"):
+            return (state_values if scorer else logprobs)(model, batch)[batch.action_mask]
+        return (scores_of if scorer else response_logprobs)(model, batch)
+
+    positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
+    dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
+    model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
+    try:
+        batches = alone, together, together._replace(position_ids=positions)
+        apart, *others = (figures(batch) for batch in batches)
+        gap, change = ((other - apart).abs().max().item() for other in others)
+    except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
+        gap, change = 1, 0
+    model.compute_dtype, close = dtype, 0.05 if sharded and dtype != torch.float32 else 1e-3
+    holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
+    if not holds and dist.is_main():
+        print(f"{model.config.model_type}: {otherwise}")
+    return holds

@@ -68,7 +68,8 @@ def my_packed_batches(documents, model, size):
     long as its longest document; the same number of batches on every rank."""
     for share in dist.my_batches(documents, size, n_tokens):
         longest = max(map(n_tokens, share), default=0)
-        yield collate(make_blocks(share, longest), model.config.pad_token_id, model.device)
+        blocks = make_blocks(share, longest, getattr(model, "packs", True))  # see train_pairwise.py
+        yield collate(blocks, model.config.pad_token_id, model.device)
 
 
 def n_tokens(document) -> int:

@@ -117,7 +117,7 @@ def main(args: Args):
     model.config.preference_model = True  # not every language model can be asked for a letter
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    models.check_packing(model)
+    model.packs = models.packs(model)
     evaluate = evaluation.HeldOutPairs(held_out, tokenizer, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded

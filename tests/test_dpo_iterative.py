@@ -923,18 +923,11 @@ def test_a_folder_of_an_old_run_may_be_named_as_the_references_default_is(small,
         assert (folder / "model").exists()
 
 
-def test_a_model_that_cannot_share_prompts_is_refused_before_anything_is_sampled(
-    small, tmp_path, monkeypatch
-):
-    def refuse(model, max_length):
-        raise InputError("use --no-share-prompt")
-
-    monkeypatch.setattr(models, "check_shared_prompt", refuse)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        in_process(small, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    in_process(small, tmp_path / "run", share_prompt=False, **ONE_STEP)
+def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "shares_prompts", lambda model, max_length: False)
+    in_process(small, tmp_path / "run", **ONE_STEP)
     assert len(read_jsonl(tmp_path / "run/pool.jsonl")) == 2 * PROMPTS * K
+    assert json.loads((tmp_path / "run/args.json").read_text())["args"]["share_prompt"] is False
 
 
 def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path):

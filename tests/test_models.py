@@ -9,27 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import transformers
+from safetensors.torch import load_file, save_file
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    CohereConfig,
-    FalconH1Config,
-    Gemma2Config,
-    GPT2Config,
-    GraniteConfig,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PhimoeConfig,
-    Qwen3MoeConfig,
-)
+    AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification,
+    BertConfig, BertForSequenceClassification, BloomConfig, Cohere2Config, Gemma2Config, Gemma3Config,
+    GPT2Config, GptOssConfig, GPTNeoConfig, GraniteMoeConfig, Lfm2Config, LlamaConfig,
+    LlamaForSequenceClassification, MistralConfig, MixtralConfig, Phi3Config, PhimoeConfig, Qwen3MoeConfig,
+)  # fmt: skip
 
 import advantage_model
 import dpo_iterative
@@ -37,7 +26,7 @@ import ppo
 import rejection_sampling
 import reward
 from common import data, dist, loading, models, tiny
-from common.batches import Document, Row, collate
+from common.batches import Comparison, Document, Row, collate, collate_comparisons, make_blocks
 from common.errors import InputError
 
 V = 61  # vocabulary, a prime: no other dimension has it
@@ -49,6 +38,7 @@ GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions":
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
 SMALL_BERT = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SMALL_BERT |= {"num_attention_heads": 4}
+TINY = {"vocab_size": V, "hidden_size": 32, "initializer_range": 0.3}
 
 
 def small(kind, **options):
@@ -208,18 +198,6 @@ def test_packed_documents_have_the_logprobs_they_have_alone(model):
     assert (without - packed)[0, 9:].abs().max() > 0.1
 
 
-@torch.no_grad()
-def test_what_the_first_document_says_changes_nothing_in_the_second(model):
-    results = []
-    for first in (document(1, 9), document(7, 9)):
-        batch = collate([[first, document(2, 12)]], pad_id=0)
-        results.append(
-            models.token_logprobs(model, batch.input_ids, batch.action_mask, batch.position_ids)[0]
-        )
-    torch.testing.assert_close(results[0][9:], results[1][9:], rtol=0, atol=1e-6)
-    assert (results[0] - results[1])[:8].abs().max() > 0.1
-
-
 def drop_positions(forward):
     return lambda *args, position_ids=None, **options: forward(*args, **options)
 
@@ -233,16 +211,14 @@ def see_everything(forward):  # with a mask of its own transformers does not loo
 
 @pytest.mark.parametrize("leak", [None, drop_positions, see_everything])
 @pytest.mark.parametrize("kind", ["policy", "scorer"])
-def test_check_packing_passes_where_documents_are_apart_and_refuses_where_they_leak(leak, kind):
+def test_packs_is_true_where_documents_are_apart_and_says_where_they_leak(leak, kind, capsys):
     words = tiny.tokenizer()
     model = loading.load_policy("tiny", words) if kind == "policy" else loading.load_scorer("tiny", words, 1)
-    model.compute_dtype = torch.float32  # as dist.shard sets it
-    if leak is None:
-        models.check_packing(model)
-        return
-    model.model.forward = leak(model.model.forward)
-    with pytest.raises(InputError, match="--no-packing"):
-        models.check_packing(model)
+    if leak:
+        model.model.forward = leak(model.model.forward)
+    assert models.packs(model) is (leak is None)
+    said = "llama: documents in a row would see each other: each has a row of its own\n"
+    assert capsys.readouterr().out == (said if leak else "")
 
 
 def saved(path, config, seed=0):
@@ -251,17 +227,14 @@ def saved(path, config, seed=0):
     return str(path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_check_packing_takes_the_rounding_of_experts_for_no_leak(dtype, tmp_path):
+def test_packs_takes_the_rounding_of_experts_for_no_leak(tmp_path):
     """An expert multiplies the tokens of both documents at once, in as many rows as there are."""
     wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
     config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
     policy = loading.load_policy(saved(tmp_path, config, seed=4), Words(V))
-    policy.compute_dtype = dtype
-    models.check_packing(policy)
+    assert models.packs(policy)
     policy.model.forward = see_everything(policy.model.forward)
-    with pytest.raises(InputError, match="--no-packing"):
-        models.check_packing(policy)
+    assert not models.packs(policy)
 
 
 # -- load_tokenizer, and what transformers knows -------------------------------------------------
@@ -373,7 +346,7 @@ def test_noise_of_a_router_is_off_in_training(rows, tmp_path):
 
 
 def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
-    with pytest.raises(InputError, match="phimoe: two forwards in training mode differ"):  # 16 experts
+    with pytest.raises(InputError, match="phimoe: two forwards differ: it draws experts"):  # 16 experts
         loading.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
 
 
@@ -391,40 +364,6 @@ def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     for settings in (policy.config, policy.generation_config):
         assert (settings.pad_token_id, settings.eos_token_id) == (4, 5)
-
-
-FALCON = {k: SMALL[k] for k in SMALL if k != "initializer_range"} | {"mamba_d_ssm": 32, "mamba_n_heads": 4}
-FALCON |= {"mamba_d_head": 8, "mamba_d_state": 8, "head_dim": 8}
-
-
-@pytest.mark.parametrize(
-    "config, key",
-    [
-        (lambda: Gemma2Config(**SMALL, head_dim=8), "final_logit_softcapping"),
-        (lambda: CohereConfig(**SMALL, logit_scale=0.0625), "logit_scale"),
-        (lambda: GraniteConfig(**SMALL, logits_scaling=8.0), "logits_scaling"),
-        (lambda: FalconH1Config(**FALCON, lm_head_multiplier=0.1), "lm_head_multiplier"),
-    ],
-    ids=["gemma2", "cohere", "granite", "falcon h1"],
-)
-def test_models_that_change_their_logits_are_refused(config, key, tmp_path):
-    with pytest.raises(InputError, match=key):
-        loading.load_policy(saved(tmp_path, config()), Words(V))
-
-
-def test_another_kind_of_model_is_refused_by_name(tmp_path):
-    LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=1)).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="LlamaForSequenceClassification, wanted a causal language model"):
-        loading.load_policy(str(tmp_path), Words(V))
-
-
-def test_the_same_family_is_accepted_when_its_logits_are_plain(rows, tmp_path):
-    config = GraniteConfig(**SMALL, logits_scaling=1.0)
-    policy = loading.load_policy(saved(tmp_path, config), Words(V))
-    with torch.no_grad():
-        expected = reference(policy, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0]
-        got = policy.token_logprobs(*rows)
-    torch.testing.assert_close(got, expected.where(rows[1], 0.0).float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -499,8 +438,6 @@ def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
         torch.manual_seed(noise)
         heads.append(loading.load_scorer(name, Words(V), 1, seed=seed).score.weight)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    tiny_heads = [loading.load_scorer("tiny", tiny.tokenizer(), 1, seed=s).score.weight for s in (0, 0, 1)]
-    assert torch.equal(*tiny_heads[:2]) and not torch.equal(*tiny_heads[1:])
 
 
 def test_tiny_scorer_has_the_body_of_tiny_model():
@@ -520,17 +457,6 @@ def test_scorer_gets_rows_for_added_tokens(tied, tmp_path):
         torch.testing.assert_close(row, old.mean(0))
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_of_a_scorer_is_off_in_training(checkpointing, rows, tmp_path):
-    name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
-    scorer = loading.load_scorer(name, Words(V), 1, gradient_checkpointing=checkpointing)
-    where = torch.tensor([[0, 1], [5, 11]])
-    once, twice = (scorer.head_outputs(rows[0], where) for _ in range(2))
-    assert torch.equal(once, twice)
-    once.sum().backward()
-    assert all(p.grad is not None for p in scorer.parameters())
-
-
 def classifier(path, n_labels):
     """A transformers classifier with n_labels, saved."""
     torch.manual_seed(n_labels)
@@ -541,9 +467,9 @@ def classifier(path, n_labels):
 @pytest.mark.parametrize(
     "has, wants, says",
     [
-        (1, 2, r"is a reward model \(1 output\), wanted an advantage model \(2 outputs\) or a causal"),
-        (2, 1, r"is an advantage model \(2 outputs\), wanted a reward model \(1 output\) or a causal"),
-        (5, 1, r"is a classifier of 5 labels, wanted a reward model"),
+        (1, 2, "is a classifier of 1 labels, wanted a run of advantage_model.py or a causal LM"),
+        (2, 1, r"is a classifier of 2 labels, wanted a reward model \(1 label\) or a causal LM"),
+        (2, 2, "is a classifier of 2 labels, wanted a run of advantage_model.py"),
     ],
 )
 def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
@@ -587,11 +513,6 @@ def test_the_share_of_weights_that_changed_is_counted_in_the_files(kind, tmp_pat
     assert capsys.readouterr().out == f"wrote {end} (bfloat16)\n"
 
 
-def test_is_causal_lm(tmp_path):
-    assert loading.is_causal_lm("tiny") and loading.is_causal_lm(causal(tmp_path / "lm", "gpt2"))
-    assert not loading.is_causal_lm(classifier(tmp_path / "rm", 1))
-
-
 def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path):
     plain = causal(tmp_path / "lm", "llama")
     says_so = saved(tmp_path / "pairwise", LlamaConfig(**SMALL, preference_model=True))
@@ -610,11 +531,6 @@ def test_what_is_written_of_a_preference_model_is_one(tmp_path):
             policy.config.preference_model = True
         dist.save_model(policy, tiny.tokenizer(), tmp_path / "model")
         assert loading.is_preference_model(str(tmp_path / "model")) is marked
-
-
-def test_n_outputs_of_reward_and_advantage_models(tmp_path):
-    for n in (1, 2):
-        assert loading.n_outputs(classifier(tmp_path / str(n), n)) == n
 
 
 def test_n_outputs_of_a_run_directory(tmp_path):
@@ -845,13 +761,6 @@ def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_i
     assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
 
 
-def test_places_before_actions_have_the_logprobs_of_token_logprobs(model, rows):
-    input_ids, mask = rows
-    where = mask.nonzero().T
-    got = models.logprobs_at(model, input_ids, where, input_ids[:, 1:][mask])
-    torch.testing.assert_close(got, models.token_logprobs(model, *rows)[mask], rtol=0, atol=1e-6)
-
-
 def tree():
     """A prompt of 3 tokens and responses of 4 and 5: {"shared": ..., "apart": ...}, each the arguments of
     logprobs_at for all tokens of both responses, in one row with a mask and in two rows."""
@@ -949,53 +858,156 @@ def test_seq_logprobs_of_no_document_are_none(tmp_path):
     assert models.seq_logprobs(policy, [], 4) == []
 
 
-# -- check_shared_prompt -----------------------------------------------------------------------
+# -- shares_prompts ----------------------------------------------------------------------------
 def no_mask(forward):
     return lambda *args, attention_mask=None, **options: forward(*args, **options)
 
 
+@pytest.mark.parametrize("load", [loading.load_policy, lambda *given: loading.load_scorer(*given, 1)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
-def test_check_shared_prompt_passes_where_responses_are_apart_and_refuses_where_not(kind, leak, tmp_path):
-    scorer = loading.load_scorer(causal(tmp_path, kind), Words(V), 2)
-    if leak is None:
-        models.check_shared_prompt(scorer)
-        scorer.compute_dtype = torch.bfloat16  # rounding alone is no leak
-        models.check_shared_prompt(scorer)
+def test_shares_prompts_is_true_where_responses_are_apart_and_says_where_not(
+    load, kind, leak, tmp_path, capsys
+):
+    model = load(causal(tmp_path, kind), Words(V))
+    if leak:
+        model.base_model.forward = leak(model.base_model.forward)
+    model.compute_dtype = torch.bfloat16  # the probe computes in fp32, where FSDP does not cast
+    assert models.shares_prompts(model, 64) is (leak is None) and model.compute_dtype == torch.bfloat16
+    said = f"{kind}: responses cannot share their prompt: each has a row of its own\n"
+    assert capsys.readouterr().out == (said if leak else "")
+
+
+# -- families ----------------------------------------------------------------------------------
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}  # rows have 40
+SCALED = {"logits_scaling": 3.0, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+CAPPED = {"head_dim": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}  # so no SDPA
+LOCAL = {"window_size": 8, "attention_types": [[["global", "local"], 1]]}  # by columns, not by positions
+FAMILIES = {  # config, and whether it packs, and its responses share prompts
+    "granite": (GraniteMoeConfig(**SMALL, **SCALED), True, True),
+    "mistral": (MistralConfig(**SMALL, sliding_window=8), True, True),
+    "cohere2": (Cohere2Config(**SMALL, **LAYERS, logit_scale=0.3), True, True),
+    "gemma2": (Gemma2Config(**SMALL, **LAYERS, **CAPPED), True, True),
+    "gpt_oss": (GptOssConfig(**SMALL, **LAYERS, head_dim=8, num_local_experts=4), False, True),  # sinks
+    "gpt_neo": (GPTNeoConfig(**TINY, **LOCAL, num_layers=2, num_heads=4), True, False),
+    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), False, False),
+    "bloom": (BloomConfig(**TINY, n_layer=2, n_head=4), False, False),  # ALiBi
+}
+
+
+def logprobs_alone(name, ids):
+    """log p of each token of a row after the first, by transformers' own eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager").eval()
+    return reference(model, ids[None].long())[0].gather(-1, ids[1:, None].long())[:, 0].float()
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@torch.no_grad()
+def test_a_family_packed_and_with_shared_prompts_has_the_logprobs_of_rows_alone(kind, tmp_path):
+    config, packs, shares = FAMILIES[kind]
+    name = saved(tmp_path, config)
+    policy = loading.load_policy(name, Words(V))
+    assert (models.packs(policy), models.shares_prompts(policy, 64)) == (packs, shares)
+    documents = [document(1, 20), document(2, 13), document(3, 27)]
+    batch = collate(make_blocks(documents, 64, packs), pad_id=0)
+    expected = torch.cat([logprobs_alone(name, d.ids)[1:] for d in batch.documents])
+    got = models.logprobs(policy, batch)[batch.action_mask]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+    prompt, *responses = (d.ids for d in documents)
+    comparison = Comparison([], ["a", "b"], prompt, responses, torch.tensor([0, 1]), "", None)
+    rows = [logprobs_alone(name, torch.cat([prompt, ids]))[19:] for ids in responses]
+    got = models.response_logprobs(policy, collate_comparisons([comparison], 0, shares))
+    torch.testing.assert_close(got, torch.stack([x.sum() for x in rows]), rtol=1e-6, atol=1e-5)
+    if models.recurrent(policy):  # there are no keys and values to go on from
         return
-    scorer.base_model.forward = leak(scorer.base_model.forward)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(scorer)
+    where, before = torch.tensor([[0], [len(responses[0]) - 2]]), prompt.tolist()
+    got = models.next_token_logprobs(policy, responses[0][None].long(), where, before)[0, responses[0][-1]]
+    torch.testing.assert_close(got, rows[0][-1], rtol=0, atol=1e-5)
 
 
-def test_check_shared_prompt_refuses_a_window_which_only_long_rows_would_show(tmp_path):
-    config = MistralConfig(**SMALL, sliding_window=40)
-    scorer = loading.load_scorer(saved(tmp_path, config), Words(V), 1)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(scorer)
-    scorer.config.sliding_window = None
-    models.check_shared_prompt(scorer)
+@pytest.mark.parametrize("kind", ["mistral", "cohere2", "gemma2", "gpt_oss"])
+def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monkeypatch):
+    policy = loading.load_policy(saved(tmp_path, FAMILIES[kind][0]), Words(V))
+    masks, plain = (
+        models._masks,
+        types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation),
+    )
+    monkeypatch.setattr(models, "_masks", lambda config, *given: masks(plain, *given))
+    assert models.shares_prompts(policy, 8) and not models.shares_prompts(policy, 12)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
-def test_check_shared_prompt_sees_a_leak_in_the_log_probabilities_of_a_policy(kind, leak, tmp_path):
-    policy = loading.load_policy(causal(tmp_path, kind), Words(V))
-    if leak is None:
-        models.check_shared_prompt(policy)
-        policy.compute_dtype = torch.bfloat16
-        models.check_shared_prompt(policy)
-        return
-    policy.base_model.forward = leak(policy.base_model.forward)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(policy)
+@pytest.mark.parametrize("kind", ["granite", "cohere2", "gemma2", "lfm2", "llama"])
+@torch.no_grad()
+def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_path):
+    """Also by transformers, with its class, or the body and the head's weights where it has none."""
+    name = saved(tmp_path / "lm", FAMILIES[kind][0]) if kind in FAMILIES else causal(tmp_path / "lm", kind)
+    scorer = loading.load_scorer(name, Small(), 1)
+    hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
+    expected = (hidden[:, 6] @ scorer.score.weight.T)[:, 0]
+    dist.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
+    again = loading.load_scorer(str(tmp_path / "rm"), Small(), loading.n_outputs(str(tmp_path / "rm")))
+    assert (
+        type(again).__name__ == type(scorer).__name__ and "ForSequenceClassification" in type(again).__name__
+    )
+    for model in (scorer, again):
+        torch.testing.assert_close(models.score(model, *answers), expected, rtol=0, atol=1e-5)
+    body = AutoModel.from_pretrained(tmp_path / "rm")(input_ids=answers[0]).last_hidden_state
+    head = load_file(tmp_path / "rm/model.safetensors")["score.weight"]
+    torch.testing.assert_close((body[:, 6] @ head.T)[:, 0], expected, rtol=0, atol=1e-5)
+    if hasattr(transformers, type(scorer).__name__):
+        got = [alone(str(tmp_path / "rm"), row, 7)[0] for row in answers[0]]
+        torch.testing.assert_close(torch.stack(got), expected, rtol=0, atol=1e-5)
 
 
-def test_check_shared_prompt_takes_a_window_that_holds_a_prompt_with_a_response(tmp_path):
-    policy = loading.load_policy(saved(tmp_path, MistralConfig(**SMALL, sliding_window=40)), Words(V))
-    models.check_shared_prompt(policy, 40)
-    with pytest.raises(InputError, match="--no-share-prompt"):
-        models.check_shared_prompt(policy, 41)
+@torch.no_grad()
+def test_of_a_multimodal_model_the_text_part_is_loaded_and_the_export_says_so(rows, tmp_path, capsys):
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text, start, end = {**SMALL, **LAYERS, "head_dim": 8}, str(tmp_path / "whole"), str(tmp_path / "end")
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config).eval()
+    whole.save_pretrained(start)
+    assert loading.is_causal_lm(start)
+    policy = loading.load_policy(start, Words(V))
+    expected = reference(whole, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0].where(rows[1], 0.0).float()
+    torch.testing.assert_close(policy.token_logprobs(*rows), expected, rtol=0, atol=1e-5)
+    policy.get_input_embeddings().weight[0, 0] += 1
+    dist.save_model(policy, tiny.tokenizer(), end)
+    loading.report_export(end, start, 0)
+    said = capsys.readouterr().out
+    n = sum(p.numel() for p in policy.parameters())
+    assert "the text part of a Gemma3ForConditionalGeneration" in said and f": {100 / n:.3g} % of the" in said
+    plain = AutoModelForCausalLM.from_pretrained(end)
+    assert type(plain).__name__ == "Gemma3ForCausalLM"
+    torch.testing.assert_close(
+        loading.load_policy(end, Words(V)).token_logprobs(*rows), policy.token_logprobs(*rows)
+    )
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused(tmp_path):
+    config = BertConfig(**SMALL_BERT, is_decoder=True)
+    with pytest.raises(
+        InputError, match="^bert: two forwards differ: .* does more to its logits than a factor and a cap$"
+    ):
+        loading.load_policy(saved(tmp_path, config), Words(V))
+
+
+def test_a_model_with_a_factor_that_is_not_known_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "LOGIT_FACTORS", {})
+    with pytest.raises(InputError, match="^granitemoe: two forwards differ"):
+        loading.load_policy(saved(tmp_path, FAMILIES["granite"][0]), Words(V))
+
+
+def test_weights_that_are_in_no_file_are_named(tmp_path):
+    name = causal(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    for load in (loading.load_policy, lambda *given: loading.load_scorer(*given, 1)):
+        with pytest.raises(InputError, match="1 of its weights .* model.layers.1.mlp.up_proj.weight"):
+            load(name, Words(V))
 
 
 # -- find_model --------------------------------------------------------------------------------

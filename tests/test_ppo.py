@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
 from common import data, dist, evaluation, generate, loading, models, scorers, tiny
-from common.batches import Row, collate, make_blocks, my_micro_batches, response_mask
+from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, response_mask
 from common.errors import InputError, NotFinite
 from common.metrics import read_jsonl
 from common.run import parse
@@ -168,8 +168,8 @@ def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
     )
     ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
-    assert models.values(model, ids, mask).tolist() == [[0, 12, 13, 14], [21, 22, 0, 0]]
-    assert models.values(model, ids, torch.zeros_like(mask)).tolist() == [[0] * 4] * 2
+    values = lambda mask: models.state_values(model, Batch(ids, None, mask, [])).tolist()
+    assert values(mask) == [[0, 12, 13, 14], [21, 22, 0, 0]] and values(mask & False) == [[0] * 4] * 2
 
 
 # -- estimate_advantages -----------------------------------------------------------------

@@ -503,16 +503,11 @@ def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
     assert len(policies) == 2  # the base model, for each version, which is then studied where it is
 
 
-def test_a_model_that_cannot_be_packed_is_refused_before_anything_is_sampled(small, tmp_path, monkeypatch):
-    def refuse(model):
-        raise InputError("use --no-packing")
-
-    monkeypatch.setattr(models, "check_packing", refuse)
-    with pytest.raises(InputError, match="--no-packing"):
-        run_here(small, tmp_path)
-    assert not (tmp_path / "run").exists()
-    run_here(small, tmp_path, packing=False, epochs=0.1)
+def test_documents_of_a_model_that_cannot_be_packed_have_rows_of_their_own(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "packs", lambda model: False)
+    run_here(small, tmp_path, epochs=0.1)
     assert len(pool_of(tmp_path / "run")) == 2 * PROMPTS * K
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["args"]["packing"] is False
 
 
 # -- distillation ------------------------------------------------------------------------
