@@ -1,4 +1,5 @@
-"""Sample from any transformers causal LM with full attention, with a KV cache whose rows differ in length.
+"""Sample from any transformers causal LM that generates in left-padded batches (full attention, windows,
+sinks, ALiBi, convolutions and recurrences between attention), with a cache whose rows differ in length.
 Needs torch and transformers, for a progress bar tqdm: copy this file anywhere. It also talks, in a terminal:
 
     python -m common.sampler --model DIR --prompt "..."
@@ -7,16 +8,20 @@ A fixed number of slots decodes together. Each slot holds one response at its ow
 a longer one; when a response ends, the next one takes its slot at once. The n responses to a prompt share one
 run over the prompt. The cost of a step follows the rows that are alive:
 
-    refill   run new prompts once (prefill); copy keys and values into free slots, once for each response
+    refill   run new prompts once (prefill); copy what layers keep into free slots, once for each response
     choose   draw a token for every row; rows that drew a stop id, or are long enough, are done
     compact  move the last live row into the hole that a finished one leaves, so that live rows come first
-    step     one forward, one token a row, which writes keys and values at each row's own length
+    step     one forward, one token a row, which writes all rows' keys and values into one column
+
+All rows end in that column and begin where their length says: a left-padded batch, of which the model itself
+makes positions, masks and windows, as it does for transformers' generate.
 
 The model's generation_config is never read: tokens are drawn from softmax(logits / temperature), cut by
 top_k, then by top_p.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
 import weakref
@@ -26,9 +31,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
+SPARE_COLUMNS = 64  # of the cache: after so many steps at the earliest its rows go back to its first columns
+SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
+LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
+LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
 LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _few_rows_unembedded
 _checked = weakref.WeakKeyDictionary()  # models whose ragged cache was compared with a plain forward
 
@@ -60,7 +70,7 @@ def sample(
     seed: of a generator of this call's own; None: torch's global generator. What a row draws depends on the
       rows beside it: the same call gives the same responses, another number of slots gives others.
     progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update and set_postfix.
-    Raises ValueError for unusable arguments, for models whose attention is not full, and for NaN logits."""
+    Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
     _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots)
     was_training = model.training
     model.eval()  # no dropout; and in training mode gradient checkpointing would drop the cache
@@ -87,8 +97,8 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     # Longest prompts first: rows beside each other have like lengths, and little of the cache is read in vain
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     waiting = deque(i * n + j for i in order for j in range(n))  # rows without a slot yet, as output rows
-    prefilled = {}  # prompt -> (its keys and values, its last logits), of the last prompts that were run
-    cache = RaggedCache(model, slots, max(map(len, prompts)) + max_new_tokens)
+    prefilled = {}  # prompt -> (a cache, its row there, its last logits), of the last prompts that were run
+    cache = RaggedCache(model, slots, max(map(len, prompts)), max_new_tokens)
     row = torch.zeros(slots, dtype=torch.long, device=device)  # which output row a slot holds
     length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
     live, logits = 0, None  # slots 0 to live - 1 are decoding; logits (live, V) of their next tokens
@@ -106,9 +116,9 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
                 if r // n not in prefilled:  # then no row of the prompts before is left
                     prefilled = None  # so that one group is held, not two
                     prefilled = _prefill(model, prompts, list(dict.fromkeys(r // n for r in new[j:])))
-                cache.fill(live + j, prefilled[r // n][0])
+                cache.fill(live + j, *prefilled[r // n][:2], len(prompts[r // n]))
                 row[live + j], length[live + j] = r, len(prompts[r // n])
-                first.append(prefilled[r // n][1])
+                first.append(prefilled[r // n][2])
             logits = torch.stack(first) if live == 0 else torch.cat([logits, torch.stack(first)])
             live += len(new)
             prefilled = {i: kept for i, kept in prefilled.items() if waiting and i == waiting[0] // n}
@@ -135,7 +145,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
         # step
         if live:
-            logits = _step(model, cache, token[:live], length[:live])
+            logits = _next_logits(model, token[:live, None], cache.begin(length[:live]), cache)
             length[:live] += 1
 
     if logprobs.isnan().any():
@@ -190,88 +200,125 @@ def _draw(probs, generator):
 
 
 # -- the cache -------------------------------------------------------------------------------------
-class _Layer(CacheLayerMixin):
-    """Keys and values of one layer, (slots, heads, size, head_dim), allocated when the first row comes."""
+class _Layer(LinearAttentionAndFullAttentionLayer):
+    """What a layer keeps of each slot: keys and values (slots, heads, columns, head_dim), or the states of a
+    convolution or recurrence (slots, ...), which have no length, or all of these. What updates the states is
+    the parent's."""
 
-    is_sliding = False
+    def __init__(self, like, slots, columns):
+        super().__init__(getattr(like, "number_of_states", 1))
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, True)
+        self.is_sliding = hasattr(like, "sliding_window")
+        self.window = like.sliding_window if self.is_sliding else columns
+        self.slots, self.columns = slots, columns
+        self.states = {}  # ("conv_states" or "recurrent_states", which of them) -> (slots, ...)
 
-    def lazy_initialization(self, keys, values):
-        shape = (self.slots, keys.shape[1], self.size)
-        self.keys = torch.zeros(*shape, keys.shape[3], dtype=keys.dtype, device=keys.device)
-        self.values = torch.zeros(*shape, values.shape[3], dtype=values.dtype, device=values.device)
-        self.is_initialized = True
+    def fill(self, slot, end, prefilled, row, length):
+        """Put a row of a prefilled layer into a slot; its last token goes before column `end`."""
+        if getattr(prefilled, "keys", None) is not None:
+            if self.keys is None:
+                self.keys, self.values = self.room(prefilled.keys), self.room(prefilled.values)
+            last = min(length, prefilled.keys.shape[2])  # a layer with a window keeps no more than it needs
+            self.keys[slot, :, end - last : end] = prefilled.keys[row, :, -last:]
+            self.values[slot, :, end - last : end] = prefilled.values[row, :, -last:]
+        for kind in ("conv_states", "recurrent_states"):
+            for i, state in getattr(prefilled, kind, {}).items():
+                if state is not None:
+                    if (kind, i) not in self.states:
+                        self.lazy_initialization(**{kind: state}, state_idx=i)
+                        self.states[kind, i] = state.new_zeros(self.slots, *state.shape[1:])
+                    self.states[kind, i][slot] = state[row]
 
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write one new token a live row at that row's own length; return all that the live rows have."""
-        slot, length, width = self.step
-        self.keys[slot, :, length] = key_states[:, :, 0]
-        self.values[slot, :, length] = value_states[:, :, 0]
-        return self.keys[: len(slot), :, :width], self.values[: len(slot), :, :width]
+    def room(self, rows):
+        return rows.new_zeros(self.slots, rows.shape[1], self.columns, rows.shape[3])
+
+    def move(self, source, target, first, end):
+        if self.keys is not None:
+            self.keys[target, :, first:end] = self.keys[source, :, first:end]
+            self.values[target, :, first:end] = self.values[source, :, first:end]
+        for state in self.states.values():
+            state[target] = state[source]
+
+    def shift(self, first, end):
+        """Let columns first to end become the first ones."""
+        if self.keys is not None:
+            self.keys[:, :, : end - first] = self.keys[:, :, first:end].clone()
+            self.values[:, :, : end - first] = self.values[:, :, first:end].clone()
+
+    def begin(self, live, longest, end):
+        """Before a step of `live` rows, the longest of so many tokens; new ones go before column `end`."""
+        self.live, self.longest, self.end = live, longest, end
+        self.width = min(longest + 1, self.window)
+        for (kind, i), state in self.states.items():
+            getattr(self, kind)[i] = state[:live]  # a view: the step writes into the slots
+
+    def update(self, new_keys, new_values, *args, **kwargs):
+        """Write one new token a live row; return what the live rows have, as far as the window goes back."""
+        live, first, end = self.live, self.end - self.width, self.end
+        self.keys[:live, :, end - 1] = new_keys[:, :, 0]
+        self.values[:live, :, end - 1] = new_values[:, :, 0]
+        return self.keys[:live, :, first:end], self.values[:live, :, first:end]
 
     def get_mask_sizes(self, query_length):
-        return self.step[2], 0
+        return self.width, self.longest + 1 - self.width
 
     def get_seq_length(self):
-        return self.step[2] - 1
-
-    def get_max_length(self):
-        return self.size
+        return self.longest
 
 
 class RaggedCache(Cache):
-    """A transformers cache for one token a row and step, whose rows have different lengths."""
+    """A transformers cache for one token a row and step. Rows differ in length and end in the same column:
+    to the model they are a left-padded batch, of which it makes positions, masks and windows itself."""
 
-    def __init__(self, model, slots, size):
-        super().__init__(layers=[_Layer() for _ in range(model.config.get_text_config().num_hidden_layers)])
-        for layer in self.layers:
-            layer.slots, layer.size = slots, size
+    def __init__(self, model, slots, longest_prompt, max_new_tokens):
+        columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
+        super().__init__(layers=[_Layer(x, slots, columns) for x in DynamicCache(config=model.config).layers])
+        self.columns, self.end = columns, longest_prompt  # rows end before column `end`
+        self.held = longest_prompt  # columns of the longest row so far
 
-    def fill(self, slot, keys_values):
-        """Put a prompt's keys and values, a list over layers of (heads, P, head_dim) pairs, into a slot."""
-        for layer, (keys, values) in zip(self.layers, keys_values):
-            if not layer.is_initialized:
-                layer.lazy_initialization(keys[None], values[None])
-            layer.keys[slot, :, : keys.shape[1]] = keys
-            layer.values[slot, :, : values.shape[1]] = values
+    def fill(self, slot, prefilled, row, length):
+        for layer, prefilled_layer in zip(self.layers, prefilled.layers):
+            layer.fill(slot, self.end, prefilled_layer, row, length)
 
     def move(self, sources, targets):
         for layer in self.layers:
             for source, target in zip(sources, targets):
-                layer.keys[target] = layer.keys[source]
-                layer.values[target] = layer.values[source]
+                layer.move(source, target, self.end - self.held, self.end)
 
-    def begin(self, live, length):
-        """Before a step: live rows' lengths (live,) -> its attention mask (live, 1, 1, width) bool: a row's
-        new token sees the row and itself, not what a longer row or an earlier one left behind."""
-        width = int(length.max()) + 1
+    def begin(self, length):
+        """Before a step: live rows' lengths (live,) -> its attention mask (live, longest + 1) bool."""
+        if self.end == self.columns:  # no column is left: the rows go back to the first ones
+            for layer in self.layers:
+                layer.shift(self.end - self.held, self.end)
+            self.end = self.held
+        longest = int(length.max())
+        self.end, self.held = self.end + 1, max(self.held, longest + 1)
         for layer in self.layers:
-            layer.step = (torch.arange(live, device=length.device), length, width)
-        return (torch.arange(width, device=length.device) <= length[:, None])[:, None, None]
+            layer.begin(len(length), longest, self.end)
+        return torch.arange(-longest, 1, device=length.device) >= -length[:, None]
 
 
 def _prefill(model, prompts, which):
-    """Run the first of the prompts `which`, as many as PREFILL_TOKENS hold, right-padded (causal attention
-    never looks at the padding) -> {prompt: (its keys and values, a (heads, P, head_dim) pair a layer, and its
-    last logits (V,))}."""
+    """Run the first of the prompts `which`, as many as PREFILL_TOKENS hold, left-padded ->
+    {prompt: (the cache of them all, its row there, its last logits (V,))}."""
     device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
     group = which[: max(1, PREFILL_TOKENS // width)]
-    lengths = [len(prompts[i]) for i in group]
-    ids = torch.tensor([prompts[i] + [0] * (width - len(prompts[i])) for i in group], device=device)
-    places, place = (torch.tensor(lengths, device=device) - 1).unique(return_inverse=True)
-    options = {"logits_to_keep": places} if _takes(model, "logits_to_keep") else {}  # at the ends only
-    kept = DynamicCache(config=model.config.get_text_config())
-    logits = model(input_ids=ids, past_key_values=kept, use_cache=True, **options).logits
-    last = logits[torch.arange(len(group), device=device), place if options else places[place]]
-    ours = [(j, slice(None), slice(length)) for j, length in enumerate(lengths)]
-    pairs = [[(layer.keys[at], layer.values[at]) for layer in kept.layers] for at in ours]
-    return {i: (pair, row) for i, pair, row in zip(group, pairs, last)}
+    paddings = [width - len(prompts[i]) for i in group]
+    ids = torch.tensor([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device=device)
+    mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]
+    cache = DynamicCache(config=model.config)
+    logits = _next_logits(model, ids, mask, cache)
+    return {i: (cache, row, logits[row]) for row, i in enumerate(group)}
 
 
-def _step(model, cache, tokens, length):
-    """One decoding step: tokens (live,), cached lengths (live,) -> logits (live, V) of the next token."""
-    mask = cache.begin(len(tokens), length)
-    inputs = {"input_ids": tokens[:, None], "position_ids": length[:, None], "attention_mask": mask}
-    return model(**inputs, past_key_values=cache, use_cache=True).logits[:, -1]
+def _next_logits(model, ids, mask, cache):
+    """Run the last tokens ids (B, 1 or more) of left-padded rows, mask (B, T) bool, of which `cache` has the
+    others -> logits (B, V) of the tokens that come next."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    options = {"position_ids": positions, "logits_to_keep": 1}
+    options = {name: value for name, value in options.items() if _takes(type(model), name)}
+    inputs = {"input_ids": ids, "attention_mask": mask.long(), "past_key_values": cache, "use_cache": True}
+    return model(**inputs, **options).logits[:, -1]
 
 
 @contextlib.contextmanager
@@ -311,42 +358,44 @@ def _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slot
 
 
 def check_attention(config):
-    """ValueError unless all attention of a model with this (text) config is full."""
-    layers = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if layers is None and window is not None or set(layers or ["full_attention"]) != {"full_attention"}:
-        what = f"a sliding window of {window}" if layers is None else ", ".join(sorted(set(layers)))
-        raise ValueError(f"sample: {config.model_type} has {what}; the sampler knows full attention only")
-    if getattr(config, "alibi", False):
-        raise ValueError(f"sample: {config.model_type} has ALiBi; the sampler needs position_ids")
+    """ValueError unless a model with this (text) config keeps what it needs of a row in one of LAYERS."""
+    kind, model = config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is not None and not _takes(model, "past_key_values"):
+        raise ValueError(f"sample: {kind} takes no past_key_values; the sampler needs them")
+    unknown = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - set(LAYERS)
+    if unknown:
+        raise ValueError(f"sample: {kind} caches in a {min(unknown)}, which the sampler does not know")
 
 
 def _check_model(model, prompts, max_new_tokens):
     """Refuse what a ragged cache would get wrong, silently or not; then, once a model, try a short ragged
-    batch against a plain forward."""
+    batch against plain forwards."""
     config = model.config.get_text_config()
-    kind = config.model_type
-    longest, room = max(map(len, prompts)) + max_new_tokens, getattr(config, "max_position_embeddings", None)
-    if room is not None and longest > room:
+    kind, room = config.model_type, _n_positions(config)
+    longest = max(map(len, prompts)) + max_new_tokens
+    if longest > room:
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
     if _checked.get(model):
         return
     check_attention(config)
-    takes_positions = _takes(model, "position_ids") and _takes(model, "past_key_values")
-    if not takes_positions:
-        raise ValueError(f"sample: {kind} takes no position_ids (ALiBi or recurrent); the sampler needs them")
-    # Two rows of different lengths: if the model did not honour mask, positions or cache, the longer one's
-    # leftovers would show in the shorter one
+    # Two rows of different lengths, beyond a small window: did the model not honour mask, positions or cache,
+    # the padding of the shorter one or what a window leaves out would show
+    layers = DynamicCache(config=config).layers
+    windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
+    size = min(6 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     device, vocabulary = next(model.parameters()).device, config.vocab_size
-    rows = [[(7 * i + 3) % vocabulary for i in range(6)], [(5 * i + 1) % vocabulary for i in range(4)]]
+    rows = [
+        [(7 * i + 3) % vocabulary for i in range(size)],
+        [(5 * i + 1) % vocabulary for i in range(size - 2)],
+    ]
     plain = [model(input_ids=torch.tensor([x], device=device), use_cache=False).logits[0, -1] for x in rows]
-    cache, length = RaggedCache(model, 2, 8), torch.tensor([4, 2], device=device)
-    prefilled = _prefill(model, [rows[0][:4], rows[1][:2]], [0, 1])
+    prompts, length = [row[:-2] for row in rows], torch.tensor([len(row) - 2 for row in rows], device=device)
+    prefilled, cache = _prefill(model, prompts, [0, 1]), RaggedCache(model, 2, size, 0)
     for slot in (0, 1):
-        cache.fill(slot, prefilled[slot][0])
+        cache.fill(slot, *prefilled[slot][:2], len(prompts[slot]))
     for step in (0, 1):
-        token = torch.tensor([rows[0][4 + step], rows[1][2 + step]], device=device)
-        logits = _step(model, cache, token, length + step)
+        token = torch.tensor([row[step - 2] for row in rows], device=device)
+        logits = _next_logits(model, token[:, None], cache.begin(length + step), cache)
     tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1  # logits of half precision differ by rounding
     for got, want in zip(logits.float(), plain):
         if not (got - want.float()).abs().max() <= tolerance * (1 + want.float().abs().max()):
@@ -354,8 +403,17 @@ def _check_model(model, prompts, max_new_tokens):
     _checked[model] = True
 
 
-def _takes(model, argument):
-    return argument in inspect.signature(type(model).forward).parameters
+def _n_positions(config):
+    """Of longrope the original length: a longer row turns its whole batch to other frequencies."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope["original_max_position_embeddings"]
+    return getattr(config, "max_position_embeddings", sys.maxsize)
+
+
+@functools.cache
+def _takes(kind, argument):
+    return argument in inspect.signature(kind.forward).parameters
 
 
 # -- talk ------------------------------------------------------------------------------------------

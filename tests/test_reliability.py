@@ -23,7 +23,7 @@ import torch
 from processes import SCRIPTS, flags
 from safetensors.torch import load_file
 from scorers import assert_error, read_json, smaller_model, succeeds, write_rows
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from common import tiny
 from common.errors import InputError
@@ -123,25 +123,27 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
 
 # -- a model that will not do --------------------------------------------------------------
 @pytest.fixture(scope="module")
-def window(small):
-    """A model with a window of attention, which the sampler refuses."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 4, "vocab_size": len(tiny.tokenizer()), "sliding_window": 99}
-    MistralForCausalLM(MistralConfig(**sizes)).save_pretrained(small / "window")
-    tiny.tokenizer().save_pretrained(small / "window")
-    return small / "window"
+def indexed(small):
+    """A model with a cache of its own kind, which the sampler refuses."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
+    config = DeepseekV32Config(**sizes, vocab_size=len(tiny.tokenizer()), num_key_value_heads=2)
+    DeepseekV32ForCausalLM(config).save_pretrained(small / "indexed")
+    tiny.tokenizer().save_pretrained(small / "indexed")
+    return small / "indexed"
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("what", ["cannot be sampled", "2048 positions"])
 def test_a_model_that_will_not_do_is_an_error_and_an_old_run_stays(
-    small, undisturbed, window, tmp_path, name, what
+    small, undisturbed, indexed, tmp_path, name, what
 ):
     shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     options = {"max_length": 2049}
     if what == "cannot be sampled":
-        options = {{"reward": "sft_model", "advantage_model": "policy"}.get(name, "model"): window}
+        options = {{"reward": "sft_model", "advantage_model": "policy"}.get(name, "model"): indexed}
     assert what in error_of(name, small, tmp_path / "run", overwrite=True, **options)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
 

@@ -10,17 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MistralConfig,
-    Qwen2Config,
-)
+    AutoModelForCausalLM, BloomConfig, DeepseekV32Config, FalconH1Config, Gemma2Config, GPT2Config,
+    GPTNeoConfig, GptOssConfig, Lfm2Config, LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig,
+    Qwen2Config, Qwen3_5TextConfig,
+)  # fmt: skip
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from common import sampler, tiny
@@ -28,9 +21,9 @@ from common.sampler import choose, sample
 
 V = 97
 SIZES = {
-    "vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
-    "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
 
@@ -52,34 +45,72 @@ def prompts_of(lengths, seed=1):
 MIXED = prompts_of([3, 31, 7, 7, 40, 12, 1, 25, 18, 2, 33, 9, 5, 29, 14, 22])
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        LlamaConfig(**SIZES),
-        Qwen2Config(**SIZES),
-        GPT2Config(vocab_size=V, n_embd=64, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2,
-                   tie_word_embeddings=False, bos_token_id=1, eos_token_id=2),
-    ],
-    ids=["llama with grouped heads", "qwen2", "gpt2"],
-)  # fmt: skip
-def test_greedy_equals_generate_token_for_token(config):
-    model, stop_ids = build(config), list(range(5, V, 12))
-    out = sample(model, MIXED, max_new_tokens=24, stop_ids=stop_ids, pad_id=0, temperature=0, slots=5)
+FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+W = {"sliding_window": 8}  # shorter than most of MIXED
+WINDOWS = {**SIZES, **W, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL] * 2, "head_dim": 16}
+GPT = {
+    "vocab_size": V,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+FAMILIES = {
+    "grouped heads": LlamaConfig(**SIZES),
+    "biases": Qwen2Config(**SIZES),
+    "learned positions": GPT2Config(**GPT, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "a window": MistralConfig(**SIZES, **W),
+    "a window that is off": Qwen2Config(**SIZES, **W, use_sliding_window=False),
+    "windows by layer, scores and logits capped": Gemma2Config(**WINDOWS, final_logit_softcapping=3.0),
+    "sinks, eager attention": GptOssConfig(**WINDOWS, num_local_experts=4, num_experts_per_tok=2),
+    "a window of its own": GPTNeoConfig(
+        **GPT, hidden_size=64, num_layers=2, num_heads=4, window_size=8,
+        attention_types=[[["global", "local"], 1]],
+    ),
+    "ALiBi": BloomConfig(**GPT, hidden_size=64, n_layer=2, n_head=4),
+    "convolutions": Lfm2Config(**{**SIZES, "num_hidden_layers": 3, "layer_types": ["conv", FULL, "conv"]}),
+    "recurrence": Qwen3_5TextConfig(
+        **{**SIZES, "num_hidden_layers": 3, "layer_types": [LINEAR, FULL, LINEAR], "head_dim": 16},
+        linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+    ),
+    "attention beside recurrence, logits scaled": FalconH1Config(
+        **SIZES, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, lm_head_multiplier=0.5
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate_and_logprobs_plain_forwards(family, monkeypatch):
+    """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice."""
+    monkeypatch.setattr(sampler, "SPARE_COLUMNS", 3)
+    monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
+    model, stop_ids = build(FAMILIES[family]), list(range(5, V, 12))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight) if weight.dim() == 1 else 0  # sinks, norms and biases
+    options = {"n": 2, "max_new_tokens": 24, "stop_ids": stop_ids, "pad_id": 0, "slots": 5}
+    greedy, drawn = sample(model, MIXED, temperature=0, **options), sample(model, MIXED, seed=0, **options)
     lengths = set()
     for i, prompt in enumerate(MIXED):
         options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": stop_ids, "pad_token_id": 0}
         ids = torch.tensor([prompt])
         want = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
-        assert out.response_tokens[i][out.sample_mask[i]].tolist() == want.tolist()
-        assert out.finished[i].item() == (want[-1].item() in stop_ids)
-        lengths.add(len(want))
+        for row in (2 * i, 2 * i + 1):
+            assert greedy.response_tokens[row][greedy.sample_mask[row]].tolist() == want.tolist()
+            assert greedy.finished[row].item() == (want[-1].item() in stop_ids)
+            tokens = drawn.response_tokens[row][drawn.sample_mask[row]]
+            ids = torch.cat([torch.tensor(prompt), tokens])[None]
+            logprobs = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            got = drawn.sample_logprobs[row][drawn.sample_mask[row]]
+            torch.testing.assert_close(got, logprobs.gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+            lengths.add(len(tokens))
     assert len(lengths) > 3  # slots really were refilled at different times
-    assert (out.sample_logprobs == 0).all()  # a point mass: log 1
+    assert (greedy.sample_logprobs == 0).all()  # a point mass: log 1
 
 
 def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(llama, monkeypatch):
     options = {"max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "slots": 5, "seed": 0}
-    want, head, products = sample(llama, MIXED, **options), llama.lm_head, []
+    head, products = llama.lm_head, []
     monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
     draw = sampler.choose
 
@@ -95,10 +126,6 @@ def test_a_large_vocabulary_is_unembedded_in_another_order_to_the_same_logits(ll
     assert products
     for ours, plain in products:
         torch.testing.assert_close(ours, plain)
-    monkeypatch.setattr(sampler, "choose", draw)
-    found = sample(llama, MIXED, **options)
-    assert torch.equal(found.response_tokens, want.response_tokens)
-    torch.testing.assert_close(found.sample_logprobs, want.sample_logprobs)
     assert "forward" not in vars(head)
     with pytest.raises(ValueError, match="seed"):  # after an error it is as it was, too
         monkeypatch.setattr(sampler, "choose", lambda *_: (_ for _ in ()).throw(ValueError("seed")))
@@ -121,14 +148,14 @@ def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, mon
     """No more prompts' keys and values are held at once than one group's."""
     options = {"n": n, "max_new_tokens": 12, "stop_ids": [7], "pad_id": 0, "temperature": 0, "slots": 10}
     want, groups, run = sample(llama, MIXED, **options), [], sampler._prefill
-    alive = []  # weak references to each group's keys
+    alive = []  # weak references to each group's cache
 
     def prefill(model, prompts, which):
         gc.collect()
         assert not [at for at in alive if at() is not None]
         found = run(model, prompts, which)
         groups.append(list(found))
-        alive.extend(weakref.ref(pairs[0][0]) for pairs, _ in found.values())
+        alive.extend(weakref.ref(cache) for cache, *_ in found.values())
         return found
 
     monkeypatch.setattr(sampler, "PREFILL_TOKENS", 80)
@@ -142,54 +169,36 @@ def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, mon
     assert sorted(asked) == list(range(len(MIXED))) and len(groups) >= 5
 
 
-def test_slots_do_not_change_greedy_answers(llama):
-    few, many = (
-        sample(llama, MIXED, max_new_tokens=12, stop_ids=[7], pad_id=0, temperature=0, slots=s)
-        for s in (1, 64)
-    )
-    assert torch.equal(few.response_tokens, many.response_tokens)
-
-
 @pytest.mark.parametrize(
-    "config, name",
+    "config, why",
     [
-        (MistralConfig(**SIZES, sliding_window=16), "mistral has a sliding window of 16"),
-        (
-            Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=16),
-            "gemma3_text has .*sliding_attention",
-        ),
-        (BloomConfig(vocab_size=V, hidden_size=64, n_layer=2, n_head=4), "bloom takes no position_ids"),
-        (
-            FalconConfig(
-                vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True
-            ),
-            "falcon has ALiBi",
-        ),
-        (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba"),
+        (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba takes no past_key_values"),
+        (DeepseekV32Config(), "deepseek_v32 caches in a DynamicIndexedLayer"),
     ],
 )
-def test_models_without_full_attention_are_refused_by_name(config, name):
-    with pytest.raises(ValueError, match=name):
-        sample(build(config), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
+def test_a_cache_that_the_sampler_does_not_know_is_refused_by_its_config(config, why):
+    with pytest.raises(ValueError, match=why):
+        sampler.check_attention(config)
 
 
-def test_a_sliding_window_that_the_config_turns_off_is_full_attention():
-    config = Qwen2Config(**SIZES, sliding_window=4, use_sliding_window=False)
-    assert sample(build(config), [[3, 4]], max_new_tokens=8, stop_ids=[], pad_id=0).response_tokens.shape == (
-        1,
-        8,
-    )
+def test_a_window_one_token_too_narrow_is_caught_by_the_trial_batch(monkeypatch):
+    """It lies beyond the window, and a window of 300 is too long for it."""
+    begin = sampler._Layer.begin
+
+    def narrow(layer, *rest):
+        begin(layer, *rest)
+        layer.width = min(layer.width, layer.window - 1)
+
+    monkeypatch.setattr(sampler._Layer, "begin", narrow)
+    with pytest.raises(ValueError, match="other logits with a ragged cache"):
+        sample(build(MistralConfig(**SIZES, **W)), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
 
 
-def test_a_model_that_ignores_positions_is_caught_by_the_trial_batch():
+def test_a_model_that_ignores_the_mask_is_caught_by_the_trial_batch():
     class Deaf(LlamaForCausalLM):
-        def forward(
-            self, input_ids=None, position_ids=None, attention_mask=None, past_key_values=None, **kwargs
-        ):
-            kwargs["attention_mask"] = None if attention_mask is None else torch.ones_like(attention_mask)
-            return super().forward(
-                input_ids, position_ids=position_ids, past_key_values=past_key_values, **kwargs
-            )
+        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+            mask = None if attention_mask is None else torch.ones_like(attention_mask)
+            return super().forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
 
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="other logits with a ragged cache"):
@@ -201,14 +210,17 @@ def test_a_model_that_ignores_positions_is_caught_by_the_trial_batch():
 )
 def test_logprobs_are_those_of_the_distribution_sampled_from(llama, settings):
     """The distribution is made by transformers' own warpers from a forward of the whole row without a
-    cache."""
+    cache. Rows of one length: the longest of all are moved."""
     temperature, top_p, top_k = settings
     choice = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    out = sample(llama, MIXED[:6], n=2, max_new_tokens=10, stop_ids=[7], pad_id=0, slots=4, seed=3, **choice)
+    prompts, stop_ids = prompts_of([9] * 6), range(3, V, 9)
+    out = sample(
+        llama, prompts, n=2, max_new_tokens=10, stop_ids=stop_ids, pad_id=0, slots=12, seed=3, **choice
+    )
     for i, prompt in enumerate(out.prompt_index.tolist()):
         tokens = out.response_tokens[i][out.sample_mask[i]]
-        ids = torch.cat([torch.tensor(MIXED[prompt]), tokens])[None]
-        logits = llama(ids, use_cache=False).logits[0, len(MIXED[prompt]) - 1 : -1]
+        ids = torch.cat([torch.tensor(prompts[prompt]), tokens])[None]
+        logits = llama(ids, use_cache=False).logits[0, len(prompts[prompt]) - 1 : -1]
         warpers = [TemperatureLogitsWarper(temperature)]
         warpers += [TopKLogitsWarper(top_k)] if top_k else []
         warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -260,7 +272,7 @@ def test_a_prompt_is_run_once_and_no_finished_row_is_run_again(llama):
 
     def count(module, args, kwargs):
         ids = kwargs["input_ids"]
-        seen["prompts" if kwargs.get("position_ids") is None else "steps"] += len(ids)
+        seen["steps" if isinstance(kwargs["past_key_values"], sampler.RaggedCache) else "prompts"] += len(ids)
 
     sample(llama, [[3]], max_new_tokens=1, stop_ids=[], pad_id=0)  # the trial batch, once for this model
     handle = llama.register_forward_pre_hook(count, with_kwargs=True)
@@ -278,7 +290,7 @@ def test_rows_come_in_prompt_major_order_with_stop_mask_and_padding(llama):
     lengths = out.sample_mask.sum(1)
     assert out.response_tokens.shape == out.sample_mask.shape == (48, int(lengths.max()))
     for tokens, mask, finished in zip(
-        out.response_tokens.tolist(), out.sample_mask.tolist(), out.finished.tolist()
+        *(x.tolist() for x in (out.response_tokens, out.sample_mask, out.finished))
     ):
         kept = [t for t, m in zip(tokens, mask) if m]
         assert mask == sorted(mask, reverse=True)  # no holes
@@ -290,14 +302,11 @@ def test_rows_come_in_prompt_major_order_with_stop_mask_and_padding(llama):
 
 def test_a_seed_decides_and_generation_config_does_not():
     model = build(LlamaConfig(**SIZES))
-    draw = lambda seed: (
-        sample(model, MIXED, max_new_tokens=8, stop_ids=[], pad_id=0, seed=seed).response_tokens
-    )
+    options = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0}
+    draw = lambda seed: sample(model, MIXED, seed=seed, **options).response_tokens
     first = draw(1)
     assert torch.equal(first, draw(1)) and not torch.equal(first, draw(2))
-    model.generation_config.update(
-        do_sample=True, top_k=1, temperature=0.01, repetition_penalty=9.0, max_length=2
-    )
+    model.generation_config.update(do_sample=True, top_k=1, temperature=0.01, repetition_penalty=9.0)
     assert torch.equal(first, draw(1))
     torch.manual_seed(5)
     unseeded = draw(None)
@@ -311,9 +320,8 @@ def test_training_mode_and_gradient_checkpointing_survive():
     greedy = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0}
     out = sample(model, MIXED, **greedy)
     assert model.training and model.is_activation_checkpointing
-    assert torch.equal(
-        out.response_tokens, sample(build(LlamaConfig(**SIZES)), MIXED, **greedy).response_tokens
-    )
+    want = sample(build(LlamaConfig(**SIZES)), MIXED, **greedy)
+    assert torch.equal(out.response_tokens, want.response_tokens)
     model(input_ids=torch.tensor([MIXED[0]])).logits.sum().backward()  # no inference tensors are left behind
 
 
@@ -328,14 +336,10 @@ def test_bf16_weights_sample():
     [
         ({"prompts": []}, "no prompts"),
         ({"prompts": [[3], []]}, "prompt 1 has no tokens"),
-        ({"n": 0}, "n = 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        *(({name: 0}, f"{name} = 0") for name in ("n", "max_new_tokens", "top_p", "slots")),
+        *(({"temperature": value}, "temperature") for value in (-1.0, float("nan"))),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
-        ({"slots": 0}, "slots"),
         ({"prompts": [[3] * 100], "max_new_tokens": 29}, "129 tokens, llama has 128 positions"),
     ],
 )

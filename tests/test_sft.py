@@ -22,7 +22,7 @@ from scorers import (
     succeeds,
     write_rows,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV32Config
 
 import sft
 from common import batches, data, dist, loading, tiny
@@ -607,11 +607,13 @@ def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path, argv, words):
 
 def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": len(TOKENIZER), "sliding_window": 64}
-    AutoModelForCausalLM.from_config(MistralConfig(**sizes)).save_pretrained(tmp_path / "mistral")
-    TOKENIZER.save_pretrained(tmp_path / "mistral")
-    model = str(tmp_path / "mistral")
-    assert_error(run(small, tmp_path / "a", model=model), "sliding window", "--sample-prompts 0")
+    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
+    config = DeepseekV32Config(**sizes, vocab_size=len(TOKENIZER), num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "indexed")
+    TOKENIZER.save_pretrained(tmp_path / "indexed")
+    model = str(tmp_path / "indexed")
+    assert_error(run(small, tmp_path / "a", model=model), "DynamicIndexedLayer", "--sample-prompts 0")
     assert run(small, tmp_path / "b", model=model, sample_prompts=0).code == 0
 
 
