@@ -32,7 +32,9 @@ from typing import NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.cache_utils import Cache, DynamicCache, LinearAttentionAndFullAttentionLayer
+from transformers.cache_utils import (
+    Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer,
+)  # fmt: skip
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
 SPARE_COLUMNS = 64  # of the cache: after so many steps at the earliest its rows go back to its first columns
@@ -272,7 +274,11 @@ class RaggedCache(Cache):
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
-        super().__init__(layers=[_Layer(x, slots, columns) for x in DynamicCache(config=model.config).layers])
+        likes, config = DynamicCache(config=model.config).layers, model.config
+        super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
+        # With full attention alone the mask is ours, which a model need not make anew at every step
+        full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
+        self.is_plain = full and config._attn_implementation == "sdpa" and _takes(type(model), "position_ids")
         self.columns, self.end = columns, longest_prompt  # rows end before column `end`
         self.held = longest_prompt  # columns of the longest row so far
 
@@ -317,7 +323,8 @@ def _next_logits(model, ids, mask, cache):
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     options = {"position_ids": positions, "logits_to_keep": 1}
     options = {name: value for name, value in options.items() if _takes(type(model), name)}
-    inputs = {"input_ids": ids, "attention_mask": mask.long(), "past_key_values": cache, "use_cache": True}
+    mask = mask[:, None, None] if getattr(cache, "is_plain", False) else mask.long()
+    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
     return model(**inputs, **options).logits[:, -1]
 
 
