@@ -39,26 +39,35 @@ from common import comparisons, data, dist, generate, loading, metrics, models, 
 from common.batches import Row, a_part, split
 from common.cli import check_flags
 from common.errors import InputError
-from common.run import find_run, launch, start_run
+from common.run import Run, launch, start_run
 
 # -- the prompts -----------------------------------------------------------------------------------
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-EXAMPLES = TEXTS.pop("examples")
 
 
-def load_texts(args) -> dict[str, str]:
+def must_have(text) -> set[str]:
+    """The {name}s of a text, or the columns of all the examples."""
+    if isinstance(text, str):
+        return set(re.findall(r"\{\w+\}", text))
+    examples = [example if isinstance(example, dict) else {} for example in text]
+    return {name for name in TEXTS["examples"][0] if all(isinstance(x.get(name), str) for x in examples)}
+
+
+def load_texts(args) -> dict:
     """TEXTS, with those of --template in place of some, and the principles of --constitution."""
     try:
         given = tomllib.loads(Path(args.template).read_text("utf-8")) if args.template else {}
     except (OSError, ValueError) as error:
         raise InputError(f'--template {args.template}: {error}; wanted TOML, name = "text"') from None
     for name, text in given.items():
-        if name not in TEXTS or not isinstance(text, str):
+        if not isinstance(text, type(TEXTS.get(name))):
             raise InputError(f"--template {args.template}: {name!r} is no text of {', '.join(TEXTS)}")
-        default, own = (set(re.findall(r"\{\w+\}", x)) for x in (TEXTS[name], text))
-        if not default <= own:
-            raise InputError(f"--template {args.template}: {name} lacks {', '.join(sorted(default - own))}")
+        lacks = must_have(TEXTS[name]) - must_have(text)
+        if lacks:
+            raise InputError(f"--template {args.template}: {name} lacks {', '.join(sorted(lacks))}")
     texts = {**TEXTS, **given}
+    if args.examples > len(texts["examples"]):
+        raise InputError(f"--examples {args.examples}: wanted 0 to {len(texts['examples'])}")
     if args.constitution:
         path = Path(args.constitution)
         texts["principles"] = path.read_text("utf-8").strip() if path.is_file() else ""
@@ -193,7 +202,7 @@ def load_labeler(spec, device, args, flag="--model"):
 # -- the three tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------
 def preamble_and_examples(args, texts):
     parts = [texts["by_principle" if args.constitution else args.preamble]]
-    for example in EXAMPLES[: args.examples]:
+    for example in texts["examples"][: args.examples]:
         thoughts = f"{texts['thoughts']} {example['thoughts']}\n" if args.chain_of_thought else ""
         answer = f"{thoughts}{texts['ending']} {example['better']}"
         parts.append(f"{fill(texts['pair'], example)}\n\n{texts['question']}\n{answer}")
@@ -392,11 +401,11 @@ class Args:
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     template: str | None = None
-    """A TOML file whose texts replace those of common/ai_feedback.toml."""
+    """A TOML file, an edited copy or a part of common/ai_feedback.toml, whose texts replace those."""
     preamble: Literal["base", "detailed"] = "base"
     """What the labeler is told before the pair."""
     examples: int = 0
-    """Solved examples before the pair, 0 to 8."""
+    """Solved examples before the pair; common/ai_feedback.toml has 8."""
     chain_of_thought: bool = False
     """Let the labeler compare in words before it answers."""
     chains: int = 1
@@ -430,20 +439,20 @@ class Args:
     """Replace a run that is in the way."""
 
 
-def main(args: Args):
-    # setup
-    device = dist.setup()
+def check(args):
     check_flags(
         args,
         ("model", args.model, "the labeler's name"),
-        ("examples", 0 <= args.examples <= len(EXAMPLES), f"0 to {len(EXAMPLES)}"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("revisions", args.revisions >= 1, "1 or more"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
         ("min_mass", 0 < args.min_mass <= 1, "more than 0, at most 1"),
     )
-    state = find_run(args)
-    if state == "finished":
+
+
+def main(args: Args):
+    run = Run(args, "ai_feedback", check)
+    if run.finished:
         return
 
     # data
@@ -453,11 +462,11 @@ def main(args: Args):
     # model
     if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
         generate.check_sampled(args.model)
-    labeler = load_labeler(args.model, device, args)
-    start_run(args, "ai_feedback", state)  # only now is an old run in output_dir replaced
+    labeler = load_labeler(args.model, run.device, args)
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # what is there already
-    path = Path(args.output_dir, "rows.jsonl")
+    path = run.folder / "rows.jsonl"
     rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
     answered = {row["row"] for row in rows}
     chunks = split(items, args.chunk_rows)
@@ -484,12 +493,12 @@ def main(args: Args):
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]
-        metrics.write_jsonl(Path(args.output_dir, "failed.jsonl"), bad)
+        metrics.write_jsonl(run.folder / "failed.jsonl", bad)
         metrics.write_jsonl(path, good)
         figures = measures(good, bad, shortened)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
-        metrics.write_json(f"{args.output_dir}/summary.json", figures)  # last
+        metrics.write_json(run.folder / "summary.json", figures)  # last
         print(f"wrote {path}")
 
 

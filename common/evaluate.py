@@ -27,7 +27,7 @@ from common.batches import a_part
 from common.cli import check_flags
 from common.errors import InputError
 from common.metrics import JUDGES, write_json
-from common.run import find_run, launch, start_run
+from common.run import Run, launch, start_run
 
 QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
 runs/dpo_iterative""".split()
@@ -151,11 +151,8 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
 
 # -- answers ---------------------------------------------------------------------------------------
 def sample_answers(policy, tokenizer, prompts, temperature, args):
-    """[(prompt, response)], one response to each prompt."""
-    return generate.sample_pairs(
-        policy, tokenizer, prompts, max_new_tokens=args.max_new_tokens, temperature=temperature,
-        slots=args.slots, seed=dist.seed_of(args.seed, "evaluate", temperature),
-    )  # fmt: skip
+    seed = dist.seed_of(args.seed, "evaluate", temperature)
+    return generate.answers(policy, tokenizer, prompts, args, seed, temperature=temperature)
 
 
 def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
@@ -165,17 +162,6 @@ def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
     if temperature:
         logprobs = models.seq_logprobs(policy, documents, size, temperature)
     return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
-
-
-def rows_of(pairs, scores, kl, safety, dataset) -> list[dict]:
-    """A policy's answers as rows of samples.jsonl. kl, safety: a number an answer, or None."""
-    columns = {"score": scores}
-    if kl:
-        columns["kl"] = kl
-    if safety:
-        columns["safety"] = safety
-        columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs]
-    return evaluation.describe_samples(pairs, dataset, **columns)
 
 
 # -- games -----------------------------------------------------------------------------------------
@@ -205,21 +191,6 @@ def judge(oracles, pairs, args, device):
     return scores, games
 
 
-def likeliest(x, won, n_games, penalty) -> torch.Tensor:
-    """The weights w, (..., features), that make `won` of `n_games` games likeliest if P(win) = sigma(x w),
-    less w' penalty w / 2: Newton's method. x: (n, features); won: (..., n); penalty: (features, features)."""
-    weights = won.new_zeros(*won.shape[:-1], x.shape[1])
-    for _ in range(1000):
-        p = (weights @ x.T).sigmoid()
-        curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
-        slope = (won - n_games * p) @ x - weights @ penalty
-        step = torch.linalg.solve(curvature, slope).clamp(-1, 1)
-        weights = weights + step
-        if step.abs().max() < 1e-10:
-            break
-    return weights
-
-
 def length_controlled(won, differences) -> float:
     """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
     characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
@@ -228,7 +199,7 @@ def length_controlled(won, differences) -> float:
     won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
     deviation = d.std(correction=0)
     x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
-    return likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
+    return scorers.likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
 
 
 def elo(won, n_games, m, anchor) -> torch.Tensor:
@@ -237,10 +208,8 @@ def elo(won, n_games, m, anchor) -> torch.Tensor:
     drawn game is added to each pair: without it a policy that never wins would have no rating."""
     i, j = torch.triu_indices(m, m, offset=1)
     each = torch.eye(m, dtype=torch.float64)
-    no_scale = torch.full(
-        (m, m), 1 / m, dtype=torch.float64
-    )  # strengths have none: their logarithms' sum is 0
-    logs = likeliest(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
+    no_scale = torch.full_like(each, 1 / m)  # strengths have none: their logarithms' sum is 0
+    logs = scorers.likeliest(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
     return 1000 + 400 * (logs - logs[..., anchor, None]) / math.log(10)
 
 
@@ -304,14 +273,13 @@ def table(results) -> list[dict]:
 
 
 def main(args: Args):
-    device = dist.setup()
-    check(args)
-    state = find_run(args)
-    if state == "finished":
+    run = Run(args, "evaluate", check)
+    if run.finished:
         return
     if args.scorers:
-        evaluate_scorers.compare(named(args.scorers, "--scorers", args), args, device, state)
+        evaluate_scorers.compare(named(args.scorers, "--scorers", args), run)
         return
+    device = run.device
 
     # policies, prompts and judges
     policies, tokenizers = read_policies(args), {}
@@ -324,7 +292,7 @@ def main(args: Args):
     safety_scorer = safety_spec and scorers.load_safety_scorer(safety_spec, reference_tokenizer, device)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
-    start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
@@ -349,19 +317,20 @@ def main(args: Args):
     for temperature, pairs in answers.items():
         oracles = {name: scorers.for_tokens(oracle, tokenizers[name]) for name in pairs}
         scores, score_games = judge(oracles, pairs, args, device)
-        rows, safety = {}, None
+        rows = {}
         for name in pairs:
+            columns = {"score": scores[name], "kl": kl.get((temperature, name))}
             if safety_scorer:
                 own = scorers.for_tokens(safety_scorer, tokenizers[name])
-                safety = scorers.safety_logits(own, pairs[name], args.score_batch_size, device)
-            kl_of_policy = kl.get((temperature, name))
-            rows[name] = rows_of(pairs[name], scores[name], kl_of_policy, safety, args.dataset)
+                columns["safety"] = scorers.score(own, pairs[name], args.score_batch_size, device)
+                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs[name]]
+            rows[name] = evaluation.describe_samples(pairs[name], args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         results[f"{temperature:g}"] = figures(rows, score_games, args)
 
     # save
     if dist.is_main():
-        folder, n = Path(args.output_dir), len(prompts[args.reference])
+        folder, n = run.folder, len(prompts[args.reference])
         metrics.write_jsonl(folder / "samples.jsonl", samples)
         for temperature, of_policy in results.items():
             margins = {kind: of_policy[args.reference].get(f"{kind}_tie_margin") for kind in JUDGES}

@@ -11,9 +11,8 @@ A pairwise preference model's score difference is its log-odds.
 
 import gc
 import re
-from pathlib import Path
 
-from common import comparisons, data, dist, generate, loading, metrics, plots, scorers
+from common import comparisons, data, dist, evaluation, generate, loading, metrics, plots, scorers
 from common.batches import labelled_pairs
 from common.errors import InputError
 from common.run import start_run, write_json
@@ -33,24 +32,17 @@ def load_pairs(paths, args):
 
 
 def score_rows(scorer, held_out, args, device) -> list[dict]:
-    """The comparisons as rows of samples.jsonl: responses with their `score`, or, of a model that reads two
-    at once, `differences`, one for each labelled pair."""
-    rows, pairs, duels = [comparisons.describe(c) for c in held_out], [], []
+    """The comparisons as rows of samples.jsonl (evaluation.scored_rows)."""
+    pairs, duels = [], []
     for c in held_out:
         prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
         texts = zip(c.response_ids, c.texts)
         responses = [generate.Response(ids.tolist(), text, True) for ids, text in texts]
         pairs += [(prompt, response) for response in responses]
         duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
-    if scorer.pairwise:
-        odds = iter(scorers.log_odds(scorer, duels, args.score_batch_size, device))
-        for row, c in zip(rows, held_out):
-            row["differences"] = [next(odds) for _ in labelled_pairs(c)]
-    else:
-        scores = scorers.score(scorer, pairs, args.score_batch_size, device)
-        for response, score in zip([r for row in rows for r in row["responses"]], scores, strict=True):
-            response["score"] = score
-    return rows
+    ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
+    values = ask(scorer, texts, args.score_batch_size, device)
+    return evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
 def figures_of(rows) -> dict[str, float]:
@@ -83,18 +75,18 @@ def print_tables(figures):
     metrics.print_table(list(of_parts.values())[1:])  # all pairs come first
 
 
-def compare(paths, args, device, state):
-    """paths: name -> what scorers.load_scorer takes. state: find_run's."""
+def compare(paths, run):
+    """paths: name -> what scorers.load_scorer takes."""
+    args, device, rows = run.args, run.device, {}
     held_out, tokenizer = load_pairs(paths, args)
-    rows = {}
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, device, pairwise=True, max_length=args.max_length)
         rows[name] = score_rows(scorer, held_out, args, device)
-        scorer = None
+        del scorer
         gc.collect()  # one at a time: a model's methods are bound to it, a cycle that holds its weights
-    start_run(args, "evaluate", state)  # only now is an old run in output_dir replaced
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
     if dist.is_main():
-        folder, figures = Path(args.output_dir), {}
+        folder, figures = run.folder, {}
         for name, of_scorer in rows.items():
             figures[name] = {"all": figures_of(of_scorer)}
             for (kind, part), inside in metrics.parts_of(of_scorer).items():

@@ -1,6 +1,7 @@
 """What scripts measure on held-out rows before, while and after they train."""
 
 import gc
+import itertools
 import math
 from functools import partial
 
@@ -21,12 +22,12 @@ FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
 
 def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
     """(prompt, response)s as rows of samples.jsonl, with the true reward if `dataset` is the tiny world.
-    columns: name -> a value for each; with a `score` a row has its prompt's category too."""
+    columns: name -> a value for each, or None; with a `score` a row has its prompt's category too."""
     rows, true_reward = [], data.is_tiny(dataset)
     for i, (prompt, response) in enumerate(pairs):
         row = {"prompt": prompt.turns, "response": response.text}
         row.update(tokens=len(response.ids), finished=response.finished)
-        row.update({name: values[i] for name, values in columns.items()})
+        row.update({name: values[i] for name, values in columns.items() if values})
         if "score" in columns:
             row["category"] = prompt.category
         if true_reward:
@@ -76,18 +77,9 @@ class HeldOutDocuments:
             ids = data.prompt_ids(self.tokenizer, turns)
             if len(ids) <= room:
                 prompts.append(generate.Prompt(ids, turns, document.row))
-        pairs = generate.sample_pairs(
-            model, self.tokenizer, prompts, max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature, seed=args.seed, slots=args.slots,
-        )  # fmt: skip
+        options = {"seed": args.seed, "temperature": args.temperature}
+        pairs = generate.answers(model, self.tokenizer, prompts, args, **options)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
-
-
-def answer_once(policy, tokenizer, prompts, args):
-    """[(prompt, response)]: a response at temperature 1 to each held-out prompt, with one seed whenever a
-    run asks."""
-    options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
-    return generate.sample_pairs(policy, tokenizer, prompts, seed=dist.seed_of(args.seed, "eval"), **options)
 
 
 class HeldOutPrompts:
@@ -110,8 +102,8 @@ class HeldOutPrompts:
         return figures
 
     def answer(self, policy):
-        args = self.args
-        pairs = answer_once(policy, self.tokenizer, self.prompts, args)
+        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
         scores, _ = self.scorer.score(pairs)
         documents = generate.documents(pairs)
         plan = [make_blocks(documents, args.max_length, args.packing)]
@@ -125,40 +117,40 @@ class HeldOutPrompts:
         return {**metrics.means(self.samples, FIGURES), "eval/entropy": mean_entropy.item()}
 
 
+def scored_rows(held_out, values, pairwise=False) -> list[dict]:
+    """Comparisons as rows of samples.jsonl. values, in their order: the `score` of every response, or, of a
+    model that reads two at once, the log odds of every labelled pair, a row's `differences`."""
+    rows, values = [comparisons.describe(c) for c in held_out], iter(values)
+    for row, c in zip(rows, held_out):
+        if pairwise:
+            row["differences"] = [next(values) for _ in labelled_pairs(c)]
+        else:
+            for response in row["responses"]:
+                response["score"] = next(values)
+    return rows
+
+
 class HeldOutComparisons:
-    """What reward.py and advantage_model.py evaluate: how well scores of held-out comparisons predict their
+    """What scripts that learn from comparisons evaluate: how well scores of held-out ones predict their
     labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
 
-    def __init__(self, held_out, args):
-        self.held_out, self.args, self.samples = held_out, args, []
+    def __init__(self, held_out, args, tokenizer=None):
+        """tokenizer: of a model that reads two responses at once (common/pairwise.py); None: of a scorer."""
+        self.held_out, self.args, self.tokenizer, self.samples = held_out, args, tokenizer, []
 
     def __call__(self, model) -> dict[str, float]:
-        self.samples = [comparisons.describe(c) for c in self.held_out]
-        for row, scores in zip(self.samples, scores_of_each(model, self.held_out, self.args)):
-            for response, score in zip(row["responses"], scores):
-                response["score"] = score
+        if self.tokenizer:
+            pairs = [(c.prompt, c.texts[a], c.texts[b]) for c in self.held_out for a, b in labelled_pairs(c)]
+            values = pairwise.preferences(model, self.tokenizer, pairs, self.args.micro_batch_size)
+        else:
+            values = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
+        self.samples = scored_rows(self.held_out, values, pairwise=bool(self.tokenizer))
         return metrics.pair_figures(self.samples)
 
     def known_figures(self) -> dict[str, float]:
         """Of the last scores: what the tiny world knows, and how differently categories score."""
         spread = metrics.category_spread(self.samples)
         return {**metrics.known_figures(self.samples), "eval/category_spread": spread}
-
-
-class HeldOutPairs:
-    """The same of train_pairwise.py, whose model compares two responses: `samples` have the log odds of each
-    labelled pair, better one first, as `differences`."""
-
-    def __init__(self, held_out, tokenizer, args):
-        self.held_out, self.tokenizer, self.args, self.samples = held_out, tokenizer, args, []
-
-    def __call__(self, model) -> dict[str, float]:
-        pairs = [(c.prompt, c.texts[a], c.texts[b]) for c in self.held_out for a, b in labelled_pairs(c)]
-        log_odds = iter(pairwise.preferences(model, self.tokenizer, pairs, self.args.micro_batch_size))
-        self.samples = [comparisons.describe(c) for c in self.held_out]
-        for row, c in zip(self.samples, self.held_out):
-            row["differences"] = [next(log_odds) for _ in labelled_pairs(c)]
-        return metrics.pair_figures(self.samples)
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -177,7 +169,7 @@ def check_sft_model(name, tokenizer, args) -> str | None:
     if it is not None), which has the tokens of --model and can be sampled."""
     name = loading.sft_model(args.model, name)
     if name:
-        loading.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
+        loading.check_causal_lm(name, tokenizer, args.chat_template)
         if args.length_prompts or getattr(args, "expected_reward_samples", 0):
             generate.check_sampled(name, "--length-prompts 0 does without samples")
     return name
@@ -185,6 +177,13 @@ def check_sft_model(name, tokenizer, args) -> str | None:
 
 def load_policy(name, tokenizer, args, device):
     return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
+
+
+def ask_policy(name, tokenizer, args, device, forward, *inputs):
+    """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
+    values = forward(load_policy(name, tokenizer, args, device), *inputs)
+    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+    return values
 
 
 def baselines(policy, held_out, micro_batch_size) -> dict[str, float]:
@@ -248,7 +247,7 @@ def length_figures(sampled, scores) -> dict[str, float]:
 
 
 def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
-    """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r (eq. 7)?
+    """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r, eq. 7?
     `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard deviations of r
     within a prompt; the samples' own noise is taken off the second."""
     seed = dist.seed_of(args.seed, "held_out_samples")
@@ -286,7 +285,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
     if (k or n) and name is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
     for other in args.behavior_policies:
-        loading.check_causal_lm(other, tokenizer if other != args.model else None, args.chat_template)
+        loading.check_causal_lm(other, tokenizer, args.chat_template)
     policy = load_policy(name, tokenizer, args, device) if k or n else None
     ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
     if k:
@@ -327,12 +326,9 @@ def behavior_columns(train, args) -> list[torch.Tensor]:
 
 def behavior_logprobs(train, tokenizer, args, device) -> list[torch.Tensor]:
     """The same from --behavior-policies."""
-    columns = []
+    columns, forward, size = [], comparisons.seq_logprobs, args.micro_batch_size
     for name in args.behavior_policies:
-        model = dist.shard(loading.load_policy(name, tokenizer), device)
-        columns.append(comparisons.seq_logprobs(model, train, args.micro_batch_size))
-        del model
-        gc.collect()  # one policy at a time: its methods are bound to it, a cycle that holds its weights
+        columns.append(ask_policy(name, tokenizer, args, device, forward, train, size))
     return [torch.stack(of_one, 1) for of_one in zip(*columns)]
 
 
@@ -369,8 +365,7 @@ class Sweep:
 
     def __call__(self, policy, version, studies) -> dict:
         args, k = self.args, self.args.n_samples
-        options = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
-        sample = partial(generate.sample_pairs, policy, self.tokenizer, **options)
+        sample = partial(generate.answers, policy, self.tokenizer, args=args)
         score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size, device=policy.device)
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds, first = [], 1 if self.prompts else 0
@@ -430,16 +425,14 @@ class Answers:
         return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
 
     def answer(self, policy, version, studies) -> list[dict]:
-        args = self.args
-        pairs = answer_once(policy, self.tokenizer, self.prompts, args)
+        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
         scores = self.scores(pairs, studies[0]["samples"] if version else None, policy.device)
-        documents = generate.documents(pairs)
-        logprobs = first_logprobs = models.seq_logprobs(policy, documents, args.score_batch_size)
+        documents, size = generate.documents(pairs), args.score_batch_size
+        forward, device = models.seq_logprobs, policy.device
+        logprobs = first_logprobs = forward(policy, documents, size)
         if version:
-            first_policy = load_policy(args.model, self.tokenizer, args, policy.device)
-            first_logprobs = models.seq_logprobs(first_policy, documents, args.score_batch_size)
-            first_policy = None
-            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+            first_logprobs = ask_policy(args.model, self.tokenizer, args, device, forward, documents, size)
         kl = [a - b for a, b in zip(logprobs, first_logprobs)]  # k1, of whole responses
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 

@@ -138,13 +138,11 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     return responses
 
 
-def sample_responses(
-    model, tokenizer, prompts: list[list[int]], *, n, seed=0, **options
-) -> list[list[Response]]:
-    """n responses to each prompt: a list of n Responses for each, the same on every rank. Every rank must
-    call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among
-    ranks, which decode in their own time. seed: an integer for this call; ranks draw differently. options:
-    sampler.sample's."""
+def sample_responses(model, tokenizer, prompts, *, n, seed=0, **options) -> list[list[Response]]:
+    """n responses to each prompt (ids): a list of n Responses for each, the same on every rank. Every rank
+    must call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided
+    among ranks, which decode in their own time. seed: an integer for this call; ranks draw differently.
+    options: sampler.sample's."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
     options["seed"] = seed * 1000 + dist.rank()
     with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=0) as progress:
@@ -170,6 +168,12 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, **options) -> list[tuple[Pro
     return [(prompt, response) for prompt, responses in zip(prompts, answers) for response in responses]
 
 
+def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
+    """sample_pairs with --max-new-tokens and --slots of a command."""
+    limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
+    return sample_pairs(policy, tokenizer, prompts, seed=seed, **limits, **options)
+
+
 def documents(pairs) -> list[Document]:
     """The documents of some (prompt, response), numbered; every token of a response is an action."""
     made = []
@@ -183,7 +187,7 @@ def documents(pairs) -> list[Document]:
 def check_policy(name, tokenizer, args, sampled=True):
     """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if
     it will be sampled, can be."""
-    loading.check_causal_lm(name, tokenizer if name != args.model else None, args.chat_template)
+    loading.check_causal_lm(name, tokenizer, args.chat_template)
     loading.check_room(args.max_length, name)
     if sampled:
         check_sampled(name)

@@ -104,11 +104,9 @@ class Pool:
             policy = versions.load(name)
             with dist.consolidated(policy):  # the weights are gathered once for all chunks
                 for number, chunk in chunks:
-                    pairs = generate.sample_pairs(
-                        policy, versions.tokenizer, chunk, n=n, max_new_tokens=args.max_new_tokens,
-                        temperature=temperature, top_p=args.top_p, slots=args.slots,
-                        seed=dist.seed_of(args.seed, "sample", iteration, number),
-                    )  # fmt: skip
+                    seed = dist.seed_of(args.seed, "sample", iteration, number)
+                    options = {"n": n, "temperature": temperature, "top_p": args.top_p}
+                    pairs = generate.answers(policy, versions.tokenizer, chunk, args, seed, **options)
                     about = {"iteration": iteration, "model": name, "temperature": temperature}
                     rows = [
                         {
@@ -194,12 +192,10 @@ class References:
         logprobs, keys = self.kept.setdefault(version, {}), [pair_key(pair) for pair in pairs]
         missing = {key: pair for key, pair in zip(keys, pairs) if key not in logprobs}
         if missing:
-            gc.collect()
-            model = evaluation.load_policy(name, self.tokenizer, args, self.run.device)
-            results = self.pair_logprobs(model, list(missing.values()), args)
+            gc.collect()  # what was there before
+            forward, device, new = self.pair_logprobs, self.run.device, list(missing.values())
+            results = evaluation.ask_policy(name, self.tokenizer, args, device, forward, new, args)
             logprobs.update((key, pair.tolist()) for key, pair in zip(missing, results))
-            del model
-            gc.collect()  # now, not when the optimiser has taken its place already
             if dist.is_main():
                 write_json(self.path, self.kept)
         return [pair._replace(ref_logprobs=torch.tensor(logprobs[key])) for key, pair in zip(keys, pairs)]

@@ -79,10 +79,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     else:
         with dist.consolidated(policy):
             embeddings = embed(policy, [prompt.ids for prompt in prompts])
-    pairs = generate.sample_pairs(
-        policy, tokenizer, prompts, max_new_tokens=args.max_new_tokens, slots=args.slots,
-        seed=dist.seed_of(args.seed, "sr"),
-    )  # fmt: skip
+    pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
     scores = scorers.score(scorer, pairs, args.score_batch_size, policy.device)
     merit, lengths = scores, torch.tensor([len(response.ids) for response in responses])

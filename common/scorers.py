@@ -38,6 +38,7 @@ class Scorer(NamedTuple):
     tokenizer: object = None
     same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
     pairwise: bool = False  # it compares the responses to a prompt with each other
+    gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
 
 
 NAMED = r"[\w.]+:\w+"  # module:function
@@ -131,7 +132,8 @@ def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_
             ids, masks = (pad_sequence(x, batch_first=True).to(device) for x in (ids, masks))
             scores = models.score(scorer.model, ids, masks).tolist()
             found += [(i, x) for (i, *_), x in zip(batch, scores) if i is not None]
-    scores = [x for _, x in sorted(dist.gather(found))]
+    scale, bias = scorer.gate
+    scores = [scale * x + bias for _, x in sorted(dist.gather(found))]
     for (prompt, response), x in zip(pairs, scores):
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
@@ -142,19 +144,12 @@ def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_
 def load_safety_scorer(spec, tokenizer, device, max_length=0) -> Scorer:
     """load_scorer of one whose score is the logit of P(safe), which it is of a model only after a fit."""
     scorer = load_scorer(spec, tokenizer, device, max_length=max_length)
-    if scorer.model and not _gate(scorer) and dist.is_main():
+    gate = getattr(scorer.model and scorer.model.config, "safety_gate", None)  # fit_safety_gate's
+    if gate:
+        return scorer._replace(gate=(gate["scale"], gate["bias"]))
+    if scorer.model and dist.is_main():
         print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
     return scorer
-
-
-def safety_logits(scorer, pairs, batch_size, device) -> list[float]:
-    """score()'s, as logits of P(safe) where reward.py fitted them: scale * r + bias."""
-    gate = _gate(scorer) or {"scale": 1.0, "bias": 0.0}
-    return [gate["scale"] * x + gate["bias"] for x in score(scorer, pairs, batch_size, device)]
-
-
-def _gate(scorer) -> dict | None:
-    return getattr(scorer.model and scorer.model.config, "safety_gate", None)
 
 
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
@@ -244,13 +239,13 @@ class Gated:
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
         model)."""
-        args, device = self.args, self.device
-        with dist.at_hand(device, args.offload, self.scorer.model):
-            scores = torch.tensor(score(self.scorer, pairs, args.score_batch_size, device))
+        args, device, results = self.args, self.device, []
+        for scorer in filter(None, (self.scorer, self.safety)):
+            with dist.at_hand(device, args.offload, scorer.model):
+                results.append(torch.tensor(score(scorer, pairs, args.score_batch_size, device)))
         if self.safety is None:
-            return scores, 0.0
-        with dist.at_hand(device, args.offload, self.safety.model):
-            safety = torch.tensor(safety_logits(self.safety, pairs, args.score_batch_size, device))
+            return results[0], 0.0
+        scores, safety = results
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
         gated = tagged | (safety.sigmoid() < args.safety_threshold)
         scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
@@ -299,6 +294,22 @@ def mean_expected_reward(scorer, prompts, args, device):
     return dist.all_sum(total)[0] / len(prompts)
 
 
+def likeliest(x, won, n_games, penalty) -> torch.Tensor:
+    """Logistic regression: the weights w, (..., features), that make `won` of `n_games` games likeliest if
+    P(win) = sigma(x w), less w' penalty w / 2. Newton's method, which wants float64. x: (n, features); won:
+    (..., n); penalty: (features, features)."""
+    weights = won.new_zeros(*won.shape[:-1], x.shape[1])
+    for _ in range(1000):
+        p = (weights @ x.T).sigmoid()
+        curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
+        slope = (won - n_games * p) @ x - weights @ penalty
+        step = torch.linalg.solve(curvature, slope).clamp(-1, 1)
+        weights = weights + step
+        if step.abs().max() < 1e-10:
+            break
+    return weights
+
+
 def fit_safety_gate(rows, threshold):
     """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
     labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
@@ -310,18 +321,9 @@ def fit_safety_gate(rows, threshold):
     if not all({is_safe for _, is_safe in half} == {0.0, 1.0} for half in halves):
         return None, {}
     (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
-    gate = torch.tensor([1.0, 0.0], dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS([gate], max_iter=200, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        logit = gate[0] * score + gate[1]
-        loss = torch.nn.functional.binary_cross_entropy_with_logits(logit, safe) + 1e-4 * gate.square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    scale, bias = gate.tolist()
+    x = torch.stack([score, torch.ones_like(score)], 1)
+    penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # 1e-4 |weights|^2 beside the mean loss
+    scale, bias = likeliest(x, safe, n_games=1, penalty=penalty).tolist()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
     figures = {"gate/responses": len(caught), "gate/caught": n_caught}

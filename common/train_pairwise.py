@@ -118,7 +118,7 @@ def main(args: Args):
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     model.packs = models.packs(model)
-    evaluate = evaluation.HeldOutPairs(held_out, tokenizer, args)
+    evaluate = evaluation.HeldOutComparisons(held_out, args, tokenizer)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin(modules={"reward": (model, optimizer)}, held_out=comparisons.fingerprint(held_out))

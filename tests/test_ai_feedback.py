@@ -5,6 +5,7 @@ import collections
 import functools
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import gold_labeler
@@ -14,19 +15,9 @@ import torch
 from gold_labeler import GoldLabeler
 from processes import ROOT, flags
 from scorers import (
-    CPU,
-    TOKENIZER,
-    A,
-    B,
-    assert_error,
-    contents,
-    make_scorer,
-    read_json,
-    rows_of,
-    smaller_model,
-    succeeds,
+    CPU, TOKENIZER, A, B, assert_error, contents, make_scorer, read_json, rows_of, smaller_model, succeeds,
     write_rows,
-)
+)  # fmt: skip
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -379,6 +370,16 @@ def test_a_toml_file_replaces_templates_and_leaves_the_others(tmp_path, pairs, m
     assert (text_of(labeler.asked[0]), labeler.asked[0].opening) == ("copy ant: ant", "Mark:")
 
 
+def test_a_template_may_be_an_edited_copy_of_the_whole_file_examples_included(tmp_path):
+    whole, path = Path(ai.__file__).with_suffix(".toml").read_text("utf-8"), tmp_path / "mine.toml"
+    path.write_text(whole[: whole.rindex("[[examples]]")].replace("fresh?", "soft?"))
+    texts = ai.load_texts(args_of(template=path, examples=7))
+    assert {**texts, "examples": []} == {**ai.TEXTS, "examples": []} and len(texts["examples"]) == 7
+    assert "How do I keep bread soft?" in ai.preamble_and_examples(args_of(examples=1), texts)
+    with pytest.raises(InputError, match="--examples 8: wanted 0 to 7"):
+        ai.load_texts(args_of(template=path, examples=8))
+
+
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -390,6 +391,8 @@ def test_a_toml_file_replaces_templates_and_leaves_the_others(tmp_path, pairs, m
         ('rate = "{first}"', r"rate lacks \{prompt\}, \{response\}"),
         ('critique = "{prompt} {response}"', r"critique lacks \{principle\}"),
         ('revise = "{prompt} {response}"', r"revise lacks \{critique\}"),
+        ("examples = [3]", "examples lacks better, first, prompt, second, thoughts"),
+        ('[[examples]]\nprompt = "p"\nbetter = 1', "examples lacks better, first, second, thoughts"),
         ('base = "x', "wanted TOML"),
         (b'base = "\xff"', "wanted TOML"),
         (None, "No such file"),
@@ -409,7 +412,7 @@ def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preambl
     labeler = GoldLabeler()
     labels(labeler, [item()], examples=n, preamble=preamble, chain_of_thought=chain_of_thought)
     text = text_of(labeler.asked[0])
-    for i, example in enumerate(ai.EXAMPLES):
+    for i, example in enumerate(ai.TEXTS["examples"]):
         thoughts = f"Comparison of the responses: {example['thoughts']}\n" if chain_of_thought else ""
         block = (
             f"Conversation:\n{example['prompt']}\n\nResponse 1:\n{example['first']}\n\nResponse 2:\n"
@@ -422,13 +425,12 @@ def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preambl
     assert text.startswith(ai.TEXTS[preamble] + "\n\nConversation:") and text.endswith(
         own + "Which response is better, 1 or 2?"
     )
-    assert len(ai.EXAMPLES) == 8 and [e["better"] for e in ai.EXAMPLES].count("1") == 4
+    assert len(ai.TEXTS["examples"]) == 8 and [e["better"] for e in ai.TEXTS["examples"]].count("1") == 4
 
 
 def test_a_conversation_of_several_messages_is_lines_of_roles():
-    turns = [
-        {"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
-    ]
+    lines = (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
+    turns = [{"role": role, "content": content} for role, content in lines]
     assert data.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
     assert data.transcript(turns[-1:]) == "copy ant"
 
@@ -463,9 +465,8 @@ def test_a_chain_of_thought_is_two_passes_and_greedy():
 
 def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
-    found = labels(
-        Thinker([text], {":": 0.8}), [item(), item(texts=("ant", "cat")), item()], chain_of_thought=True
-    )
+    items = [item(), item(texts=("ant", "cat")), item()]
+    found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
     assert found[1] == {"failed": "neither 1 nor 2"} and "preference" in found[0] and "preference" in found[2]
 
 
@@ -518,12 +519,9 @@ def folders(tmp_path_factory):
         words = tokens_of(kind)
         torch.manual_seed(3)
         config = LlamaConfig(
-            vocab_size=len(words),
-            max_position_embeddings=2048,
-            initializer_range=0.4,
-            eos_token_id=1,
+            vocab_size=len(words), max_position_embeddings=2048, initializer_range=0.4, eos_token_id=1,
             **shape,
-        )
+        )  # fmt: skip
         for part in (LlamaForCausalLM(config), words):
             part.save_pretrained(folder / kind)
     return folder
@@ -635,18 +633,13 @@ def test_what_questions_begin_with_is_run_once_and_changes_nothing(model_of, mon
 
 def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, model_of):
     labeler = language_model(folders / "spaced", dtype="bfloat16")
-    assert next(labeler.model.parameters()).dtype == torch.bfloat16
+    assert {weight.dtype for weight in labeler.model.parameters()} == {torch.bfloat16}
     got, want = (x.probabilities(ASKED, TEN) for x in (labeler, model_of["spaced"]))
     torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
-
-
-def test_a_labeler_in_bfloat16_keeps_its_rotary_frequencies_in_fp32(folders):
-    labeler = language_model(folders / "spaced", dtype="bfloat16")
-    rotary = labeler.model.model.rotary_emb
+    rotary = labeler.model.model.rotary_emb  # stays in fp32
     size = labeler.model.config.head_dim
     want = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     torch.testing.assert_close(rotary.inv_freq.double(), want, rtol=1e-6, atol=0)
-    assert {weight.dtype for weight in labeler.model.parameters()} == {torch.bfloat16}
 
 
 def test_special_tokens_in_texts_are_left_out(model_of):
@@ -720,12 +713,8 @@ def test_a_greedy_text_is_the_one_of_generate(model_of):
 @pytest.mark.parametrize("more", [{}, {"chain_of_thought": True, "chains": 2}])
 def test_a_model_labels_and_the_same_seed_gives_the_same_file(more, folders, pairs, tmp_path):
     options = {
-        "model": str(folders / "spaced"),
-        "max_rows": 4,
-        "min_mass": 1e-12,
-        "max_new_tokens": 12,
-        **more,
-    }
+        "model": str(folders / "spaced"), "max_rows": 4, "min_mass": 1e-12, "max_new_tokens": 12, **more,
+    }  # fmt: skip
     first = run(tmp_path / "a", pairs, **options)
     assert len(first.rows) + len(first.failed) == 4 and first.rows
     assert run(tmp_path / "b", pairs, **options).text == first.text
@@ -800,9 +789,8 @@ def scorer_pairs(rows):
 
 
 def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ai, "Args", functools.partial(ai.Args, min_mass=1e-12)
-    )  # of random weights no number is a likely answer
+    # Of random weights no number is a likely answer
+    monkeypatch.setattr(ai, "Args", functools.partial(ai.Args, min_mass=1e-12))
     assert ai.rater("gold_labeler:mute")(["copy ant"], ["ant"], [{"messages": A.turns}]) == [0.0]
     for model in ("gold_labeler:exact", str(folders / "spaced")):
         rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
@@ -1101,13 +1089,9 @@ def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
 
 
 NO_LISTS = [
-    "ant",
-    {"a": "b"},
-    ["ant", "cat"],
-    [None, {"text": "ant"}],
-    [{"text": 1}, {"text": 2}],
+    "ant", {"a": "b"}, ["ant", "cat"], [None, {"text": "ant"}], [{"text": 1}, {"text": 2}],
     [{"say": "ant"}, {}],
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("responses", NO_LISTS)
@@ -1136,13 +1120,9 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
 ):
     """Only that they fit together, as they are; tests/benchmarks/rlaif.py has sizes that show an effect."""
     few = {
-        "max_steps": 3,
-        "batch_size": 8,
-        "micro_batch_size": 8,
-        "max_length": 64,
-        "eval_every": 0,
+        "max_steps": 3, "batch_size": 8, "micro_batch_size": 8, "max_length": 64, "eval_every": 0,
         "save_every": 0,
-    }
+    }  # fmt: skip
     base = smaller_model(tmp_path / "base")
     succeeds(script(tmp_path / "labels", pairs, model="gold_labeler:noisy"))
     succeeds(script(tmp_path / "revised", prompts, "revise"))
@@ -1158,9 +1138,8 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
     steps = [row["loss/reward"] for row in rows_of(reward)]
     assert len(steps) == 3 and all(map(math.isfinite, steps))
     policy = trained("sft", "sft", dataset=tmp_path / "revised" / "rows.jsonl", sample_prompts=0, **few)
-    test = write_rows(
-        tmp_path / "test.jsonl", [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "test")[:8]]
-    )
+    few_prompts = [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "test")[:8]]
+    test = write_rows(tmp_path / "test.jsonl", few_prompts)
     options = {"model": policy, "dataset": prompts, "eval_dataset": test, "iterations": 1, "max_length": 64}
     options |= {
         "prompts_per_iteration": 8,

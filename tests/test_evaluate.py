@@ -14,18 +14,8 @@ import numpy
 import pytest
 import torch
 from scorers import (
-    CPU,
-    TOKENIZER,
-    A,
-    B,
-    C,
-    contents,
-    make_scorer,
-    prompt,
-    read_json,
-    smaller_model,
-    write_rows,
-)
+    CPU, TOKENIZER, A, B, C, contents, make_scorer, prompt, read_json, smaller_model, write_rows,
+)  # fmt: skip
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -78,14 +68,8 @@ def logit(p):
 # -- games -----------------------------------------------------------------------------------------
 def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
     scores = {"z": [3, 0], "a": [2, 0], "m": [1, 5], "b": [2, 4.5]}
-    games = [
-        [1, 0.5],
-        [1, 0],
-        [1, 0],
-        [1, 0],
-        [0.5, 0],
-        [0, 0.5],
-    ]  # z against a, m, b; a against m, b; m against b
+    # z against a, m, b; a against m, b; m against b
+    games = [[1, 0.5], [1, 0], [1, 0], [1, 0], [0.5, 0], [0, 0.5]]
     assert evaluate.tournament(scores, 0.5) == games
     assert evaluate.tournament({"z": [3, 0]}, 0.5) == []
 
@@ -262,28 +246,14 @@ def test_an_interval_is_the_bootstrap_over_prompts():
 # -- figures ---------------------------------------------------------------------------------------
 def row(response, score, **more):
     return {
-        "response": response,
-        "score": score,
-        "tokens": 1 + len(response.split()),
-        "finished": True,
-        **more,
-    }
+        "response": response, "score": score, "tokens": 1 + len(response.split()), "finished": True, **more,
+    }  # fmt: skip
 
 
 def test_figures_are_those_of_the_rows():
     rows = {
-        "a": [
-            row("ant", 1.0, kl=0.5),
-            row("ant cat", 3.0, kl=1.5),
-            row("", 2.0, kl=-0.5),
-            row("eel", 0.0, kl=1),
-        ],
-        "ref": [
-            row("ant", 0.5, kl=0),
-            row("cat", 1.0, kl=0),
-            row("dog eel", 2.0, kl=0),
-            row("ibis", 1.0, kl=0),
-        ],
+        "a": [row("ant", 1, kl=0.5), row("ant cat", 3, kl=1.5), row("", 2, kl=-0.5), row("eel", 0, kl=1)],
+        "ref": [row("ant", 0.5, kl=0), row("cat", 1, kl=0), row("dog eel", 2, kl=0), row("ibis", 1, kl=0)],
     }
     rows["a"][1]["finished"] = False
     scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
@@ -342,17 +312,10 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
     gold = {key.replace("score", "gold"): x for key, x in known.items() if "score" in key}
     (line,) = evaluate.table({"ppo": printed(kl=3.456, harmless=0.5)})
     assert line == {
-        "policy": "ppo",
-        "score": "1.50",
-        "score gain": "+0.50 [-0.25, +1.25]",
-        "win / tie / lose": "50% / 30% / 20%",
-        "LC win": "61%",
-        "Elo": "1035 [990, 1080]",
-        "KL": "3.46",
-        "tokens": 7.26,
-        "ended": "95%",
-        "harmless": "50%",
-    }
+        "policy": "ppo", "score": "1.50", "score gain": "+0.50 [-0.25, +1.25]",
+        "win / tie / lose": "50% / 30% / 20%", "LC win": "61%", "Elo": "1035 [990, 1080]", "KL": "3.46",
+        "tokens": 7.26, "ended": "95%", "harmless": "50%",
+    }  # fmt: skip
     (line,) = evaluate.table({"ppo": printed() | gold})
     assert line["gold"] == line["score"] == "1.50" and line["KL"] == ""
     assert line["gold gain"].startswith("+0.75")
@@ -446,11 +409,7 @@ def test_mistaken_policies_are_named(small, tmp_path):
     for specs, options, words in (
         (["tiny", "tiny"], {}, "two are named 'untrained': give other names, name=path"),
         ([small / "a", f"a={small}/b"], {}, "two are named 'a'"),
-        (
-            ["tiny", small / "a"],
-            {"reference": "sft"},
-            "--reference sft: no such policy; there are untrained, a",
-        ),
+        (["tiny", small / "a"], {"reference": "sft"}, "sft: no such policy; there are untrained, a"),
         (["tiny", tmp_path / "none"], {}, "there is no .*none"),
         (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, wanted a causal language model"),
         (["tiny", tmp_path / "run"], {}, "a run that has not finished"),
@@ -655,17 +614,12 @@ def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, smal
     evaluate.main(args_of(policies=policies, output_dir=world.folder, resume=True))
     assert "is finished already, by evaluate" in capsys.readouterr().out
     for bad in (
-        {"policies": ("tiny", "/nowhere/run")},
-        {"scorer": "common.tiny:none"},
-        {"safety_scorer": "/nowhere/run"},
-        {"dataset": "none.jsonl"},
-        {"reference": "sft"},
-        {"temperatures": (-1.0,)},
-    ):
+        {"policies": ("tiny", "/nowhere/run")}, {"scorer": "common.tiny:none"}, {"dataset": "none.jsonl"},
+        {"safety_scorer": "/nowhere/run"}, {"reference": "sft"}, {"temperatures": (-1.0,)},
+    ):  # fmt: skip
+        options = {"policies": policies, "output_dir": world.folder, "overwrite": True, **bad}
         with pytest.raises(InputError):
-            evaluate.main(
-                args_of(**{"policies": policies, "output_dir": world.folder, "overwrite": True} | bad)
-            )
+            evaluate.main(args_of(**options))
     assert contents(world.folder) == before
 
 
@@ -693,11 +647,8 @@ def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
     # Over an old run, one policy alone, its answers' safety read
     options |= {"safety_scorer": SAFETY, "overwrite": True, "temperatures": (0.5, 0.25)}
     found = run(tmp_path / "run", ["tiny"], **options)
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "args.json",
-        "samples.jsonl",
-        "summary.json",
-    }
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {"args.json", "samples.jsonl", "summary.json"}
     assert len(found.rows) == 20 and not any({"gold", "perfect"} & set(r) for r in found.rows)
     assert [r["is_safety"] for r in of(found, "untrained", 0.5)] == [i in (2, 5) for i in range(10)]
     for key in ("0.5", "0.25"):

@@ -7,17 +7,9 @@ import types
 import pytest
 import torch
 from scorers import (
-    HELD_OUT,
-    Gradients,
-    assert_error,
-    assert_same_result,
-    column,
-    make_small,
-    named,
-    read_json,
-    run,
+    HELD_OUT, Gradients, assert_error, assert_same_result, column, make_small, named, read_json, run,
     succeeds,
-)
+)  # fmt: skip
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, PreTrainedTokenizerFast

@@ -309,17 +309,12 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
 
 
 def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
-    model = scorer()
-    plain = scorers.Scorer("safety", "1", None, model, TOKENIZER)
+    plain = scorers.Scorer("safety", "1", None, scorer(), TOKENIZER)
     raw = torch.tensor(scorers.score(plain, PAIRS, 8, CPU))
     helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
-    scores, _ = gated(helpful, plain, safety_threshold=1.0)(PAIRS)
-    torch.testing.assert_close(scores, raw)
-    model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
-    scores, _ = gated(helpful, plain, safety_threshold=1.0)(PAIRS)
-    torch.testing.assert_close(scores, 2 * raw - 0.5)
-    assert scorers.safety_logits(plain, PAIRS, 8, CPU) == pytest.approx((2 * raw - 0.5).tolist())
-    assert scorers.safety_logits(helpful, PAIRS, 8, CPU) == [99.0] * len(PAIRS)
+    for safety, logits in ((plain, raw), (plain._replace(gate=(2.0, -0.5)), 2 * raw - 0.5)):
+        scores, _ = gated(helpful, safety, safety_threshold=1.0)(PAIRS)
+        torch.testing.assert_close(scores, logits)
 
 
 # -- the value model ---------------------------------------------------------------------
@@ -914,9 +909,9 @@ def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(smal
     model = scorer()
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
     dist.save_model(model, TOKENIZER, tmp_path / "fitted")
-    for spec in (str(tmp_path / "fitted"), GOLD):
-        scorers.load_safety_scorer(spec, TOKENIZER, CPU)
-    assert "P(safe)" not in capsys.readouterr().out
+    specs = (str(tmp_path / "fitted"), GOLD)
+    gates = [scorers.load_safety_scorer(spec, TOKENIZER, CPU).gate for spec in specs]
+    assert gates == [(2.0, -0.5), (1.0, 0.0)] and "P(safe)" not in capsys.readouterr().out
 
 
 def test_a_response_without_an_end_pays_the_penalty_after_normalisation(small, tmp_path):

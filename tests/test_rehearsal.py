@@ -55,12 +55,9 @@ def prompt(text, number=1):
 
 
 TEXTS = [
-    "copy ant",
-    "first bear cat dog eel fox",
-    "rest dog eel ant",
-    "last ant ant ant ant ant ant bear",
+    "copy ant", "first bear cat dog eel fox", "rest dog eel ant", "last ant ant ant ant ant ant bear",
     "next cat",
-]
+]  # fmt: skip
 IDS = [prompt(text).ids for text in TEXTS]
 
 
@@ -239,12 +236,8 @@ def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
         assert TOKENIZER.decode(learnt[:-1]) == row["completion"] and learnt[-1] == TOKENIZER.eos_token_id
     held_out = write_rows(tmp_path / "held_out.jsonl", tiny.rows("sft", "test")[:4])
     options = {
-        "dataset": written,
-        "eval_dataset": held_out,
-        "max_length": 64,
-        "batch_size": 2,
-        "max_steps": 2,
-    }
+        "dataset": written, "eval_dataset": held_out, "max_length": 64, "batch_size": 2, "max_steps": 2,
+    }  # fmt: skip
     options |= {"sample_prompts": 0, "output_dir": tmp_path / "sft"}
     succeeds(processes.script("sft", *flags(**options), plots=False))
 

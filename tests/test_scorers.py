@@ -10,11 +10,8 @@ import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, user, write_rows
 from test_data import CHATML, NO_END, byte_tokenizer
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-)
+    AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification,
+)  # fmt: skip
 
 from common import data, dist, generate, loading, pairwise, scorers, tiny
 from common.batches import Row
@@ -157,14 +154,13 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
-def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(pairwise, tmp_path):
     dist.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
-        with pytest.raises(
-            InputError, match=r"is a .*wanted a run of reward.py or advantage_model.py"
-        ) as error:
-            scorers.load_scorer(name, TOKENIZER, CPU)
-        assert str(error.value).startswith(name)
+        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py"
+        with pytest.raises(InputError, match=words):
+            scorers.load_scorer(name, TOKENIZER, CPU, pairwise)
 
 
 def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
@@ -386,18 +382,13 @@ def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first
 
 
 @pytest.mark.parametrize(
-    "spec", ["no_such_module:f", "common.tiny:no_such", "common.tiny.no:f", "math.py:sqrt", "common:no"]
+    "spec",
+    "no_such_module:f common.tiny:no_such common.tiny.no:f math.py:sqrt common:no common.tiny:RIGHT".split(),
 )
 def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(InputError, match=f"--scorer {spec}: .*no.*; wanted module:function"):
+    with pytest.raises(InputError, match=f"--scorer {spec}(: .*no.*;| is float,) wanted module:function"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
-
-
-def test_a_name_that_is_no_function_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(InputError, match="wanted module:function"):
-        scorers.load_scorer("common.tiny:RIGHT", TOKENIZER, CPU)
 
 
 def test_the_version_changes_with_the_functions_source(write):
@@ -536,18 +527,8 @@ def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
 
 
 def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks(oracle):
-    with pytest.raises(
-        InputError,
-        match="pairwise preference model, which scores no response alone, wanted a run of reward.py or advantage_model.py",
-    ):
+    with pytest.raises(InputError, match="a pairwise preference model, which scores no response alone"):
         scorers.load_scorer(oracle, TOKENIZER, CPU)
-
-
-def test_a_causal_model_that_is_no_preference_model_is_refused_as_an_oracle_too(tmp_path):
-    for name in ("tiny", save_policy(tmp_path / "lm")):
-        with pytest.raises(InputError, match="is a .*wanted a run of reward.py") as error:
-            scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
-        assert str(error.value).startswith(name)
 
 
 @pytest.mark.parametrize("n_outputs", [1, 2])
