@@ -258,8 +258,6 @@ def main(args: Args):
         tokenizer,
         after={**after, **ratio_figures, **figures},
         samples=evaluate.samples,
-        step=total_steps,
-        iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
         plots=[partial(plots.scorer, loss="loss/advantage")],

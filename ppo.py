@@ -344,7 +344,7 @@ PANELS = {
     "entropy": ["policy/entropy"],
     "value": ["value/explained_variance", "loss/value"],
 }
-PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier, plots.categories]
+PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier]
 
 
 def main(args: Args):
@@ -453,8 +453,7 @@ def main(args: Args):
     run.round_weights(policy)
     after = evaluate(policy)
     run.finish(
-        policy, tokenizer, after, evaluate.samples,
-        step=state["value_steps"], iteration=state["step"], summary={"iterations": state["step"]},
+        policy, tokenizer, after, evaluate.samples, summary={"iterations": state["step"]},
         shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"), plots=PLOTS,
     )  # fmt: skip
 

@@ -206,8 +206,6 @@ def main(args: Args):
         tokenizer,
         after={**after, **length_figures, **gate_figures},
         samples=evaluate.samples,
-        step=total_steps,
-        iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "gold/correlation"),
         plots=[partial(plots.scorer, loss="loss/reward")],

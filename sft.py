@@ -161,8 +161,6 @@ def main(args: Args):
         tokenizer,
         after=evaluate(model),
         samples=evaluate.samples,
-        step=total_steps,
-        iteration=(total_steps - 1) // steps_per_epoch,
         summary={"steps": total_steps, "documents": len(train), "blocks": len(blocks)},
         shown=("eval/nll", "gold/score"),
         plots=PLOTS,

@@ -489,7 +489,7 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
-    shortened = int(dist.all_sum(getattr(labeler, "shortened", 0))[0])
+    shortened = sum(dist.gather([getattr(labeler, "shortened", 0)]))
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]

@@ -57,11 +57,9 @@ def check_batch_size(args):
     share, left_over = divmod(args.batch_size, dist.world_size())
     if not share or left_over or share % min(share, args.micro_batch_size):
         whole = dist.world_size() * args.micro_batch_size
-        raise InputError(
-            f"--batch-size {args.batch_size} cannot be divided among {dist.world_size()} rank(s) with "
-            f"--micro-batch-size {args.micro_batch_size}: try --batch-size "
-            f"{math.ceil(args.batch_size / whole) * whole}"
-        )
+        why = f"cannot be divided among {dist.world_size()} rank(s) with --micro-batch-size"
+        mend = f"try --batch-size {math.ceil(args.batch_size / whole) * whole}"
+        raise InputError(f"--batch-size {args.batch_size} {why} {args.micro_batch_size}: {mend}")
 
 
 def parse(recipes, argv=None):
@@ -72,11 +70,7 @@ def parse(recipes, argv=None):
     named = bool(argv) and not argv[0].startswith("-")
     name, why = (argv.pop(0), "as named") if named else (next(iter(recipes)), "the tiny world alone")
     if name not in recipes:
-        close = difflib.get_close_matches(name, recipes, 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(
-            f"unknown recipe {name!r}: {hint}there are {', '.join(recipes)}; flags start with --"
-        )
+        raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
     args = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
     if strange:

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import ctypes
 import functools
-import itertools
 import json
 import math
 import os
@@ -95,15 +94,14 @@ def barrier():
         td.barrier()
 
 
-_patient_barriers = itertools.count()  # numbers of those to come, the same on every rank
-
-
 def patient_barrier():
     """A barrier after work that may keep the ranks apart for longer than a collective may last: rank 0 alone
     downloads and reads a model, and not every machine tokenises equally fast."""
     if td.is_initialized():
-        store, key = td.distributed_c10d._get_default_store(), f"patient_barrier/{next(_patient_barriers)}"
-        if store.add(f"{key}/ranks", 1) == world_size():
+        store = td.distributed_c10d._get_default_store()
+        n = store.add("patient_barrier", 1)  # ranks that came, to all barriers so far
+        key = f"patient_barrier/{(n - 1) // world_size()}"
+        if n % world_size() == 0:
             store.set(key, "all are here")
         store.wait([key], PATIENCE)
 
@@ -113,11 +111,6 @@ def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
     if td.is_initialized():
         td.all_reduce(tensor)
     return tensor
-
-
-def all_sum(*values) -> list[float]:
-    """Each value summed over all ranks, in fp64: numerators and denominators, never per-rank means."""
-    return sum_of_ranks(torch.tensor([float(value) for value in values], dtype=torch.float64)).tolist()
 
 
 def gather(values: list) -> list:

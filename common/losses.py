@@ -4,8 +4,13 @@ Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs 
 and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
 masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
 
-A loss returns (loss, metrics); metrics are detached scalars. Losses never multiply by the number of ranks:
-dist.backward does, because FSDP averages gradients.
+A loss returns (loss, metrics). Its n_tokens or n_rows are the response tokens or pairs of the whole optimiser
+step, over all micro-batches and ranks, so that their gradients add up to those of one big batch; None: this
+batch's own. Metrics are detached sums of this batch, which add up alike. Losses never multiply by the number
+of ranks: dist.backward does, because FSDP averages gradients.
+
+Every function raises ValueError on unequal shapes, and a loss on a batch of nothing where its count is None
+(with a count, this is a loss of 0).
 """
 
 import torch
@@ -16,7 +21,7 @@ def masked_sum(x, mask, dim=None):
     """Sum of x where mask is True.
 
     x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
-    Returns a tensor. Raises ValueError on unequal shapes."""
+    Returns a tensor."""
     _same_shape(x=x, mask=mask)
     kept = torch.where(mask, x, torch.zeros_like(x))
     return kept.sum() if dim is None else kept.sum(dim)
@@ -26,7 +31,7 @@ def masked_mean(x, mask, dim=None):
     """Mean of x where mask is True.
 
     x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
-    Returns a tensor. Raises ValueError on unequal shapes, or where a mean would be of nothing."""
+    Returns a tensor. Raises ValueError where a mean would be of nothing."""
     _same_shape(x=x, mask=mask)
     count = mask.sum() if dim is None else mask.sum(dim)
     if (count == 0).any():
@@ -39,7 +44,7 @@ def whiten(x, mask, mean=None, var=None, shift_mean=True):
 
     x: any shape. mask: bool, the shape of x. mean, var: of all ranks' values, population variance; None: this
       batch's. shift_mean: False adds the mean again, so that only the scale changes.
-    Returns a tensor like x. Raises ValueError on unequal shapes, or where a mean would be of nothing."""
+    Returns a tensor like x. Raises ValueError where a mean would be of nothing."""
     _same_shape(x=x, mask=mask)
     mean = masked_mean(x, mask) if mean is None else mean
     var = masked_mean((x - mean) ** 2, mask) if var is None else var
@@ -55,12 +60,7 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
 
     logprobs: (B, T-1), nats, log pi(token t+1 | tokens <= t), gradient flows.
     action_mask: (B, T-1) bool, True where token t+1 is a response token, the end token included.
-    n_tokens: how many response tokens the whole optimiser step has, over all micro-batches and ranks, so that
-      the gradients of micro-batches add up to that of one big batch; None: this batch's own count.
-    Returns (loss, {"nll_sum": nats, "n_tokens": count}), sums of this batch, which add up over micro-batches
-      and ranks.
-    Raises ValueError on unequal shapes, or on an empty mask when n_tokens is None (with n_tokens an empty
-      mask is a loss of 0)."""
+    Returns (loss, {"nll_sum": nats, "n_tokens": count})."""
     _same_shape(logprobs=logprobs, action_mask=action_mask)
     nll_sum, kept = -masked_sum(logprobs, action_mask), action_mask.sum()
     if n_tokens is None and kept == 0:
@@ -82,10 +82,8 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     chosen_scores, rejected_scores: (n,), reward units, gradient flows.
     margin: (n,) or None for 0, reward units, at least 0: m, in the loss and never in the accuracy.
     preference: (n,) or None for 1, unitless in [0, 1]: the probability that "chosen" is the better one.
-    n_rows: pairs of the whole optimiser step, over all micro-batches and ranks; None: this batch's.
-    Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, ties counting 1/2, "n_rows": n}),
-      sums of this batch, which add up over micro-batches and ranks.
-    Raises ValueError on unequal shapes, a preference outside [0, 1], or no pair when n_rows is None."""
+    Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, ties counting 1/2, "n_rows": n}).
+    Raises ValueError on a preference outside [0, 1]."""
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
     preference = torch.ones_like(chosen_scores) if preference is None else preference
     _same_shape(chosen=chosen_scores, rejected=rejected_scores, margin=margin, preference=preference)
@@ -108,7 +106,7 @@ def ranking_loss(scores, ranks, margin=None):
     scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best, equal ranks are ties.
     margin: (K, K) or None for 0, reward units: as in bradley_terry_loss.
     Returns (loss, metrics) as bradley_terry_loss does, for these pairs.
-    Raises ValueError on unequal shapes, or if no two ranks differ."""
+    Raises ValueError if no two ranks differ."""
     _same_shape(scores=scores, ranks=ranks)
     better, worse = torch.nonzero(ranks[:, None] < ranks[None, :], as_tuple=True)
     if len(better) == 0:
@@ -128,8 +126,7 @@ def advantage_score(scores, expected_scores, ratios=None, n_policies=None):
     ratios: (n, K), pi(y|x) / pi'_k(y|x) for each of the K other policies whose responses are in the data,
       unitless, no gradient; None: K = 0, so that a = r - e.
     n_policies: N, more than K; None: K + 1. At N = K the expected reward would have no weight.
-    Returns (n,), reward units.
-    Raises ValueError on unequal shapes, or unless N > K."""
+    Returns (n,), reward units. Raises ValueError unless N > K."""
     _same_shape(scores=scores, expected_scores=expected_scores)
     ratios = scores.new_zeros(*scores.shape, 0) if ratios is None else ratios.detach()
     if ratios.shape[:-1] != scores.shape:
@@ -149,10 +146,8 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
 
     chosen_advantages, rejected_advantages: (n,), a_c and a_r, reward units, gradient flows.
     bound: a number or (n,), reward units.
-    n_rows: pairs of the whole optimiser step, over all micro-batches and ranks; None: this batch's.
     Returns (loss, {"loss_sum": nats, "rank_loss_sum": nats, of the first term alone, "n_correct": pairs
-      ranked as labelled, ties counting 1/2, "n_rows": n}), sums of this batch.
-    Raises ValueError on unequal shapes, or no pair when n_rows is None."""
+      ranked as labelled, ties counting 1/2, "n_rows": n})."""
     _same_shape(chosen=chosen_advantages, rejected=rejected_advantages)
     difference = chosen_advantages - rejected_advantages
     rank_sum = -logsigmoid(difference).sum()
@@ -169,7 +164,7 @@ def kl_estimate(logprobs, ref_logprobs, kind="k1"):
     k1 from the reward.
 
     logprobs, ref_logprobs: the same shape, nats, gradient flows. kind: "k1", "k2" or "k3".
-    Returns a tensor of that shape, nats. Raises ValueError on unequal shapes or another kind."""
+    Returns a tensor of that shape, nats. Raises ValueError on another kind."""
     _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     difference = logprobs - ref_logprobs
     if kind == "k1":
@@ -188,7 +183,7 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
     (Llama 2, arXiv:2307.09288, section 3.2.3; its WHITEN(LOGIT(R_c)) takes logits, which both are already.)
 
     safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
-    Returns (B,), logits. Raises ValueError on unequal shapes."""
+    Returns (B,), logits."""
     _same_shape(safety=safety_logits, helpfulness=helpfulness_logits, is_safety_prompt=is_safety_prompt)
     gated = is_safety_prompt | (safety_logits.sigmoid() < threshold)
     return torch.where(gated, safety_logits, helpfulness_logits)
@@ -201,7 +196,7 @@ def length_penalty(scores, n_characters, coef):
     (RLHF Workflow, arXiv:2405.07863, section 4.2's ablation, with coef = 0.001.)
 
     scores: (B,), reward units. n_characters: (B,), of the responses' texts. coef: reward units a character.
-    Returns (B,), reward units. Raises ValueError on unequal shapes."""
+    Returns (B,), reward units."""
     _same_shape(scores=scores, n_characters=n_characters)
     return scores - coef * n_characters.to(scores.dtype)
 
@@ -216,8 +211,7 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
 
     rewards: (B, T-1), reward units, of the action at t. values: (B, T-1), reward units, of the state before
       it. action_mask: (B, T-1) bool, the response tokens of a row. No gradient flows.
-    Returns (advantages, returns), (B, T-1) each, 0 where action_mask is False; neither is whitened.
-    Raises ValueError on unequal shapes."""
+    Returns (advantages, returns), (B, T-1) each, 0 where action_mask is False; neither is whitened."""
     _same_shape(rewards=rewards, values=values, action_mask=action_mask)
     zeros = torch.zeros_like(values)
     rewards = torch.where(action_mask, rewards, zeros).detach()
@@ -240,11 +234,8 @@ def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=
 
     logprobs: (B, T-1), nats, gradient flows. old_logprobs: (B, T-1), nats, of the policy that the rollout
       came from, by the same forward. advantages: (B, T-1), whitened as a rule. action_mask: (B, T-1) bool.
-    n_tokens: response tokens of the whole optimiser step, over all micro-batches and ranks; None: this
-      batch's.
-    Returns (loss, metrics), sums of this batch: {"loss_sum", "n_tokens", "n_clipped": tokens where the
-      clipped term is the smaller one, "ratio_sum", "ratio_max", "approx_kl_sum": ratio - 1 - log ratio}.
-    Raises ValueError on unequal shapes, or an empty mask when n_tokens is None."""
+    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped term is the smaller one,
+      "ratio_sum", "ratio_max": the largest, no sum, "approx_kl_sum": ratio - 1 - log ratio})."""
     tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
     _same_shape(**tensors, action_mask=action_mask)
     logratio = torch.where(action_mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
@@ -269,10 +260,7 @@ def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_
 
     values: (B, T-1), reward units, gradient flows. old_values: (B, T-1), before the iteration's first update.
     returns: (B, T-1), reward units, unwhitened advantages + old_values. action_mask: (B, T-1) bool.
-    n_tokens: as in ppo_policy_loss.
-    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped error is the larger one}),
-      sums of this batch.
-    Raises ValueError on unequal shapes, or an empty mask when n_tokens is None."""
+    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped error is the larger one})."""
     tensors = {"values": values, "old_values": old_values, "returns": returns}
     _same_shape(**tensors, action_mask=action_mask)
     zeros = torch.zeros_like(values)  # 0 * NaN in a gradient would be NaN
@@ -305,11 +293,9 @@ def dpo_loss(
       end token included, gradient flows. ref_*: (n,), the same under the reference, no gradient.
     beta: nats per nat, above 0. label_smoothing: in [0, 0.5): the share of labels taken to be wrong.
     preference: (n,) or None for 1, in [0, 1]: the probability that "chosen" is the better one.
-    n_rows: pairs of the whole optimiser step, over all micro-batches and ranks; None: this batch's.
     Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, ties
-      counting 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}), sums of this batch.
-    Raises ValueError on unequal shapes, a preference or label_smoothing out of its range, or no pair when
-    n_rows is None."""
+      counting 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}).
+    Raises ValueError on a preference or label_smoothing out of its range."""
     preference = torch.ones_like(chosen_logprobs) if preference is None else preference
     tensors = {"chosen": chosen_logprobs, "rejected": rejected_logprobs, "preference": preference}
     _same_shape(**tensors, ref_chosen=ref_chosen_logprobs, ref_rejected=ref_rejected_logprobs)

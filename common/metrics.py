@@ -21,15 +21,16 @@ class Metrics:
       be written again, so they are cut; the clock goes on from the last one kept."""
 
     def __init__(self, folder, keep_rows: int | None = None):
-        self.path, self.n_rows, before = Path(folder) / "metrics.jsonl", keep_rows or 0, 0.0
+        self.path, self.n_rows = Path(folder) / "metrics.jsonl", keep_rows or 0
+        last = {"step": 0, "iteration": 0, "time_s": 0.0}
         if keep_rows is not None and dist.is_main():
             kept = read_jsonl(self.path)[:keep_rows]
             write_jsonl(self.path, kept)
-            before = kept[-1]["time_s"] if kept else 0.0
-        self.start = time.time() - before
+            last = kept[-1] if kept else last
+        self.start, self.last = time.time() - last["time_s"], (last["step"], last["iteration"])
 
     def log(self, step: int, iteration: int, **values):
-        self.n_rows += 1
+        self.n_rows, self.last = self.n_rows + 1, (step, iteration)
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
@@ -82,64 +83,35 @@ def _replace(path, text):
 
 
 # -- what is printed -------------------------------------------------------------------------------
-def progress(total: int, start: int, name: str, rows=None, lines: int = 20):
+def progress(total: int, start: int, name: str, rows=None, lines=True):
     """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
-    Where stderr is no terminal, plain lines in its place: about `lines` of them, and one at least a minute.
-    lines=0: what is done within a minute leaves no trace. Show at most three figures with `set_postfix`."""
-    if dist.is_main() and not sys.stderr.isatty():
-        return Lines(total, start, name, rows, lines)
-    unit, silent = "step" if lines else "row", not dist.is_main()
-    options = {"unit": unit, "leave": lines > 0, "disable": silent, "dynamic_ncols": True}
-    return tqdm(rows, total=total, initial=start, desc=name, **options)
+    Where stderr is no terminal, a plain line every half a minute. lines=0: what is done sooner leaves no
+    trace there. Show at most three figures with `set_postfix`, refresh=False."""
+    unit = "step" if lines else "row"
+    options = {"unit": unit, "leave": bool(lines), "disable": not dist.is_main()}
+    if sys.stderr.isatty():
+        return tqdm(rows, total=total, initial=start, desc=name, dynamic_ncols=True, **options)
+    options.update(mininterval=30, miniters=1, ncols=0, delay=0 if lines else 30)
+    return Lines(rows, total=total, initial=start, desc=name, **options)
 
 
-class Lines:
-    """A tqdm bar for log files."""
+class Lines(tqdm):
+    """A bar for log files."""
 
-    def __init__(self, total, start, name, rows, lines):
-        self.total, self.n, self.name, self.rows, self.figures = total, start, name, rows, {}
-        self.every = max(1, math.ceil(total / lines)) if lines else math.inf
-        self.begun = self.last = time.time()
-
-    def update(self, n=1):
-        before, self.n, now = self.n, self.n + n, time.time()
-        full = self.every < math.inf and (self.n // self.every > before // self.every or self.n == self.total)
-        if full or now - self.last >= 60:
-            self.last = now
-            figures = "".join(f", {key} {value}" for key, value in self.figures.items())
-            done = f"{self.n:,} of {self.total:,} ({now - self.begun:.0f} s)"
-            print(f"{self.name}: {done}{figures}", file=sys.stderr, flush=True)
-
-    def set_postfix(self, figures=(), refresh=True, **more):
-        self.figures = {**dict(figures), **more}
-
-    def __iter__(self):
-        for row in self.rows:
-            yield row
-            self.update()
-
-    def __enter__(self):
-        return self
-
-    def close(self, *error):
-        pass
-
-    __exit__ = close
+    def display(self, msg=None, pos=None):
+        if msg is None:  # it is "" where tqdm would wipe the bar
+            print(self, file=self.fp, flush=True)
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
-    """Three samples, and the figures `shown` before -> after: what a person wants to read, the rest is in the
-    run's summary.json."""
+    """Three samples, the figures `shown` before -> after, and the held-out ones that ended worse: what a
+    person wants to read, the rest is in the run's summary.json."""
     for sample in [sample for sample in samples if "response" in sample][-3:]:
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
         print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
     for key in [key for key in shown if key in after]:
         first = f"{before[key]:.4g} -> " if key in before else ""
         print(f"{key}: {first}{after[key]:.4g}")
-
-
-def say_if_worse(before: dict, after: dict):
-    """One line for each held-out figure that ended worse than it began."""
     for key, better in (("eval/nll", -1), ("pairs/loss", -1), ("eval/score", 1)):
         if key in before and key in after and better * (after[key] - before[key]) < 0:
             change = f"{before[key]:.8g} -> {after[key]:.8g}"
@@ -158,13 +130,10 @@ def print_table(rows: list[dict]):
 
 
 # -- intervals -------------------------------------------------------------------------------------
-FEW = 10
-
-
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
     """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: their number stands in
     its place, {key, key_n}."""
-    return {key: value, f"{key}_n": n} if n < FEW else {key: value, f"{key}_low": low, f"{key}_high": high}
+    return {key: value, f"{key}_n": n} if n < 10 else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 
 def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
@@ -229,22 +198,17 @@ def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> 
     return [(1 + (d > least) - (d < -least)) / 2 for d in differences]
 
 
-def margin_of_ties(tie_margin: float | None, reference: list[float]) -> float:
-    """--tie-margin; where it is None, a tenth of the standard deviation of the reference's scores, whose unit
-    nobody knows."""
-    return 0.1 * statistics.pstdev(reference) if tie_margin is None else tie_margin
-
-
 def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
-    shares of prompts on which the second one wins, ties (scores that differ by no more than tie_margin) and
-    loses, the margin, and the paired difference (gain) with its 95 % interval."""
+    shares of prompts on which the second one wins, ties (scores that differ by no more than the margin) and
+    loses, the margin, and the paired difference (gain) with its 95 % interval. tie_margin None: a tenth of
+    the standard deviation of the first one's scores, whose unit nobody knows."""
     figures = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"
         first, second = ([row[column] for row in rows] for rows in (before, after))
-        figures[f"{key}_tie_margin"] = margin_of_ties(tie_margin, first)
-        won = outcomes(second, first, figures[f"{key}_tie_margin"])
+        margin = 0.1 * statistics.pstdev(first) if tie_margin is None else tie_margin
+        figures[f"{key}_tie_margin"], won = margin, outcomes(second, first, margin)
         for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
             figures[f"{key}_{name}"] = won.count(result) / len(won)
         figures.update(gains(before, after, {f"{key}_gain": column}))
@@ -389,23 +353,18 @@ def known_figures(rows) -> dict[str, float]:
     return figures
 
 
-def scores_of(rows) -> list[tuple[str, float]]:
-    """(category, score) of every response."""
-    return [(str(row["category"]), r["score"]) for row in rows for r in row["responses"]]
-
-
-def by_category(scores) -> dict[str, list[float]]:
-    """category -> its scores, of (category, score) pairs."""
+def by_category(rows) -> dict[str, list[float]]:
+    """category -> the scores of its responses."""
     of_category = {}
-    for category, score in scores:
-        of_category.setdefault(str(category), []).append(score)
+    for row in rows:
+        of_category.setdefault(str(row["category"]), []).extend(r["score"] for r in row["responses"])
     return dict(sorted(of_category.items()))
 
 
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
     alike. NaN for fewer than two categories, or a scorer that gives all the same."""
-    scores = scores_of(rows)
-    of_categories = [statistics.fmean(x) for x in by_category(scores).values()]
-    overall = statistics.pstdev(x for _, x in scores) if len(of_categories) > 1 else 0.0
+    of_categories = [statistics.fmean(scores) for scores in by_category(rows).values()]
+    scores = [r["score"] for row in rows for r in row["responses"]]
+    overall = statistics.pstdev(scores) if len(of_categories) > 1 else 0.0
     return statistics.pstdev(of_categories) / overall if overall > 0 else math.nan

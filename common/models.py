@@ -162,7 +162,7 @@ def mean_nll(model, blocks, micro_batch_size) -> float:
     nll_sum = 0.0
     for batch in my_micro_batches(blocks, model, micro_batch_size):
         nll_sum -= losses.masked_sum(logprobs(model, batch), batch.action_mask).item()
-    return dist.all_sum(nll_sum)[0] / n_response_tokens(blocks)
+    return sum(dist.gather([nll_sum])) / n_response_tokens(blocks)
 
 
 def _computing(model, input_ids):

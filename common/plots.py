@@ -12,55 +12,38 @@ import torch
 from common import metrics
 from common.metrics import JUDGES, read_jsonl
 
-LABELS = {  # what pictures call the keys of metrics.jsonl
-    "loss/nll": "training loss (nats)",
-    "loss/reward": "training loss (nats)",
-    "loss/advantage": "training loss (nats)",
-    "loss/dpo": "training loss (nats)",
-    "loss/value": "value loss (half the squared error)",
-    "eval/nll": "held-out loss (nats)",
-    "optim/lr": "learning rate",
-    "optim/grad_norm": "gradient norm before clipping",
-    "train/accuracy": "training pairs (share ranked as labelled)",
-    "eval/accuracy": "held-out pairs (share ranked as labelled)",
-    "pairs/accuracy": "held-out pairs (share ranked as labelled)",
-    "reward/score": "score of rollouts",
-    "reward/gold": "true reward of rollouts",
-    "eval/score": "score of held-out responses",
-    "gold/score": "true reward of held-out responses",
-    "reward/chosen": "chosen (beta times nats)",
-    "reward/rejected": "rejected (beta times nats)",
-    "kl/per_response": "KL of rollouts (nats)",
-    "eval/kl": "KL of held-out responses (nats)",
-    "policy/entropy": "entropy (nats per token)",
-    "value/explained_variance": "explained variance (share)",
-    "pool/score": "mean score of samples",
-    "pool/best": "best score of a prompt's samples",
-    "pool/worst": "worst score of a prompt's samples",
-    "sweep/max": "expected best score of a prompt's samples",
-    "sample/length": "held-out responses (tokens)",
-    "pairs/chosen_length": "chosen (tokens)",
-    "pairs/rejected_length": "rejected (tokens)",
-}
+WORDS = {  # what pictures call a key of metrics.jsonl, or each part of it
+    "loss": "training loss", "train": "training", "eval": "held-out", "gold": "true reward",
+    "optim": "optimiser", "nll": "loss (nats)", "kl": "KL (nats)", "lr": "learning rate",
+    "grad_norm": "gradient norm", "entropy": "entropy (nats per token)", "max": "expected best",
+    "loss/nll": "training: loss (nats)", "kl/per_response": "rollouts: KL (nats)",
+    "reward/score": "rollouts: score", "reward/gold": "rollouts: true reward",
+    "gold/score": "held-out: true reward", "pairs/accuracy": "held-out pairs: accuracy",
+}  # fmt: skip
 STYLE = {
     "text.parse_math": False,  # a category may hold a $
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.3,
-    "lines.markersize": 3,
-    "errorbar.capsize": 3,
-    "legend.fontsize": 8,
-}
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3,
+    "lines.markersize": 3, "errorbar.capsize": 3, "legend.fontsize": 8,
+}  # fmt: skip
 
 
-def figure(panels=1, size=(4.8, 3.2)):
-    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
+def in_words(key: str) -> str:
+    """eval/kl -> held-out: KL (nats)."""
+    return WORDS.get(key) or ": ".join(WORDS.get(part, part.replace("_", " ")) for part in key.split("/"))
+
+
+def figure(panels=1, size=(4.8, 3.2), whole=False):
+    """A figure of `panels` axes side by side, each of `size` inches, and these axes. whole: their x are steps,
+    tokens or samples, with ticks at whole numbers only."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
     drawing = Figure(figsize=(size[0] * panels, size[1]), dpi=90, layout="constrained")
-    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
+    axes = drawing.subplots(1, panels, squeeze=False)[0]
+    for axis in axes:
+        axis.xaxis.get_major_locator().set_params(integer=whole)
+    return drawing, axes
 
 
 def save(drawing, path):
@@ -78,11 +61,6 @@ def save(drawing, path):
     return drawing
 
 
-def whole_ticks(axis):
-    """Ticks of steps, tokens and samples: whole numbers only."""
-    axis.xaxis.get_major_locator().set_params(integer=True)
-
-
 # -- of training -----------------------------------------------------------------------------------
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
     """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
@@ -90,15 +68,13 @@ def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: s
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
-    drawing, axes = figure(len(panels), (4.2, 2.8))
+    drawing, axes = figure(len(panels), (4.2, 2.8), whole=isinstance(rows[0][x], int))
     for axis, (title, keys) in zip(axes, panels.items()):
         for key in keys:
             points = [(row[x], row[key]) for row in rows if key in row]
             if points:
-                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=LABELS.get(key, key))
-        axis.set(title=title, xlabel=LABELS.get(x, x))
-        if isinstance(rows[0][x], int):
-            whole_ticks(axis)
+                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=in_words(key))
+        axis.set(title=title, xlabel=in_words(x))
     return save(drawing, Path(folder) / name)
 
 
@@ -109,57 +85,21 @@ def frontier(folder):
 
 
 # -- of responses ----------------------------------------------------------------------------------
-def samples_by(folder, column: str) -> dict[str, list[dict]]:
-    """The rows of `folder`/samples.jsonl, by what a column says."""
-    groups = {}
-    for row in read_jsonl(Path(folder) / "samples.jsonl"):
-        groups.setdefault(row.get(column), []).append(row)
-    return groups
-
-
 def lengths(folder):
     """`folder`/length.png: the score against the tokens of every held-out response of the first and the last
     version in samples.jsonl."""
-    versions = samples_by(folder, "version")
-    if not versions:
+    rows = read_jsonl(Path(folder) / "samples.jsonl")
+    if not rows:
         return None
-    drawing, (axis,) = figure()
-    for shift, version in enumerate(sorted({min(versions), max(versions)})):
-        x, y = ([row[key] for row in versions[version]] for key in ("tokens", "score"))
+    drawing, (axis,) = figure(whole=True)
+    for shift, version in enumerate(sorted({rows[0]["version"], rows[-1]["version"]})):
+        of_version = [row for row in rows if row["version"] == version]
+        x, y = ([row[key] for row in of_version] for key in ("tokens", "score"))
         beside = [tokens + 0.25 * shift for tokens in x]  # else a version hides the one before
         label = f"version {version}: correlation {metrics.correlation(x, y):.2f}"
         axis.scatter(beside, y, s=6, alpha=0.4, label=label)
     axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
-    whole_ticks(axis)
     return save(drawing, Path(folder) / "length.png")
-
-
-def categories(folder):
-    """`folder`/categories.png: the true rewards (where they are known, else the scores) of held-out responses
-    before and after training, by category, if there are several."""
-    scores = {}
-    for when, rows in samples_by(folder, "when").items():
-        kind = "gold" if "gold" in rows[0] else "score"
-        scores[when] = [(row["category"], row[kind]) for row in rows]
-    names = {category for of_policy in scores.values() for category, _ in of_policy}
-    if len(names) < 2:
-        return None
-    drawing, (axis,) = figure(size=(4.8, 1 + 0.3 * len(names)))
-    by_category(scores, JUDGES[kind], axis)
-    return save(drawing, Path(folder) / "categories.png")
-
-
-def by_category(scores: dict[str, list[tuple]], title, axis):
-    """Means and standard deviations. scores: name -> (category, score) of each response."""
-    grouped = {name: metrics.by_category(of_name) for name, of_name in scores.items()}
-    names = sorted(set().union(*grouped.values()))
-    for shift, (name, of_category) in enumerate(grouped.items()):
-        y = [names.index(category) + 0.2 * shift for category in of_category]
-        mean, deviation = (list(map(measure, of_category.values())) for measure in (fmean, pstdev))
-        axis.errorbar(mean, y, xerr=deviation, fmt="o", label=name)
-    axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
-    axis.invert_yaxis()  # from top to bottom
-    axis.set(title=f"{title} by category", xlabel="mean and standard deviation")
 
 
 def best_of_n(folder):
@@ -171,7 +111,7 @@ def best_of_n(folder):
     drawn = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
     if not drawn:
         return None
-    drawing, (left, right) = figure(2)
+    drawing, (left, right) = figure(2, whole=True)
     temperatures = sorted({curve["temperature"] for curve in drawn})
     for curve in drawn:
         n, color = range(1, len(curve["max"]) + 1), f"C{ends.index(curve['policy'])}"
@@ -183,8 +123,6 @@ def best_of_n(folder):
         right.plot(n, curve["max"], style, color=color, label=label)
     left.set(title="largest and median score of N samples", xlabel="N, samples of a prompt", ylabel="score")
     right.set(title="largest score by temperature T", xlabel="N, samples of a prompt", ylabel="score")
-    whole_ticks(left)
-    whole_ticks(right)
     return save(drawing, Path(folder) / "best_of_n.png")
 
 
@@ -207,9 +145,9 @@ def scores(folder, scorers: dict[str, list[dict]]):
     panels = [partial(accuracy_by_difference, scorers)]
     if "differences" not in first[0]:
         panels.append(partial(better_and_worse, name, first))
-        scored = {n: metrics.scores_of(rows) for n, rows in scorers.items() if "differences" not in rows[0]}
-        if len(set(dict(scored[name]))) > 1:
-            panels.append(partial(by_category, scored, "scores"))
+        scored = {n: metrics.by_category(x) for n, x in scorers.items() if "differences" not in x[0]}
+        if len(scored[name]) > 1:
+            panels.append(partial(by_category, scored))
     drawing, axes = figure(len(panels), (4.4, 3.2))
     for draw, axis in zip(panels, axes):
         draw(axis)
@@ -236,6 +174,18 @@ def better_and_worse(name, rows, axis):
         values = [pair[side]["score"] for pair in pairs]
         axis.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
     axis.set(title="scores", xlabel="score", ylabel="density")
+
+
+def by_category(scorers: dict[str, dict[str, list[float]]], axis):
+    """Means and standard deviations. scorers: name -> category -> the scores of its responses."""
+    names = sorted(set().union(*scorers.values()))
+    for shift, (name, of_category) in enumerate(scorers.items()):
+        y = [names.index(category) + 0.2 * shift for category in of_category]
+        mean, deviation = (list(map(measure, of_category.values())) for measure in (fmean, pstdev))
+        axis.errorbar(mean, y, xerr=deviation, fmt="o", label=name)
+    axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
+    axis.invert_yaxis()  # from top to bottom
+    axis.set(title="scores by category", xlabel="mean and standard deviation")
 
 
 # -- of policies that are compared -----------------------------------------------------------------

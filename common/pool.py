@@ -340,12 +340,13 @@ class Versions:
                 metrics.write_jsonl(folder / "curves.jsonl", curves)
             for plot in plots:
                 plot(folder)
-            metrics.print_results({}, {}, (), [row for row in rows if row["version"] == self.last])
             figures, categories = {str(v): self.figures(v) for v in self.studies}, []
-            same = evaluation.comparable(self.studies, self.last)
+            same, before = evaluation.comparable(self.studies, self.last), {}
             if self.first in same:
                 categories = metrics.regressions(same[self.first], same[self.last])
-                metrics.say_if_worse(figures[str(self.first)], figures[str(self.last)])
+                before = figures[str(self.first)]
+            samples = [row for row in rows if row["version"] == self.last]
+            metrics.print_results(before, figures[str(self.last)], (), samples)
             summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
             write_json(folder / "summary.json", summary)  # last
             loading.report_export(folder / "model", self.args.model, self.args.seed)

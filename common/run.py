@@ -33,11 +33,8 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "pairs.jsonl reference.json rows.jsonl failed.jsonl"
 )
-GONE = re.compile(  # what torch says where another rank is gone
-    r"gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|"
-    r"connection (was likely closed|(closed|reset) by peer)",
-    re.I,
-)
+# What torch says where another rank is gone
+GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
 
 def launch(main, recipes):
@@ -109,6 +106,7 @@ class Run:
         self.status = find_run(args)
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
+        self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
         self.state, self.laps = {"step": 0}, {}
 
     def begin(self, *, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
@@ -170,7 +168,7 @@ class Run:
         """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
         self.metrics.log(step, iteration, **row, **self.laps)
         if shown:
-            self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown})
+            self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
 
     def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
         """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
@@ -187,10 +185,6 @@ class Run:
         """The number of the optimiser step to come; a round of ppo.py is several."""
         return 1 + self.state.get("value_steps", self.state.get("first_step", 0) + self.state["step"])
 
-    @property
-    def last_checkpoint(self) -> str:
-        return f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
-
     # after the last round
     @torch.no_grad()
     def round_weights(self, model):
@@ -198,13 +192,13 @@ class Run:
         for weight in model.state_dict().values():
             weight.copy_(weight.to(self.dtype))
 
-    def finish(self, model, tokenizer, after, samples, *, step, iteration, summary, shown, plots):
+    def finish(self, model, tokenizer, after, samples, *, summary, shown, plots):
         """Export the model and write what a finished run holds, summary.json last of all.
 
         after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
         says. shown: the figures that are printed, before and after. plots: functions of the run's folder."""
         if not math.isfinite(after.get("eval/nll", 0.0)):
-            raise InputError(f"eval/nll {after['eval/nll']} after step {step}: no export; lower --lr")
+            raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
         after = {key: x for key, x in after.items() if not math.isnan(x)}  # of nothing, or without spread
         samples_file = self.folder / "samples.jsonl"
@@ -214,8 +208,7 @@ class Run:
             after.update(metrics.gains(kept, samples, gains))
             summary = {**summary, "categories": metrics.regressions(kept, samples)}
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
-        self.laps = {}
-        self.log(after, step, iteration)
+        self.metrics.log(*self.metrics.last, **after)
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             metrics.write_jsonl(samples_file, samples)
@@ -223,7 +216,6 @@ class Run:
                 plot(self.folder)
             write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
             metrics.print_results(before, after, shown, samples)
-            metrics.say_if_worse(before, after)
             loading.report_export(self.folder / "model", self.args.model, self.args.seed)
 
 
@@ -278,18 +270,16 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     dist.patient_barrier()  # data were tokenised and models downloaded
     fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
     now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
-    before, files, changed = {}, {}, []
-    if dist.is_main():
-        before, files = read_json(folder / "args.json"), _data_files(args)
-        previous, data_before = before.get("args", {}), before.get("data", {})
-        for name in sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"}):
-            if previous[name] != now[name]:
-                changed.append(f"{name}: {previous[name]!r} -> {now[name]!r}")
-        for path in files.keys() & data_before.keys():
-            if files[path] != data_before[path]:
-                changed.append(f"{path}: its rows are not those that the run began with")
+    files = _data_files(args)
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
-    before, changed = dist.gather([(before, changed)])[0]
+    before = dist.gather([read_json(folder / "args.json")])[0]
+    previous, data_before, changed = before.get("args", {}), before.get("data", {}), []
+    for name in sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"}):
+        if previous[name] != now[name]:
+            changed.append(f"{name}: {previous[name]!r} -> {now[name]!r}")
+    for path in files.keys() & data_before.keys():
+        if files[path] != data_before[path]:
+            changed.append(f"{path}: its rows are not those that the run began with")
     if resume and before.get("stage", stage) != stage:
         raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
     if resume and before.get("held_out", fingerprint) != fingerprint:

@@ -291,7 +291,7 @@ def mean_expected_reward(scorer, prompts, args, device):
         ids = pad_sequence(some or [torch.zeros(1, dtype=torch.long)], batch_first=True).to(device)
         where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
         total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
-    return dist.all_sum(total)[0] / len(prompts)
+    return sum(dist.gather([total])) / len(prompts)
 
 
 def likeliest(x, won, n_games, penalty) -> torch.Tensor:

@@ -143,8 +143,7 @@ def main(args: Args):
     run.round_weights(model)
     after = {**evaluate(model), **evaluation.baselines(None, held_out, args.micro_batch_size)}
     run.finish(
-        model, tokenizer, after=after, samples=evaluate.samples, step=total_steps,
-        iteration=(total_steps - 1) // steps_per_epoch,
+        model, tokenizer, after=after, samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy"),
         plots=[partial(plots.scorer, loss="loss/reward")],

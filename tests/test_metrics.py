@@ -39,7 +39,7 @@ def pair(difference, **more):
     ],
 )
 def test_a_held_out_figure_that_ended_worse_is_said_with_both_numbers(before, after, words, capsys):
-    metrics.say_if_worse(before, after)
+    metrics.print_results(before, after, (), [])
     out = capsys.readouterr().out
     assert words in out and out.count("\n") == bool(words)
 
@@ -250,7 +250,7 @@ def test_correlation_of_a_constant_that_its_mean_rounds_off(constant, n):
 def test_scores_by_category_and_their_spread_by_hand():
     """Scores 1, 3 of a and 5, 7 of b: means 2 and 6 (deviation 2), all four have a deviation of sqrt 5."""
     rows = [row(1.0, 3.0, category="a"), row(7.0, category="b"), row(5.0, category="b")]
-    assert metrics.by_category(metrics.scores_of(rows)) == {"a": [1.0, 3.0], "b": [7.0, 5.0]}
+    assert metrics.by_category(rows) == {"a": [1.0, 3.0], "b": [7.0, 5.0]}
     assert metrics.category_spread(rows) == pytest.approx(2 / math.sqrt(5))
     assert metrics.category_spread([row(1.0, 3.0, category=x) for x in "ab"]) == 0
     assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))

@@ -1,9 +1,7 @@
 """common/plots.py: what stands in a figure, and whether it can be read."""
 
-import importlib
 import random
 
-import processes
 import pytest
 from figures import assert_readable, legend_texts, tick_labels
 
@@ -23,20 +21,11 @@ def test_metrics_are_drawn_in_words_a_panel_for_each_title_from_the_rows_that_ha
     assert_readable(figure)
     loss, mine, none = figure.axes
     assert points_of(loss) == [([1, 2, 3], [10, 20, 30]), ([2], [5])]
-    assert legend_texts(loss) == ["training loss (nats)", "held-out loss (nats)"]
-    assert legend_texts(mine) == ["my/own"] and not none.lines  # a key without words is drawn all the same
+    assert legend_texts(loss) == ["training: loss (nats)", "held-out: loss (nats)"]
+    assert legend_texts(mine) == ["my: own"] and not none.lines  # a key without words is drawn all the same
     assert [axes.get_title() for axes in figure.axes] == list(panels)
     assert [label.get_text() for label in tick_labels(loss.xaxis)] == ["1", "2", "3"]  # no half steps
     assert (tmp_path / "x.png").exists()
-
-
-def test_there_are_words_for_every_key_that_a_script_draws():
-    keys = set()
-    for name in processes.SCRIPTS:
-        for plot in getattr(importlib.import_module(name), "PLOTS", []):
-            panels = getattr(plot, "keywords", {}).get("panels", {})
-            keys |= {key for panel in panels.values() for key in panel}
-    assert len(keys) > 15 and keys <= plots.LABELS.keys()
 
 
 def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
@@ -49,8 +38,8 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert_readable(figure)
     (axes,) = figure.axes
     assert points_of(axes) == [([0, 1], [1, 3]), ([1], [1])]
-    assert legend_texts(axes) == ["score of held-out responses", "true reward of held-out responses"]
-    assert axes.get_xlabel() == "KL of held-out responses (nats)"
+    assert legend_texts(axes) == ["held-out: score", "held-out: true reward"]
+    assert axes.get_xlabel() == "held-out: KL (nats)"
 
 
 def test_lengths_of_the_first_and_the_last_version_stand_beside_each_other(tmp_path):
@@ -63,39 +52,6 @@ def test_lengths_of_the_first_and_the_last_version_stand_beside_each_other(tmp_p
     first, second = (points.get_offsets().tolist() for points in figure.axes[0].collections)
     assert first == [[1, 0], [2, 1], [3, 2]] and second == [[3.25, 0], [2.25, 1], [1.25, 2]]
     assert legend_texts(figure.axes[0]) == ["version 0: correlation 1.00", "version 2: correlation -1.00"]
-
-
-def means_of(axes):
-    """Of each legend entry: the means drawn, and the widths of their error bars."""
-    bars = [container.lines for container in axes.containers]
-    spans = [[(b - a) / 2 for (a, _), (b, _) in lines[2][0].get_segments()] for lines in bars]
-    return [(list(lines[0].get_xdata()), span) for lines, span in zip(bars, spans)]
-
-
-def test_categories_have_a_mean_and_a_deviation_for_each_policy(tmp_path):
-    rows = [{"category": x, "score": 9.0, "gold": y} for x, y in (("b", 1.0), ("$a$", 2.0), ("b", 3.0))]
-    before = [{"when": "before", **row} for row in rows]
-    after = [{"when": "after", **row, "gold": -row["gold"]} for row in rows]
-    metrics.write_jsonl(tmp_path / "samples.jsonl", before + after)
-    figure = plots.categories(tmp_path)
-    assert_readable(figure)
-    (axes,) = figure.axes
-    assert means_of(axes) == [([2, 2], [0, 1]), ([-2, -2], [0, 1])]
-    assert [label.get_text() for label in tick_labels(axes.yaxis)] == ["$a$", "b"]
-    assert not any(label.get_parse_math() for label in tick_labels(axes.yaxis))  # a $ is a $
-    assert (legend_texts(axes), axes.get_title()) == (["before", "after"], "the true reward by category")
-    for row in before:
-        row["score"] = row.pop("gold") + 1
-    metrics.write_jsonl(tmp_path / "samples.jsonl", before)
-    (axes,) = plots.categories(tmp_path).axes
-    assert means_of(axes) == [([3, 3], [0, 1])] and axes.get_title() == "the scorer by category"
-
-
-@pytest.mark.parametrize("names", [[], [None], ["a", "a"]])
-def test_without_two_categories_there_is_no_plot_of_them(names, tmp_path):
-    rows = [{"when": "before", "category": name, "score": 1.0} for name in names]
-    metrics.write_jsonl(tmp_path / "samples.jsonl", rows)
-    assert plots.categories(tmp_path) is None and len(list(tmp_path.iterdir())) == 1
 
 
 def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):

@@ -585,7 +585,7 @@ def undisturbed(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, ended=ended)
 
 
-FILES = ["args.json", "categories.png", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
+FILES = ["args.json", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
 FILES += ["samples.jsonl", "summary.json"]
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
     policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm

@@ -8,7 +8,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +54,6 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["lagre"], ["'lagre'", "did you mean 'large'", "tiny, large"]),
         (["xyz"], ["'xyz'", "tiny, large"]),
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
         (["--max-step=3"], ["--max-step", "did you mean --max-steps"]),
@@ -70,10 +68,9 @@ def test_what_is_unknown_is_named_with_the_nearest_name(argv, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("argv", [["xyz"], ["--zzz"]])
-def test_a_far_name_gets_no_suggestion(argv):
+def test_a_far_name_gets_no_suggestion():
     with pytest.raises(InputError, match="^(?!.*did you mean)"):
-        parse(RECIPES, argv)
+        parse(RECIPES, ["--zzz"])
 
 
 @pytest.mark.parametrize(
@@ -614,20 +611,23 @@ def test_progress_is_a_bar_in_a_terminal_that_starts_where_a_run_resumes(capsys,
 
 
 def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
-    """20 of 200 steps from the one on where a run resumes, and one a minute, of rows nothing else."""
+    """From the step on where a run resumes, at most two a minute and the last; of rows nothing else."""
     clock = [0.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     with metrics.progress(200, 100, "sft") as bar:
         for step in range(101, 201):
-            clock[0] += 200 if step == 103 else 1
-            bar.set_postfix({"nll": f"{step / 100:.3g}"})
+            clock[0] += 1
+            bar.set_postfix({"nll": f"{step / 100:.3g}"}, refresh=False)
             bar.update()
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == ["sft: 103 of 200 (202 s), nll 1.03", "sft: 110 of 200 (209 s), nll 1.1"]
-    assert lines[-1] == "sft: 200 of 200 (299 s), nll 2" and len(lines) == 11
+    lines = capsys.readouterr().err.split("\n")
+    assert [line.split()[2] for line in lines if line] == [f"{n}/200" for n in (100, 130, 160, 190, 200)]
+    assert lines[1] == "sft:  65% 130/200 [00:30<01:10,  1.00step/s, nll=1.3]" and not any(
+        "\r" in x for x in lines
+    )
     for row in metrics.progress(10, 0, "tokenise", range(10), lines=0):
         clock[0] += 25
-    assert capsys.readouterr().err.splitlines() == [f"tokenise: {n} of 10 ({25 * n} s)" for n in (3, 6, 9)]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in lines] == ["2/10", "4/10", "6/10", "8/10", "10/10"]
 
 
 def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
