@@ -418,7 +418,7 @@ RECIPES = {
             batch_size=128,  # 8 GPUs with 8 pairs, 2 of them accumulated
             micro_batch_size=8,
             max_length=1024,
-            eval_prompts=0,  # ours: the sampler refuses Mistral's window of attention
+            eval_prompts=0,  # ours: so it needs no scorer
             gradient_checkpointing=True,
         ),
     ),

@@ -127,7 +127,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     stop = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else ())})
     try:
         out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
-    except ValueError as error:  # a sliding window, for one
+    except ValueError as error:  # a cache of its own, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses, special = [], set(tokenizer.all_special_ids)
     lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()

@@ -126,7 +126,13 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
 def indexed(small):
     """A model with a cache of its own kind, which the sampler refuses."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
     sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
     config = DeepseekV32Config(**sizes, vocab_size=len(tiny.tokenizer()), num_key_value_heads=2)
     DeepseekV32ForCausalLM(config).save_pretrained(small / "indexed")

@@ -607,7 +607,13 @@ def test_bad_input_ends_a_real_python_in_the_same_way(tmp_path, argv, words):
 
 def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    sizes |= {
+        "kv_lora_rank": 8,
+        "q_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    }
     sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
     config = DeepseekV32Config(**sizes, vocab_size=len(TOKENIZER), num_key_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "indexed")
