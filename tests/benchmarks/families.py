@@ -180,7 +180,7 @@ def cell(stage, folder):
         said = " ".join(re.sub(rf"({kinds})\b", "MODEL", str(error)).split())[:200]
         if isinstance(error, Wrong):
             return f"WRONG: {said}"
-        if isinstance(error, (InputError, ValueError)):
+        if isinstance(error, InputError) or stage == "sampler" and type(error) is ValueError:
             return f"refused: {said}"
         return f"crash: {type(error).__name__} {said} ({traceback.extract_tb(error.__traceback__)[-1].name})"
 
