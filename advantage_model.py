@@ -139,8 +139,9 @@ def n_policies(args):
 
 
 def comparison_loss(rewards, expected, batch, n, sums, args):
-    """The sum of eq. 6 over a batch's comparisons, divided by n, the step's number of comparisons. rewards:
-    (responses,), r(x, y), samples included. expected: (comparisons,), e(x). Metrics are added to `sums`."""
+    """The sum of eq. 6 over a batch's comparisons (of a ranking the mean over its pairs), divided by n, the
+    step's number of comparisons. rewards: (responses,), r(x, y); a comparison's labelled responses stand
+    first, the policy's samples behind them. expected: (comparisons,), e(x). Metrics are added to `sums`."""
     device = rewards.device
     loss = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
     if not batch.comparisons:
@@ -225,7 +226,7 @@ def main(args: Args):
     run.begin(modules={"advantage": (model, optimizer)}, held_out=comparisons.fingerprint(held_out))
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # behind each, every --save-every, a checkpoint
+    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
         # the same order on every rank, another one in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)

@@ -220,7 +220,7 @@ def pair_logprobs(model, pairs, args):
 
 def pairs_loss(logprobs, pairs, n, args):
     """losses.dpo_loss of pairs with known reference log probabilities, over the step's n pairs. logprobs:
-    (2 pairs,), of the policy."""
+    (2 pairs,), of the policy: chosen, rejected, chosen, rejected, ..."""
     chosen, rejected = logprobs.view(-1, 2).T
     references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
     ref_chosen, ref_rejected = references.to(logprobs).view(-1, 2).T
@@ -309,7 +309,7 @@ def main(args: Args):
     # models: the oracle stays, policies and the reference come and go
     scorer = scorers.load_oracle(args, tokenizer, run.device, pairwise=True) if sampled else None
     versions = Versions(run, tokenizer, args.model)
-    for name in dict.fromkeys([reference, args.model]):  # now, not when all is sampled
+    for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)
     evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
     versions.evaluate = evaluate
@@ -318,7 +318,7 @@ def main(args: Args):
     versions.begin()
     pool = Pool(run)
     references = References(run, tokenizer, pair_logprobs)
-    evaluate.held_out_pairs = references.add(held_out_pairs, reference)
+    evaluate.held_out_pairs = references.attach(held_out_pairs, reference)
 
     for iteration in versions.iterations(max(1, args.iterations)):
         latest = versions.path(iteration - 1)
@@ -337,24 +337,25 @@ def main(args: Args):
             new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
             pairs = pairs + new_pairs
             row = evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)
-            if not pairs:  # the next version is this one
+            if not pairs:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):
                 run.log(row, versions.step, iteration)
 
         # 4. train the newest policy on the new pairs, or --model on all so far; log pi_0 once for each pair
         start = latest
-        learnt = list(pairs)
+        to_learn = list(pairs)
         if args.start_from == "sft" and pairs:
             start = args.model
-            learnt += offline if iteration > 1 else []
+            to_learn += offline if iteration > 1 else []  # in the first they are there already
             for earlier in range(1, iteration):
-                learnt += best_against_worst(pool.rows, fresh_prompts[earlier], earlier, args)[0]
-        learnt = references.add(learnt, latest if args.reference == "last" else reference)
-        write_pairs(run.folder, pairs, iteration)
+                to_learn += best_against_worst(pool.rows, fresh_prompts[earlier], earlier, args)[0]
+        to_learn = references.attach(to_learn, latest if args.reference == "last" else reference)
+        write_pairs(run.folder, pairs, iteration)  # the new ones; those before are in the file
         model = versions.load(start)
-        steps = plan_steps(learnt, iteration, args)
+        steps = plan_steps(to_learn, iteration, args)
         optimizer = dist.adamw(model, args.lr, args)
+        # writes checkpoints, and behind the last step the new version, which is then evaluated
         for step in versions.train(iteration, len(steps), optimizer):
             lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(steps), args))
             row = {"optim/lr": lr, **update(model, optimizer, steps[step - 1], args)}

@@ -10,9 +10,10 @@ over the n response tokens of an optimiser step; "old" is of the rollout. (Llama
 3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models: policy, value, reference (pi_0, the frozen first
 policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses keep what the policy knew:
 
-    + c_ptx (mean NLL of text)                         the pretrained gradient (Qwen)
-    + gamma_sr sum_t -log pi_theta(y_t | x, y_<t)      selective rehearsal, eq. 9 of "Stabilizing RLHF through
-                                                       Advantage Model and Selective Rehearsal", 2309.10202
+    + c_ptx (mean NLL of text)                                        the pretrained gradient (Qwen)
+    + c_sr (mean over rows of sum_t -log pi_theta(y_t | x, y_<t))     selective rehearsal, eq. 9
+
+Eq. 9 is of "Stabilizing RLHF through Advantage Model and Selective Rehearsal", arXiv:2309.10202.
 
 Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
 summary.json and checkpoint/: policy, value model and their optimisers, the iterations and steps that
@@ -248,7 +249,7 @@ def estimate_advantages(rollout, args):
     rewards[torch.arange(len(last)), last] += rollout.rewards
     advantages, rollout.returns = gae(rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
     if args.whiten_advantages:
-        advantages = whiten(advantages, rollout.mask)  # over the response tokens of all ranks: all are here
+        advantages = whiten(advantages, rollout.mask)  # every rank has the whole rollout
     rollout.advantages = torch.where(rollout.mask, advantages, 0.0)
     return masked_sum(kl, rollout.mask).item() / len(last)
 
@@ -279,9 +280,9 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
         for name, documents in extra.items():
             nll_backward(policy, name, documents, sums, args)
     totals = sums.over_ranks()
-    learning = slice(0 if policy_learns else 1, 2)  # both models, or the value model alone
-    finite = sum(totals.values())  # no step is taken unless it is
-    norms = dist.optimizer_step([policy, value][learning], optimizers[learning], finite, args.max_grad_norm)
+    first = 0 if policy_learns else 1  # both models, or the value model alone
+    all_sums = sum(totals.values())  # where this or a gradient is not finite no model moves
+    norms = dist.optimizer_step([policy, value][first:], optimizers[first:], all_sums, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
@@ -381,7 +382,7 @@ def main(args: Args):
     run.log_before(evaluate, policy, keep_samples=True)
     best = state.setdefault("best", {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0})
 
-    for iteration in run.steps(args.iterations):  # behind each, every --save-every, a checkpoint
+    for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them
         if args.patience and best["evaluations_since"] >= args.patience:
             break
 
@@ -411,8 +412,8 @@ def main(args: Args):
 
         # 3. estimate: log pi_old, log pi_0 and V of each response token, in the micro-batches of the first
         # epoch, so that the ratio is exactly 1 there; from them KL penalty, GAE and whitened advantages
-        epochs = minibatches_of(len(pairs), iteration, args)
-        plan = [blocks_of(documents, minibatch, args) for minibatch in epochs[0]]
+        minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
+        plan = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
         rollout.old_logprobs, rollout.entropies = per_token(
             models.logprobs_and_entropies, policy, args.temperature
@@ -429,8 +430,8 @@ def main(args: Args):
         # 4. update: one optimiser step a minibatch; at first the value model learns alone
         policy_learns = state["value_steps"] >= args.value_warmup_steps
         steps = []
-        for minibatches in epochs:
-            for minibatch in minibatches:
+        for of_epoch in minibatches:
+            for minibatch in of_epoch:
                 extra = data.next_extra(extra_data, state["policy_steps"], args)
                 steps.append(
                     update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args)
@@ -444,9 +445,10 @@ def main(args: Args):
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every):
             row.update(evaluate(policy))
-            score = row.get("eval/score", 0.0)
-            best["evaluations_since"] = 0 if score > best["score"] else best["evaluations_since"] + 1
-            best["score"] = max(score, best["score"])
+            eval_score = row.get("eval/score", 0.0)
+            better = eval_score > best["score"]
+            best["evaluations_since"] = 0 if better else best["evaluations_since"] + 1
+            best["score"] = max(eval_score, best["score"])
         shown = ("reward/score", "kl/per_response", "policy/entropy")
         run.log(row, state["value_steps"], iteration, shown)
 

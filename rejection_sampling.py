@@ -230,23 +230,25 @@ def main(args: Args):
     for name in dict.fromkeys([args.model, policy]):
         generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
-    also, earlier = [], []
+    sft_documents, given_rows = [], []
     if args.sft_dataset:
-        also = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
+        sft_documents = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
     if args.pool and not run.resumed:
-        earlier = take(args.pool, prompts, tokenizer, args.max_length)
+        given_rows = take(args.pool, prompts, tokenizer, args.max_length)
 
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
     scorer = scorers.load_oracle(args, tokenizer, run.device)
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = evaluation.Sweep(held_out, scorer, tokenizer, args)
-    if args.packing:  # now, not when all is sampled
+    if args.packing:  # asked now, for a line that comes after hours of sampling comes late
         args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
     run.begin(held_out=versions.evaluate.fingerprint())  # only now is an old run replaced
-    pool = Pool(run, earlier)
+    pool = Pool(run, given_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    versions.begin(newest if args.n_samples else max(0, newest - 1))  # of a pool alone: its last one again
+    if not args.n_samples:  # a pool alone: its last iteration is selected from again
+        newest = max(0, newest - 1)
+    versions.begin(newest)
 
     for iteration in versions.iterations(args.iterations):
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
@@ -266,10 +268,10 @@ def main(args: Args):
         thresholds = args.threshold or [None]
         selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
         row = evaluation.selection_figures(pool.rows, selected[0], iteration)
-        selected = [rows for rows in selected if rows]  # thresholds rise: the last ones are out of reach
+        selected = [rows for rows in selected if rows]  # thresholds rise: only the last may be out of reach
         if len(selected) < len(thresholds):
             why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)
-            if not selected:  # the next version is this one
+            if not selected:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why))
             elif dist.is_main():
                 print(why)
@@ -280,11 +282,12 @@ def main(args: Args):
         stages = [generate.documents(answers(rows, prompts)) for rows in selected]  # with the ids sampled
         generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
         for documents in stages:  # of the other rows as many, so that neither kind drowns the other
-            order = torch.randperm(len(also), generator=generator).tolist()
-            documents.extend(also[i] for i in order[: len(documents)])
+            order = torch.randperm(len(sft_documents), generator=generator).tolist()
+            documents.extend(sft_documents[i] for i in order[: len(documents)])
         plan = plan_steps(stages, iteration, args)
         model = versions.load(latest if args.start_from == "last" or not selected else args.model)
         optimizer = dist.adamw(model, args.lr, args)
+        # writes checkpoints, and behind the last step the new version, which is then evaluated
         for step in versions.train(iteration, len(plan), optimizer):
             lr, blocks = plan[step - 1]
             dist.set_lr(optimizer, lr)

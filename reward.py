@@ -111,9 +111,9 @@ class Args:
 
 
 def comparison_loss(scores, batch, n, sums):
-    """The sum of a batch's comparisons' losses, divided by n, the step's number of comparisons. scores:
-    (responses,), comparison by comparison. All pairs go through one call, each ranking through its own. Their
-    metrics are added to `sums`."""
+    """The sum of a batch's comparisons' losses, divided by n, the step's number of comparisons: pairs, whose
+    first response is the better one, in one call; of each ranking the mean over its pairs. scores:
+    (responses,), comparison by comparison. Metrics, which count pairs, are added to `sums`."""
     device = scores.device
     loss = scores.sum() * 0  # connects every weight on a rank without comparisons too
     each = list(zip(batch.comparisons, scores.split(batch.sizes)))
@@ -166,14 +166,14 @@ def main(args: Args):
     model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)
+    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)  # or says so
     evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin(modules={"reward": (model, optimizer)}, held_out=comparisons.fingerprint(held_out))
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # behind each, every --save-every, a checkpoint
+    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
         # the same order on every rank, another one in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)
@@ -252,7 +252,7 @@ RECIPES = {
     "qwen": (
         "Qwen's reward model; its second stage is a second run with --model runs/reward and cleaner data",
         Args(
-            # Section 3.2.1: from the base model, whose template is not the one of ppo.py's policy
+            # Section 3.2.1 starts from a pretrained model; ours: one that has a chat template
             model="Qwen/Qwen2.5-7B-Instruct",
             dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
             balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks

@@ -98,9 +98,10 @@ def update(model, optimizer, blocks, args):
     for batch in my_micro_batches(blocks, model, args.micro_batch_size):
         logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no response token follows
         loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
-        dist.backward(loss)
+        dist.backward(loss)  # times the number of ranks, for FSDP takes their mean
         sums.add(loss_metrics)
     nll = sums.over_ranks()["nll_sum"] / n
+    # clips, and takes no step where loss or gradient are not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
 
@@ -120,9 +121,9 @@ def main(args: Args):
     model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.packing = args.packing and models.packs(model)
+    args.packing = args.packing and models.packs(model)  # not every family can; then a line says so
 
-    # blocks of documents, the same on every rank
+    # blocks: rows of packed documents, a dialogue each; the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)
     data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
@@ -134,21 +135,22 @@ def main(args: Args):
     run.begin(modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint())
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # behind each, every --save-every, a checkpoint
+    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
         # the blocks of this step: the same on every rank, in another order in each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = dist.shuffled(len(blocks), args.seed, "order", epoch)
-        batch = [blocks[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
+        chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
+        step_blocks = [blocks[i] for i in chosen]
         lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, total_steps, args))
-        nll, grad_norm = update(model, optimizer, batch, args)
+        nll, grad_norm = update(model, optimizer, step_blocks, args)
 
         row = {
             "loss/nll": nll,
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
-            "data/documents": sum(len(block) for block in batch),
-            "data/response_tokens": n_response_tokens(batch),
-            "data/tokens": sum(n_tokens(block) for block in batch),
+            "data/documents": sum(len(block) for block in step_blocks),
+            "data/response_tokens": n_response_tokens(step_blocks),
+            "data/tokens": sum(n_tokens(block) for block in step_blocks),
         }
         row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
         if run.due(args.eval_every):

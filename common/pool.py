@@ -181,7 +181,7 @@ class References:
         kept = metrics.read_json(self.path)
         self.kept = dist.gather([kept if isinstance(kept, dict) else {}])[0]  # rank 0's
 
-    def add(self, pairs, name: str) -> list:
+    def attach(self, pairs, name: str) -> list:
         """The pairs with their log probabilities under the model of this name, which is loaded only if one is
         missing, and freed."""
         if not pairs:

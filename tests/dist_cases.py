@@ -351,7 +351,7 @@ def dpo_reference(folder, name):
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
     for n, some in ((3, pairs[:3]), (9, pairs + pairs[2:4])):
         references = pool.References(run, TOKENIZER, dpo_iterative.pair_logprobs)
-        out[f"known {n}"] = [pair.ref_logprobs for pair in references.add(some, str(folder / "tied"))]
+        out[f"known {n}"] = [pair.ref_logprobs for pair in references.attach(some, str(folder / "tied"))]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
 

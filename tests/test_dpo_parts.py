@@ -291,7 +291,7 @@ def save(folder, seed=0):
 def referenced(pairs, name, folder, pair_logprobs=dpo.pair_logprobs, **options):
     """The pairs' log probabilities, (pairs, 2), as a run that begins or goes on in `folder` has them."""
     run = SimpleNamespace(folder=folder, args=make_args(output_dir=str(folder), **options), device=CPU)
-    pairs_with = pool.References(run, TOKENIZER, pair_logprobs).add(pairs, name)
+    pairs_with = pool.References(run, TOKENIZER, pair_logprobs).attach(pairs, name)
     assert [pool.pair_key(pair) for pair in pairs_with] == [pool.pair_key(pair) for pair in pairs]
     return torch.stack([pair.ref_logprobs for pair in pairs_with])
 

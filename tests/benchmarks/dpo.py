@@ -55,7 +55,7 @@ def offline(args, share_prompt=True):
     import dpo_iterative
 
     folder, seconds = tempfile.mkdtemp(), []
-    add = dpo_iterative.References.add
+    add = dpo_iterative.References.attach
 
     def timed(self, pairs, name):
         start = time.perf_counter()
@@ -63,7 +63,7 @@ def offline(args, share_prompt=True):
         seconds.append((time.perf_counter() - start) / len(pairs))
         return pairs
 
-    dpo_iterative.References.add = timed
+    dpo_iterative.References.attach = timed
     dpo_iterative.main(
         dpo_iterative.Args(
             model=f"{args.models}/policy", offline_data=f"{args.models}/pairs.jsonl", iterations=0, epochs=1,
