@@ -382,6 +382,7 @@ RECIPES = {
             score_batch_size=8,
             max_length=1024,
             eval_prompts=200,
+            save_dtype="float32",  # steps this small vanish in bfloat16
         ),
     ),
     "rlhf_workflow": (

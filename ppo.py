@@ -474,6 +474,7 @@ RECIPES = {
             # ours:
             prompts_per_iteration=32, minibatch_size=32, micro_batch_size=4, score_batch_size=8,
             max_new_tokens=256, max_length=1024, slots=32, eval_prompts=200,
+            save_dtype="float32",  # steps this small vanish in bfloat16
         ),
     ),
     "llama2": (
