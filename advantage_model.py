@@ -194,7 +194,8 @@ def update(model, optimizer, batch, args):
     totals = sums.over_ranks()
     whole_loss = totals["loss"] + totals["regression"]
     [grad_norm] = dist.optimizer_step([model], [optimizer], whole_loss, args.max_grad_norm)
-    return totals["loss"], totals["regression"], totals["n_correct"] / max(1, totals["n_rows"]), grad_norm
+    accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
+    return totals["loss"], totals["regression"], accuracy, grad_norm
 
 
 def main(args: Args):

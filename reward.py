@@ -146,7 +146,8 @@ def update(model, optimizer, batch, args):
         sums.add({"loss": loss})
     totals = sums.over_ranks()
     [grad_norm] = dist.optimizer_step([model], [optimizer], totals["loss"], args.max_grad_norm)
-    return totals["loss"], totals["n_correct"] / max(1, totals["n_rows"]), grad_norm
+    accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
+    return totals["loss"], accuracy, grad_norm
 
 
 def main(args: Args):

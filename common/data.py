@@ -413,7 +413,7 @@ def _tokenize(tokenizer, text, starts):
 def made_of(rows: list[Row], make, name: str, dropped: dict[str, list[str]]) -> list:
     """make(row) of every row; where it raises ValueError, `dropped` gets the row's place under the reason."""
     made = []
-    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=0):
+    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):
         try:
             made.append(make(row))
         except ValueError as error:

@@ -41,7 +41,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
     `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
     rows, dropped, prompts = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
-    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=0):
+    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=False):
         try:
             turns = prompt_turns(row.data)
             if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
@@ -145,7 +145,7 @@ def sample_responses(model, tokenizer, prompts, *, n, seed=0, **options) -> list
     options: sampler.sample's."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
     options["seed"] = seed * 1000 + dist.rank()
-    with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=0) as progress:
+    with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=False) as progress:
         my_prompts = [prompts[i] for i in mine]
         responses = my_responses(model, tokenizer, my_prompts, n=n, progress=progress, **options)
     numbered = sorted(dist.gather(list(zip(mine, split(responses, n)))))  # ranks have other prompts

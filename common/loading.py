@@ -145,8 +145,9 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
     elif outputs != n_outputs or outputs == 2 and not hasattr(config, "advantage_model"):
-        wanted = ("a reward model (1 label)", "a run of advantage_model.py")[n_outputs - 1]
-        raise InputError(f"{name} is a classifier of {outputs} labels, wanted {wanted} or a causal LM")
+        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
+        kind = kinds.get(outputs, f"a classifier of {outputs} labels")
+        raise InputError(f"{name} is {kind}, wanted {kinds[n_outputs]} or a causal language model")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))
     model = _read(AutoModelForSequenceClassification, name, config)

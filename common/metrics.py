@@ -85,21 +85,25 @@ def _replace(path, text):
 # -- what is printed -------------------------------------------------------------------------------
 def progress(total: int, start: int, name: str, rows=None, lines=True):
     """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
-    Where stderr is no terminal, a plain line every half a minute. lines=0: what is done sooner leaves no
-    trace there. Show at most three figures with `set_postfix`, refresh=False."""
+    Where stderr is no terminal, about twenty plain lines, and one a minute. lines=False: what is done sooner
+    leaves no trace there. Show at most three figures with `set_postfix`, refresh=False."""
     unit = "step" if lines else "row"
-    options = {"unit": unit, "leave": bool(lines), "disable": not dist.is_main()}
+    options = {"unit": unit, "leave": lines, "disable": not dist.is_main()}
     if sys.stderr.isatty():
         return tqdm(rows, total=total, initial=start, desc=name, dynamic_ncols=True, **options)
-    options.update(mininterval=30, miniters=1, ncols=0, delay=0 if lines else 30)
+    options.update(miniters=math.ceil(total / 20), mininterval=0) if lines else options.update(mininterval=60)
+    options.update(ncols=0, maxinterval=60, delay=1e-9 if lines else 60)  # 0 would print a line of nothing
     return Lines(rows, total=total, initial=start, desc=name, **options)
 
 
 class Lines(tqdm):
     """A bar for log files."""
 
+    shown = 0
+
     def display(self, msg=None, pos=None):
-        if msg is None:  # it is "" where tqdm would wipe the bar
+        if msg is None and self.n > self.shown:  # it is "" where tqdm would wipe the bar
+            self.shown = self.n
             print(self, file=self.fp, flush=True)
 
 

@@ -33,6 +33,10 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "pairs.jsonl reference.json rows.jsonl failed.jsonl"
 )
+INPUTS = (  # arguments that name what a run reads
+    "model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset sft_dataset "
+    "rehearsal_data ptx_dataset offline_data"
+).split()
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
@@ -250,10 +254,12 @@ def find_run(args) -> str | None:
     if resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    inputs = {name: value for name, value in vars(args).items() if isinstance(value, str) and value}
-    for name in sorted(inputs.keys() - {"output_dir"}) if outputs else ():  # start_run removes the outputs
+    inputs = {name: getattr(args, name, None) or "" for name in INPUTS}
+    for name in filter(inputs.get, INPUTS) if outputs else ():  # start_run removes the outputs
         path = Path(inputs[name]).resolve()
-        if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
+        word = name in ("reference", "enhancer") and inputs[name] in ("sft", "last", "previous")  # no path
+        gone = path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs)
+        if gone and not word:
             flag = f"--{name.replace('_', '-')} {inputs[name]}"
             what = "--overwrite" if args.overwrite else "this run"
             raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
