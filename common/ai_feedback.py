@@ -293,10 +293,8 @@ def revise(rows, labeler, texts, args):
     results = [{"first": text, "steps": []} for text in responses]
     for r in range(args.revisions):
         drawn = [draw(texts["principles"], args.seed, row.number, r) for row in rows]
-        values = [
-            {"prompt": prompt, "response": response, "principle": principle}
-            for prompt, response, principle in zip(prompts, responses, drawn)
-        ]
+        names, columns = ("prompt", "response", "principle"), zip(prompts, responses, drawn)
+        values = [dict(zip(names, texts)) for texts in columns]
         critiques = [text for text, _ in write(texts["critique"], values)]
         values = [{**value, "critique": critique} for value, critique in zip(values, critiques)]
         for i, (text, ended) in enumerate(write(texts["revise"], values)):
@@ -304,10 +302,8 @@ def revise(rows, labeler, texts, args):
             step = {"principle": drawn[i], "critique": critiques[i], "revision": text, "used": used}
             results[i]["steps"].append(step)
             responses[i] = text if used else responses[i]
-    return [
-        {"completion": text, "ai": result} if text else {"failed": "no response"}
-        for result, text in zip(results, responses)
-    ]
+    pairs, failed = zip(results, responses), {"failed": "no response"}
+    return [{"completion": text, "ai": result} if text else failed for result, text in pairs]
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -323,61 +319,50 @@ class Item(NamedTuple):
         return f"{self.number}/{self.row.where}"
 
 
-def read_item(number, row, task) -> Item:
-    """ValueError says why a row is left out."""
-    values = row.data
-    if task == "label":
-        prompt, texts, human = comparisons.pair_of(values, row.where)
-    else:
-        text = values.get("response") or (values.get("completion") if task == "rate" else None)
-        if task == "rate" and not isinstance(text, str):
-            raise ValueError("no response")
-        texts, human = [text] if isinstance(text, str) else [], None
-        prompt = generate.prompt_turns(values)
-    for text in texts:
-        data.check_messages([*prompt, {"role": "assistant", "content": text}])
-    if len({text.strip() for text in texts}) < len(texts):
-        raise ValueError("the responses are the same")
-    return Item(number, row, prompt, texts, human)
-
-
 def read_items(args) -> list[Item]:
-    kind = "preferences" if args.task == "label" else "prompts"
-    rows, items, dropped = data.load_rows(args.dataset, kind, args.split), [], {}
-    for number, row in enumerate(rows):
-        try:
-            items.append(read_item(number, row, args.task))
-        except ValueError as error:
-            dropped.setdefault(str(error), []).append(row.where)
-    data.report(args.dataset, len(rows), dropped)
-    return a_part(items, args.max_rows)
+    numbers = itertools.count()
+
+    def item(row):
+        values, number, human, texts = row.data, next(numbers), None, []
+        if args.task == "label":
+            prompt, texts, human = comparisons.pair_of(values, row.where)
+        else:
+            text = values.get("response") or (values.get("completion") if args.task == "rate" else None)
+            if isinstance(text, str):
+                texts = [text]
+            elif args.task == "rate":
+                raise ValueError("no response")
+            prompt = generate.prompt_turns(values)
+        for text in texts:
+            data.check_messages([*prompt, {"role": "assistant", "content": text}])
+        if len({text.strip() for text in texts}) < len(texts):
+            raise ValueError("the responses are the same")
+        return Item(number, row, prompt, texts, human)
+
+    rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts", args.split)
+    return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
 
 
 def output_row(item, result) -> dict:
     """A row of rows.jsonl: what the scripts read, and under `ai` what was asked and answered."""
-    row = {"prompt": item.prompt}
-    if "category" in item.row.data:
-        row["category"] = item.row.data["category"]
-    if "is_safety" in item.row.data:
-        row["is_safety"] = bool(item.row.data["is_safety"])
-    row["row"] = item.number
-    return {**row, "human": item.human, **result} if "failed" in result else {**row, **result}
+    given = {name: item.row.data[name] for name in ("category", "is_safety") if name in item.row.data}
+    human = {"human": item.human} if "failed" in result else {}
+    return {"prompt": item.prompt, **given, "row": item.number, **human, **result}
 
 
 # -- measures --------------------------------------------------------------------------------------
 def measures(rows, failed, shortened) -> dict[str, float]:
     """The figures of summary.json, as docs/runs.md defines them."""
     figures = {"rows": len(rows), "failed": len(failed), "shortened": shortened}
-    labelled = [row for row in [*rows, *failed] if row.get("human") not in (None, 0.5)]
-    judged = [row for row in labelled if "failed" not in row]
+    judged, unjudged = ([r for r in x if r.get("human") not in (None, 0.5)] for x in (rows, failed))
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]
     if judged:
         one_order = [(p - 0.5) * (row["human"] - 0.5) for row in judged for p in row["ai"]["orders"]]
         share, n = metrics.accuracy(agreement), len(judged)
         figures.update(metrics.with_interval("alignment", share, *metrics.wilson(share, n), n))
         figures.update({"alignment/n": n, "alignment/one_order": metrics.accuracy(one_order)})
-    if labelled:
-        figures["accuracy"] = metrics.accuracy(agreement + [0.0] * (len(labelled) - len(judged)))
+    if judged or unjudged:
+        figures["accuracy"] = metrics.accuracy(agreement + [0.0] * len(unjudged))
     orders = [row["ai"]["orders"] for row in rows if "orders" in row["ai"]]
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)

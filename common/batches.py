@@ -5,7 +5,6 @@ A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at 
 and blind to the other ones: the prompt is computed once, and the results are those of K separate rows.
 Several such trees share a row while there is room."""
 
-import itertools
 import json
 import zlib
 from typing import NamedTuple
@@ -29,14 +28,13 @@ class Document(NamedTuple):
     row: Row
     number: int = 0  # its place among the responses of a rollout
 
-
-def prompt_key(messages: list[dict]) -> str:
-    """A string that two dialogues share when their prompts are the same."""
-    return turns_key(messages[:-1])
+    @property
+    def key(self) -> str:
+        return turns_key(self.messages[:-1])
 
 
 def turns_key(turns: list[dict]) -> str:
-    """The same of a prompt alone."""
+    """A string that two prompts share when they are the same."""
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
 
 
@@ -164,10 +162,6 @@ class Comparison(NamedTuple):
     ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
 
     @property
-    def messages(self):  # as data.Document has them, for data.hold_out and its like
-        return [*self.prompt, {"role": "assistant", "content": self.texts[0]}]
-
-    @property
     def key(self) -> str:
         return turns_key(self.prompt)
 
@@ -203,38 +197,34 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
     """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
     else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
     padding at which nothing is read."""
-    if share_prompt:
-        trees = [(c.prompt_ids, [*c.response_ids, *c.samples]) for c in comparisons]
+    responses = [[*c.response_ids, *c.samples] for c in comparisons]
+    if share_prompt:  # a prompt is named by its place
+        trees = list(enumerate(responses))
     else:
-        trees = [(c.prompt_ids, [ids]) for c in comparisons for ids in (*c.response_ids, *c.samples)]
-    lengths = [len(prompt) + sum(map(len, responses)) for prompt, responses in trees]
+        trees = [(i, [ids]) for i, of_prompt in enumerate(responses) for ids in of_prompt]
+    lengths = [len(comparisons[i].prompt_ids) + sum(map(len, branches)) for i, branches in trees]
     width, rows = max(lengths, default=2), [[i] for i in range(len(trees))] or [[]]
     if share_prompt and trees:  # rows of some length pack tighter, and cost little attention
         rows = pack(lengths, max(width, ROW))
         width = max(sum(lengths[i] for i in row) for row in rows)
-    input_ids = torch.full((len(rows), width), pad_id)
-    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
-    prompt_ends, response_ends = [(0, 0)] * len(trees), [[] for _ in trees]
-    # Of each prompt and response: its place, first position, tree, branch, length; and its ids
-    pieces, texts = [], [torch.zeros(0, dtype=torch.int32)]
+    pieces, texts = [], []  # prompts, responses and the padding of a row, one behind the other
+    ends = [[] for _ in comparisons]  # of its prompt (of one in several rows, the first), of its responses
     for row, indices in enumerate(rows):
-        start = 0
-        for number, index in enumerate(indices, 1):
-            prompt, responses = trees[index]
-            for piece, ids in enumerate([prompt, *responses]):
-                pieces.append((row * width + start, len(prompt) if piece else 0, number, piece, len(ids)))
+        place = row * width
+        for number, (i, branches) in enumerate((trees[index] for index in indices), 1):
+            prompt = comparisons[i].prompt_ids
+            for piece, ids in enumerate([prompt, *branches]):
+                pieces.append((number, piece, (len(prompt) if piece else 0) - place, len(ids)))
                 texts.append(ids)
-                start += len(ids)
-                if piece:
-                    response_ends[index].append((row, start - 1))
-                else:
-                    prompt_ends[index] = (row, start - 1)
-    place, first, number, piece, sizes = torch.tensor(pieces, dtype=torch.long).view(-1, 5).T
-    within = torch.arange(sizes.sum()) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    place = place.repeat_interleave(sizes) + within
-    input_ids.view(-1)[place] = torch.cat(texts).to(input_ids)
-    position_ids.view(-1)[place] = first.repeat_interleave(sizes) + within
-    tree.view(-1)[place], branch.view(-1)[place] = (x.repeat_interleave(sizes) for x in (number, piece))
+                place += len(ids)
+                if piece or not ends[i]:
+                    ends[i].append(divmod(place - 1, width))
+        texts.append(torch.full(((row + 1) * width - place,), pad_id))
+        pieces.append((0, 0, 0, len(texts[-1])))
+    *columns, sizes = torch.tensor(pieces).T
+    tree, branch, shift = (column.repeat_interleave(sizes).view(-1, width) for column in columns)
+    input_ids = torch.cat(texts).long().view(-1, width)
+    position_ids = (torch.arange(input_ids.numel()).view(-1, width) + shift) * (tree > 0)
     mask = None
     if share_prompt:
         tree, branch = tree.to(device), branch.to(device)
@@ -243,13 +233,10 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
     else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
-    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
-    if not share_prompt:  # the prompt of a comparison's first row
-        starts = itertools.accumulate(sizes, initial=0)
-        prompt_ends = [prompt_ends[start] for start, _ in zip(starts, sizes)]
-    ends = [end for tree_ends in response_ends for end in tree_ends]
-    where = (torch.tensor(at, dtype=torch.long).reshape(-1, 2).T.to(device) for at in (prompt_ends, ends))
-    return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *where, sizes, comparisons)
+    ends = [end[0] for end in ends], [place for end in ends for place in end[1:]]
+    ends = (torch.tensor(places, dtype=torch.long).reshape(-1, 2).T.to(device) for places in ends)
+    sizes = list(map(len, responses))
+    return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *ends, sizes, comparisons)
 
 
 @torch.no_grad()

@@ -5,12 +5,11 @@ import collections
 import itertools
 import math
 import zlib
-from types import SimpleNamespace
 
 import torch
 
 from common import data, dist, metrics, models
-from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, prompt_key
+from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, turns_key
 from common.errors import InputError
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -31,7 +30,6 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
     dropped, per_prompt = {}, collections.Counter()
     pairs = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
-    n_rows = len(pairs) + sum(map(len, dropped.values()))
 
     def comparison(row):
         c = _comparison(row, tokenizer, max_length, min_score_gap)
@@ -41,16 +39,15 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         return c
 
     loaded = data.made_of(pairs, comparison, spec, dropped)
-    # One says that a is better than b, another that b is better than a: neither is kept
-    labels = {
-        (c.key, c.texts[i], c.texts[j]) for c in loaded if len(c.texts) == 2 for i, j in labelled_pairs(c)
-    }
-    opposed = [len(c.texts) == 2 and labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])} for c in loaded]
-    kept = [c for c, is_opposed in zip(loaded, opposed) if not is_opposed]
-    if len(kept) < len(loaded):
-        reason = "another row has the opposite label for the same responses"
-        dropped[reason] = [c.row.where for c, is_opposed in zip(loaded, opposed) if is_opposed]
-    data.report(spec, n_rows, dropped)
+    pairs = [c for c in loaded if len(c.texts) == 2]
+    labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
+
+    def unopposed(c):  # where a row says that a is better and another that b is, neither is kept
+        if labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])}:
+            raise ValueError("another row has the opposite label for the same responses")
+        return c
+
+    kept = data.made_of(loaded, unopposed, spec)
     n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
     if n_left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
@@ -88,8 +85,7 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     def load_one(spec, split):
         return load(spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
 
-    train, held_out = data.train_and_held_out(args, load_one)
-    data.check_same(args.dataset, (fingerprint(train), fingerprint(held_out)))
+    train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load_one)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
     metrics.print_table(statistics(train, held_out))
@@ -105,10 +101,8 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
     def load_one(spec, split):
         return [two_of(c) for c in load(spec, split, tokenizer, args.max_length)]
 
-    source = SimpleNamespace(dataset=args.offline_data, eval_dataset=None)
-    train, test = data.train_and_held_out(source, load_one)
+    train, test = data.train_and_held_out(args.offline_data, None, load_one)
     train = data.without_prompts_of(train, held_out, args.offline_data)
-    data.check_same(args.offline_data, (fingerprint(train), fingerprint(test)))
     return a_part(train, args.offline_pairs), a_part(test, 500)
 
 
@@ -116,22 +110,21 @@ def two_of(c) -> Comparison:
     """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
     if len(c.texts) == 2:
         return c
-    best, worst = c.ranks.argmin().item(), c.ranks.argmax().item()
-    return c._replace(
-        texts=[c.texts[best], c.texts[worst]],
-        response_ids=[c.response_ids[best], c.response_ids[worst]],
-        ranks=torch.tensor([0, 1]),
-        grades=c.grades and [c.grades[best], c.grades[worst]],
-        kept=(c.kept[best], c.kept[worst]),
-    )
+    return _only(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])._replace(ranks=torch.tensor([0, 1]))
+
+
+def _only(c, places):
+    """The comparison of its responses at these places."""
+    columns = {"texts": c.texts, "response_ids": c.response_ids, "grades": c.grades}
+    columns = {name: column and [column[i] for i in places] for name, column in columns.items()}
+    return c._replace(ranks=c.ranks[places], kept=tuple(c.kept[i] for i in places), **columns)
 
 
 def _comparison(row, tokenizer, max_length, min_score_gap):
     """ValueError says why a row is left out."""
     values, is_ranking = row.data, row.data.get("responses") is not None
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
-    category = None if category is None else str(category)
-    labels = {}
+    labels = {"category": None if category is None else str(category)}
     if is_ranking:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
@@ -149,7 +142,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
             raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
         preference = _number(values, "preference", 0, 1)
         margin = _number(values, "margin", 0, math.inf)
-        labels = {"rating": rating, "margin": margin, "preference": preference}
+        labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     else:
@@ -162,20 +155,17 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
     prompt_ids, response_ids = data.encode_responses(tokenizer, messages[:-1], texts)
     data.check_known(tokenizer, prompt_ids)
-    prompt_ids = torch.tensor(prompt_ids, dtype=torch.int32)
-    response_ids = [torch.tensor(ids, dtype=torch.int32) for ids in response_ids]
     fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
     if is_ranking:
         fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
-    texts, response_ids, ranks = ([column[i] for i in fits] for column in (texts, response_ids, ranks))
-    if len(set(ranks)) == 1 and labels.get("preference") is None:
+    if len({ranks[i] for i in fits}) == 1 and labels.get("preference") is None:
         raise ValueError("no response is better than another")
-    grades = grades and [grades[i] for i in fits]
-    prompt, source = messages[:-1], row.where.rpartition(":")[0]
-    c = Comparison(prompt, texts, prompt_ids, response_ids, torch.tensor(ranks), source, row, **labels)
-    return c._replace(grades=grades, category=category, kept=tuple(fits))
+    prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
+    prompt, ranks, source = messages[:-1], torch.tensor(ranks), row.where.rpartition(":")[0]
+    labels.update(grades=grades, kept=range(len(texts)))
+    return _only(Comparison(prompt, texts, prompt_ids, response_ids, ranks, source, row, **labels), fits)
 
 
 def with_margins(comparisons, size) -> list[Comparison]:
@@ -186,19 +176,17 @@ def with_margins(comparisons, size) -> list[Comparison]:
         return comparisons
     gaps = [max(c.grades) - min(c.grades) for c in comparisons if c.grades]
     scale = max(MARGINS[size].values()) / (max(gaps, default=1.0) or 1.0)
-    return [c._replace(margins=_margins(c, size, scale)) for c in comparisons]
 
+    def margins(c):
+        margin = c.margin if c.rating is None else MARGINS[size][c.rating]
+        if margin is not None:
+            return torch.full((len(c.texts), len(c.texts)), float(margin))
+        if c.grades is None:
+            raise InputError(f"{c.row.where}: no rating, margin or scores for --margin {size}")
+        grades = torch.tensor(c.grades)
+        return (grades[:, None] - grades[None, :]).abs() * scale
 
-def _margins(comparison, size, scale):
-    k = len(comparison.texts)
-    if comparison.rating is not None:
-        return torch.full((k, k), float(MARGINS[size][comparison.rating]))
-    if comparison.margin is not None:
-        return torch.full((k, k), comparison.margin)
-    if comparison.grades is None:
-        raise InputError(f"{comparison.row.where}: no rating, margin or scores for --margin {size}")
-    grades = torch.tensor(comparison.grades)
-    return (grades[:, None] - grades[None, :]).abs() * scale
+    return [c._replace(margins=margins(c)) for c in comparisons]
 
 
 def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
@@ -262,7 +250,7 @@ def _pair(values):
     chosen, rejected = (
         data.sft_messages({**prompt, "chosen": values[side]})[0] for side in ("chosen", "rejected")
     )
-    if prompt_key(chosen) != prompt_key(rejected):
+    if turns_key(chosen[:-1]) != turns_key(rejected[:-1]):
         raise ValueError("chosen and rejected have different prompts")
     return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
 
@@ -282,23 +270,17 @@ def _number(values, name, low, high):
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
     """One row a data set, those held out below: its rows and pairs, and the mean tokens of a prompt and of
     the two responses of a pair."""
-    table = collections.defaultdict(list)
+    table = []
     for note, comparisons in (("", train), (" (held out)", held_out)):
-        for c in sorted(comparisons, key=lambda c: c.source):
-            table[c.source + note].append(c)
-    return [{"data": name, **_statistics(comparisons)} for name, comparisons in table.items()]
-
-
-def _statistics(comparisons):
-    pairs = [[len(c.response_ids[i]) for i in pair] for c in comparisons for pair in labelled_pairs(c)]
-    chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
-    prompts = sum(len(c.prompt_ids) for c in comparisons) / len(comparisons)
-    counts = {"rows": len(comparisons), "pairs": len(pairs), "prompt_tokens": prompts}
-    return {**counts, "chosen_tokens": chosen, "rejected_tokens": rejected}
-
-
-def one_of_each_prompt(comparisons) -> list[Comparison]:
-    return list({c.key: c for c in comparisons}.values())
+        for source in sorted({c.source for c in comparisons}):
+            rows = [c for c in comparisons if c.source == source]
+            pairs = [[len(c.response_ids[i]) for i in pair] for c in rows for pair in labelled_pairs(c)]
+            chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
+            counts = {"data": source + note, "rows": len(rows), "pairs": len(pairs)}
+            prompts = sum(len(c.prompt_ids) for c in rows) / len(rows)
+            lengths = {"prompt_tokens": prompts, "chosen_tokens": chosen, "rejected_tokens": rejected}
+            table.append({**counts, **lengths})
+    return table
 
 
 def with_samples_only(comparison, samples) -> Comparison:

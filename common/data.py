@@ -21,7 +21,7 @@ import jinja2
 import torch
 
 from common import dist, metrics, tiny
-from common.batches import Document, Row, prompt_key
+from common.batches import Document, Row
 from common.errors import InputError
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     ValueError says what is wrong with it. docs/data.md lists the columns."""
     whole = "messages" in row or "conversations" in row
     if whole:
-        messages = row["messages"] if "messages" in row else sharegpt(row["conversations"])
+        messages = sharegpt(row["messages" if "messages" in row else "conversations"])
     elif "completion" in row and "prompt" in row:
         if row.get("label", True) not in (True,):
             raise ValueError("its label is not true, so the completion is not learnt")
@@ -200,26 +200,24 @@ def role(message) -> str | None:
 
 def sharegpt(value):
     """Messages of {from, value} -> {role, content}; others stay as they are."""
-
-    def message(m):
-        if not isinstance(m, dict) or "from" not in m:
-            return m
-        return {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
-
-    names = {"human": "user", "gpt": "assistant"}
-    return [message(m) for m in value] if isinstance(value, list) else value
+    names, messages = {"human": "user", "gpt": "assistant"}, []
+    for m in value if isinstance(value, list) else []:
+        if isinstance(m, dict) and "from" in m:
+            m = {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
+        messages.append(m)
+    return messages
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
     """(texts, scores) of a column of {text, score}."""
     try:
         texts, scores = [r["text"] for r in responses], [float(r["score"]) for r in responses]
-        right = all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores))
-        right = right and not any(isinstance(r["score"], bool) for r in responses)
+        if any(type(r["text"]) is not str or type(r["score"]) is bool for r in responses):
+            raise TypeError
+        if not all(map(math.isfinite, scores)):
+            raise ValueError
     except (TypeError, KeyError, ValueError, OverflowError):
-        right = False
-    if not right:
-        raise ValueError("responses is no list of {text, score}")
+        raise ValueError("responses is no list of {text, score}") from None
     return texts, scores
 
 
@@ -382,9 +380,16 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
     return answers
 
 
-def _render(tokenizer, messages, **options):
+def _render(tokenizer, messages, add_generation_prompt=False):
+    turns = tuple((message["role"], message["content"]) for message in messages)
+    return _rendered(tokenizer, str(tokenizer.chat_template), turns, add_generation_prompt)
+
+
+@functools.lru_cache(maxsize=256)  # the responses to a prompt share the renderings of its turns
+def _rendered(tokenizer, _, turns, opened):
+    messages = [{"role": role, "content": content} for role, content in turns]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
     except jinja2.TemplateError as error:  # raised by templates that refuse a role or an order of roles
         raise ValueError(f"the chat template refuses it: {error}") from None
 
@@ -410,14 +415,23 @@ def _tokenize(tokenizer, text, starts):
     return tokens(sorted({*cuts, *inside})) if inside else (ids, ends)
 
 
-def made_of(rows: list[Row], make, name: str, dropped: dict[str, list[str]]) -> list:
-    """make(row) of every row; where it raises ValueError, `dropped` gets the row's place under the reason."""
-    made = []
+def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) -> list:
+    """make(row) of every row, or of things that have one. Where it raises ValueError, the reason and the places
+    of the rows are printed, with those that `dropped` has already. InputError if nothing is left."""
+    made, dropped = [], dropped or {}
+    n_rows = len(rows) + sum(map(len, dropped.values()))
     for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):
         try:
             made.append(make(row))
         except ValueError as error:
-            dropped.setdefault(str(error), []).append(row.where)
+            dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
+    if dropped and dist.is_main():
+        print(f"{name}: dropped {n_rows - len(made):,} of {n_rows:,} rows")
+        for why, where in dropped.items():
+            print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
+    if not made:
+        why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
+        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
     return made
 
 
@@ -437,9 +451,8 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         ids, mask = torch.tensor(ids[:max_length], dtype=torch.int32), torch.tensor(mask[:max_length])
         return Document(ids, mask, messages, row)
 
-    cut, dropped = 0, {}
-    documents = made_of(rows, document, name, dropped)
-    report(name, len(rows), dropped)
+    cut = 0
+    documents = made_of(rows, document, name)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
     return documents
@@ -453,7 +466,11 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
 
 def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
     """The training and the held-out documents of sft.py's command."""
-    return train_and_held_out(args, lambda spec, split: load_sft(spec, tokenizer, args.max_length, split))
+
+    def load(spec, split):
+        return load_sft(spec, tokenizer, args.max_length, split)
+
+    return train_and_held_out(args.dataset, args.eval_dataset, load)
 
 
 def columns(row) -> str:
@@ -461,47 +478,36 @@ def columns(row) -> str:
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
 
 
-def report(name: str, n_rows: int, dropped: dict[str, list[str]]):
-    """Print how many rows were dropped, why, and where the first of each kind are. InputError if all were."""
-    if dropped and dist.is_main():
-        print(f"{name}: dropped {sum(map(len, dropped.values())):,} of {n_rows:,} rows")
-        for why, where in dropped.items():
-            print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
-    if sum(map(len, dropped.values())) == n_rows:
-        why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
-
-
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
     """(training, held-out) documents: by the hash of the prompt, so that none is on both sides."""
-    ranked = sorted({prompt_key(d.messages) for d in documents}, key=lambda key: zlib.crc32(key.encode()))
+    ranked = sorted({d.key for d in documents}, key=lambda key: zlib.crc32(key.encode()))
     held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
-    sides = [], []
-    for document in documents:
-        sides[prompt_key(document.messages) in held].append(document)
-    return sides
+    return [d for d in documents if d.key not in held], [d for d in documents if d.key in held]
 
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
     """`documents` without those whose prompt also is in `held_out`, whose figures they would flatter."""
-    held, kept, dropped = {prompt_key(d.messages) for d in held_out}, [], []
-    for document in documents:
-        (dropped if prompt_key(document.messages) in held else kept).append(document)
-    if not kept:
-        raise InputError(f"{name}: every prompt is in the held-out set too; name another --eval-dataset")
-    if dropped:
-        report(name, len(documents), {"the prompt is in the held-out set": [d.row.where for d in dropped]})
-    return kept
+
+    def other(document):
+        if document.key in held:
+            raise ValueError("the prompt is in the held-out set too (--eval-dataset)")
+        return document
+
+    held = {d.key for d in held_out}
+    return made_of(documents, other, name)
 
 
-def train_and_held_out(args, load):
-    """(training, held-out) documents of --dataset and --eval-dataset; without the latter, of the tiny world's
-    own held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split)."""
-    train = load(args.dataset, "train")
-    if not (args.eval_dataset or is_tiny(args.dataset)):
-        return hold_out(train)
-    held_out = load(args.eval_dataset or args.dataset, "test")
-    return without_prompts_of(train, held_out, args.dataset), held_out
+def train_and_held_out(dataset, eval_dataset, load):
+    """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
+    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split)."""
+    train = load(dataset, "train")
+    if eval_dataset or is_tiny(dataset):
+        held_out = load(eval_dataset or dataset, "test")
+        train = without_prompts_of(train, held_out, dataset)
+    else:
+        train, held_out = hold_out(train)
+    check_same(dataset, dist.seed_of(*(zlib.crc32(repr(d.row.data).encode()) for d in train + held_out)))
+    return train, held_out
 
 
 def check_same(spec: str, fingerprint):
@@ -526,10 +532,7 @@ def text_documents(args, tokenizer):
         # hold_out reads the text where prompts stand
         return Document(ids, torch.ones(len(ids), dtype=torch.bool), [*prompt, {}], row)
 
-    dropped, rows = {}, load_rows(args.ptx_dataset, "text")
-    documents = made_of(rows, document, args.ptx_dataset, dropped)
-    report(args.ptx_dataset, len(rows), dropped)
-    return documents
+    return made_of(load_rows(args.ptx_dataset, "text"), document, args.ptx_dataset)
 
 
 def stream(documents, size, step, *key):
@@ -544,10 +547,6 @@ def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], li
     extra, held_out_text = {}, []
     if args.ptx_dataset:
         extra["ptx"], held_out_text = hold_out(text_documents(args, tokenizer), share=0.1, most=200)
-    for path, _ in sources(args.rehearsal_data) if args.rehearsal_data else ():
-        if path.endswith(".jsonl") and not Path(path).exists():
-            by = f"python -m common.rehearsal --model {args.model} --scorer {args.scorer} --output {path}"
-            raise InputError(f"--rehearsal-data {path}: there is no such file; this makes it: {by}")
     if args.rehearsal_data:
         extra["rehearsal"] = load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
     return extra, held_out_text

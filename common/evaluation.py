@@ -9,7 +9,7 @@ import torch
 
 from common import comparisons, data, dist, generate, loading, metrics, models, pairwise, scorers, tiny
 from common.batches import (
-    a_part, labelled_pairs, make_blocks, of_each_comparison, prompt_key, response_mask, turns_key,
+    a_part, labelled_pairs, make_blocks, of_each_comparison, response_mask, turns_key,
 )  # fmt: skip
 from common.errors import InputError
 from common.losses import kl_estimate
@@ -70,7 +70,7 @@ class HeldOutDocuments:
         if not args.sample_prompts:
             return []
         room = models.n_positions(model.config) - args.max_new_tokens
-        for document in {prompt_key(d.messages): d for d in self.documents}.values():
+        for document in {d.key: d for d in self.documents}.values():
             if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
                 break
             turns = document.messages[:-1]
@@ -223,7 +223,7 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed) -> tupl
     figures = baselines(policy, held_out, args.micro_batch_size)
     if not (policy and held_out and args.length_prompts):
         return figures, []
-    prompts = comparisons.one_of_each_prompt(held_out)[: args.length_prompts]
+    prompts = list({c.key: c for c in held_out}.values())[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
     return figures, [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
 

@@ -1,7 +1,7 @@
 """Prompts, and a policy's responses to them: what rejection sampling, PPO and iterative DPO begin with."""
 
-import collections
 import math
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,6 @@ class Prompt(NamedTuple):
     ids: list[int]  # the rendered turns and the opening of an answer
     turns: list[dict]  # messages; the last one is the user's
     row: Row
-
-    @property
-    def messages(self):  # as data.Document has them, for data.hold_out and its like
-        return [*self.turns, {"role": "assistant", "content": ""}]
 
     @property
     def key(self) -> str:
@@ -40,32 +36,28 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
     `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
-    rows, dropped, prompts = data.load_rows(spec, "prompts", split), collections.defaultdict(list), {}
-    for row in metrics.progress(len(rows), 0, f"tokenise {spec}", rows, lines=False):
-        try:
-            turns = prompt_turns(row.data)
-            if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
-                raise ValueError(data.SPECIAL)
-            prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
-            data.check_known(tokenizer, prompt.ids)
-            if len(prompt.ids) > max_tokens:
-                raise ValueError(f"the prompt is longer than {max_tokens} tokens")
-            if prompt.key in prompts:
-                raise ValueError("the prompt is there already")
-        except ValueError as error:
-            dropped[str(error)].append(row.where)
-            continue
-        prompts[prompt.key] = prompt
-    data.report(spec, len(rows), dropped)
-    return list(prompts.values())
+
+    def prompt_of(row):
+        turns = prompt_turns(row.data)
+        if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
+            raise ValueError(data.SPECIAL)
+        prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
+        data.check_known(tokenizer, prompt.ids)
+        if len(prompt.ids) > max_tokens:
+            raise ValueError(f"the prompt is longer than {max_tokens} tokens")
+        if prompt.key in keys:
+            raise ValueError("the prompt is there already")
+        keys.add(prompt.key)
+        return prompt
+
+    keys = set()
+    return data.made_of(data.load_rows(spec, "prompts", split), prompt_of, spec)
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
-    room = args.max_length - args.max_new_tokens
-    sides = data.train_and_held_out(args, lambda spec, split: load_prompts(spec, split, tokenizer, room))
-    data.check_same(args.dataset, dist.seed_of(*(prompt.key for side in sides for prompt in side)))
-    return sides
+    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
+    return data.train_and_held_out(args.dataset, args.eval_dataset, load)
 
 
 def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
@@ -93,9 +85,9 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
     says why there are none."""
-    given = row.get("messages") or row.get("context_messages")
-    if given or row.get("conversations"):
-        turns = given or data.sharegpt(row["conversations"])
+    given = row.get("messages") or row.get("context_messages") or row.get("conversations")
+    if given:
+        turns = data.sharegpt(given)
     elif data.question(row) is not None:
         turns = data.turns(data.question(row), "user")
     elif row.get("chosen"):
@@ -103,9 +95,10 @@ def prompt_turns(row: dict) -> list[dict]:
     else:
         wanted = "prompt, instruction, messages, context_messages, or chosen as a dialogue"
         raise ValueError(f"columns {data.columns(row)} are no prompt row, wanted {wanted}")
-    while isinstance(turns, list) and turns and data.role(turns[-1]) == "assistant":
+    turns = turns if isinstance(turns, list) else []
+    while turns and data.role(turns[-1]) == "assistant":
         turns = turns[:-1]
-    if not isinstance(turns, list) or not turns or data.role(turns[-1]) != "user":
+    if not turns or data.role(turns[-1]) != "user":
         raise ValueError("no message of the user at the end")
     return data.check_prompt(turns, row.get("system"))
 

@@ -34,20 +34,16 @@ def document(tokenizer, prompt: list[dict], a: str, b: str, letter="A") -> Docum
 def usable(comparisons, tokenizer, max_length, name) -> list:
     """The comparisons of which every labelled pair can be written as a document of at most max_length tokens;
     what is dropped is counted and printed. InputError if nothing is left."""
-    kept, dropped = [], {}
-    for c in comparisons:
-        try:
-            pairs = [(c.texts[better], c.texts[worse]) for better, worse in labelled_pairs(c)]
-            if not pairs:
-                raise ValueError("a tie")
-            written = [document(tokenizer, c.prompt, *pair, letter) for pair in pairs for letter in "AB"]
-            if max(map(n_tokens, written)) > max_length:
-                raise ValueError(f"longer than {max_length} tokens (--max-length)")
-            kept.append(c)
-        except ValueError as error:
-            dropped.setdefault(str(error), []).append(c.row.where)
-    data.report(f"{name}, as pairs", len(comparisons), dropped)
-    return kept
+
+    def written(c):
+        pairs = [(c.texts[better], c.texts[worse]) for better, worse in labelled_pairs(c)]
+        if not pairs:
+            raise ValueError("a tie")
+        if max(len(document(tokenizer, c.prompt, a, b, x).ids) for a, b in pairs for x in "AB") > max_length:
+            raise ValueError(f"longer than {max_length} tokens (--max-length)")
+        return c
+
+    return data.made_of(comparisons, written, f"{name}, as pairs")
 
 
 def documents(comparisons, tokenizer, seed) -> list[Document]:
@@ -66,14 +62,10 @@ def documents(comparisons, tokenizer, seed) -> list[Document]:
 def my_packed_batches(documents, model, size):
     """This rank's share of the documents in batches of at most `size` for `model`, each packed into rows as
     long as its longest document; the same number of batches on every rank."""
-    for share in dist.my_batches(documents, size, n_tokens):
-        longest = max(map(n_tokens, share), default=0)
+    for share in dist.my_batches(documents, size, lambda d: len(d.ids)):
+        longest = max((len(d.ids) for d in share), default=0)
         blocks = make_blocks(share, longest, getattr(model, "packs", True))  # see train_pairwise.py
         yield collate(blocks, model.config.pad_token_id, model.device)
-
-
-def n_tokens(document) -> int:
-    return len(document.ids)
 
 
 @torch.no_grad()
@@ -87,11 +79,11 @@ def preferences(model, tokenizer, pairs, micro_batch_size) -> list[float]:
     letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
     both_orders = [texts for prompt, a, b in pairs for texts in ((prompt, a, b), (prompt, b, a))]
     documents = [document(tokenizer, *texts)._replace(number=i) for i, texts in enumerate(both_orders)]
-    longest, room = max(map(n_tokens, documents)), models.n_positions(model.config)
+    longest, room = max(len(d.ids) for d in documents), models.n_positions(model.config)
     if longest > room:
         raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
     p_first = []  # (number, p(A) / (p(A) + p(B)))
-    for share in dist.my_batches(documents, micro_batch_size, n_tokens):
+    for share in dist.my_batches(documents, micro_batch_size, lambda d: len(d.ids)):
         batch = collate([[d] for d in share], tokenizer.pad_token_id, model.device)
         where = batch.action_mask.nonzero().T  # the last token before each letter, which it does not see
         logprobs = model.next_token_logprobs(batch.input_ids, where)[:, letters]  # (n, 2)

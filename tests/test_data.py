@@ -363,7 +363,9 @@ def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, t
     last = data.encode(tokenizer, dialogue)
     assert last[0] == ids and targets(tokenizer, *last) == answers[1:]
     start = last[1].index(True)
+    rendered = data._rendered.cache_info().misses
     responses = data.encode_responses(tokenizer, dialogue[:3], ["hah é", "no", " no"])
+    assert data._rendered.cache_info().misses == rendered + 2  # but for the new ones, each is made once
     assert responses[0] == ids[:start] and responses[1][0] == ids[start:]
     generation = [data.prompt_ids(tokenizer, dialogue[:i]) for i in (1, 3)]
     said = capsys.readouterr().out.splitlines()[-1]

@@ -988,7 +988,7 @@ def test_arguments_outside_their_limits_are_named(words, options):
     [
         ({"scorer": "ppo_judges:not_a_number"}, ["ppo_judges:not_a_number", "nan", "ant"]),
         ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-        ({"rehearsal_data": "no.jsonl"}, ["no such file", "common.rehearsal", "--output no.jsonl"]),
+        ({"rehearsal_data": "no.jsonl"}, ["no.jsonl", "no such file"]),
         ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
         ({"minibatch_size": 5}, ["--minibatch-size 5", "16 responses", "try 1"]),
     ],

@@ -10,7 +10,7 @@ from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
 
 from common import data, dist, generate, loading, rehearsal, scorers, tiny
-from common.batches import Row, collate, prompt_key
+from common.batches import Row, collate
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -245,5 +245,5 @@ def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
 def test_the_held_out_prompts_are_not_rehearsed(files, written):
     held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
     documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
-    keys = {prompt_key(d.messages) for d in documents}
+    keys = {d.key for d in documents}
     assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}

@@ -697,7 +697,7 @@ BAD = [
     ({"pool": "nothing.jsonl"}, ["--pool nothing.jsonl", "no such file"]),
     ({"pool": "broken.jsonl"}, ["broken.jsonl:2", "no row of a pool"]),
     ({"pool": "strange.jsonl"}, ["strange.jsonl", "none of its 1 rows"]),
-    ({"dataset": "same.jsonl"}, ["same.jsonl", "every prompt is in the held-out set"]),
+    ({"dataset": "same.jsonl"}, ["same.jsonl", "the prompt is in the held-out set"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "longer than 56 tokens"]),
     ({"sft_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
     ({"batch_size": 3, "micro_batch_size": 2}, ["--batch-size 3", "--micro-batch-size 2"]),
