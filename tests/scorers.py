@@ -12,12 +12,9 @@ import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DeepseekV32Config,
+    DeepseekV32ForCausalLM, LlamaConfig, LlamaForCausalLM,
+)  # fmt: skip
 
 from common import comparisons, data, dist, evaluation, generate, loading, scorers, tiny
 from common.batches import Document, Row
@@ -25,16 +22,8 @@ from common.metrics import read_jsonl
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
 PAIRS, HELD_OUT, STEPS = 160, 40, 10
-FILES = {
-    "args.json",
-    "checkpoint",
-    "metrics.jsonl",
-    "metrics.png",
-    "model",
-    "samples.jsonl",
-    "scores.png",
-    "summary.json",
-}
+FILES = "args.json checkpoint metrics.jsonl metrics.png model samples.jsonl scores.png summary.json"
+PLACE = ("step", "iteration", "time_s")  # what a row of metrics has beside figures
 
 
 def user(text):
@@ -158,61 +147,44 @@ def assert_same_result(folder, undisturbed):
     assert [path.name for path in folder.glob("checkpoint/step_*")] == ["step_9"]
 
 
+def assert_files(folder, names):
+    """Exactly these, pictures that are PNGs, and the summary as the last one written."""
+    assert {path.name for path in folder.iterdir()} == set(names.split())
+    assert all(path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" for path in folder.glob("*.png"))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert max(path.stat().st_mtime_ns for path in files) == (folder / "summary.json").stat().st_mtime_ns
+
+
 def assert_whole_run(folder, command, args, stage, steps, ends):
-    """The files of a finished run, its arguments, the keys of its metrics, and its summary as the last file.
+    """The files of a finished run, its arguments, the keys of its metrics, and the figures of its samples.
 
     steps: keys of every optimiser step's row. ends: keys of the first and the last row, before and after."""
-    assert {path.name for path in folder.iterdir()} == FILES
-    for name in ("metrics.png", "scores.png"):
-        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert_files(folder, FILES)
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["latest", "step_9"]
     written = read_json(folder / "args.json")
-    assert (
-        written["args"] == json.loads(json.dumps(vars(args)))
-        and written["stage"] == stage
-        and written["world_size"] == 1
-    )
-    assert written["command"] == command and written["versions"]["torch"] == torch.__version__
-    rows, summary = read_jsonl(folder / "metrics.jsonl"), folder / "summary.json"
+    assert written["args"] == json.loads(json.dumps(vars(args))) and written["stage"] == stage
+    assert written["command"] == command and written["world_size"] == 1
+    assert written["versions"]["torch"] == torch.__version__
+    rows = read_jsonl(folder / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, *range(1, STEPS + 1), STEPS]
-    steps |= {
-        "step",
-        "iteration",
-        "time_s",
-        "train/accuracy",
-        "optim/grad_norm",
-        "optim/lr",
-        "data/comparisons",
-    }
+    steps |= {*PLACE, "train/accuracy", "optim/grad_norm", "optim/lr", "data/comparisons"}
     assert all(steps | {"perf/comparisons_per_s"} <= set(row) for row in rows[1:-1])
-    ends |= {
-        "eval/pairs",
-        "eval/accuracy",
-        "eval/nll",
-        "eval/brier",
-        "eval/ece",
-        "eval/ece_low",
-        "eval/ece_high",
-    }
-    ends |= {"eval/ece_floor"}
+    ends |= {f"eval/{name}" for name in "pairs accuracy nll brier ece ece_low ece_high ece_floor".split()}
     assert all(ends <= set(row) for row in (rows[0], rows[-1]))
     assert [row["step"] for row in rows if "eval/nll" in row] == [0, 4, 8, 10]
     assert all(math.isfinite(value) for row in rows for value in row.values())
-    others = [path for path in folder.rglob("*") if path.is_file() and path != summary]
-    assert all(path.stat().st_mtime_ns <= summary.stat().st_mtime_ns for path in others)
-    values = read_json(summary)
-    plain = lambda row: {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
-    assert (
-        values["steps"] == STEPS and values["before"] == plain(rows[0]) and values["after"] == plain(rows[-1])
-    )
+    values = read_json(folder / "summary.json")
+    assert values["before"] == without(rows[0], *PLACE) and values["after"] == without(rows[-1], *PLACE)
+    assert values["steps"] == STEPS
     assert [(row["rows"], row["pairs"]) for row in values["data"]] == [(PAIRS, PAIRS), (HELD_OUT, HELD_OUT)]
+    assert_figures_are_those_of_the_samples(folder)
 
 
 def assert_figures_are_those_of_the_samples(folder):
     """Accuracy, loss and Brier score of the last evaluation, worked out again from samples.jsonl."""
     samples, after = read_jsonl(folder / "samples.jsonl"), rows_of(folder, "eval/nll")[-1]
     rows = tiny.rows("preferences", "test")[:HELD_OUT]
-    assert [s["prompt"] for s in samples] == [[{"role": "user", "content": r["prompt"]}] for r in rows]
+    assert [s["prompt"] for s in samples] == [[user(r["prompt"])] for r in rows]
     for sample, row in zip(samples, rows):
         assert [r["text"] for r in sample["responses"]] == [row["chosen"], row["rejected"]]
         assert [r["rank"] for r in sample["responses"]] == [0, 1] and sample["category"] == row["category"]
@@ -234,10 +206,8 @@ class Plain:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def text(self, prompt, response=None):
-        messages = [*prompt, *([] if response is None else [{"role": "assistant", "content": response}])]
-        return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=response is None
-        )
+        messages, asks = [*prompt, *([] if response is None else [bot(response)])], response is None
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
 
     def outputs(self, prompt, response=None):
         text = self.text(prompt, response)
@@ -257,7 +227,7 @@ def documents(comparison, k):
 # -- prompts and rows of the pool ----------------------------------------------------------
 def prompt(text, number=1):
     """A prompt of the tiny world as rollout.load_prompts gives it."""
-    turns = [{"role": "user", "content": text}]
+    turns = [user(text)]
     return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
@@ -293,6 +263,25 @@ def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
     return folder
 
 
+def indexed_model(folder):
+    """A model with a cache of its own kind, which the sampler refuses."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8, "num_key_value_heads": 2}
+    sizes |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "first_k_dense_replace": 1}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "vocab_size": len(TOKENIZER)}
+    for part in (DeepseekV32ForCausalLM(DeepseekV32Config(**sizes)), TOKENIZER):
+        part.save_pretrained(folder)
+    return folder
+
+
+def train_small(model, rows, folder):
+    """sft.py's 60 steps after which a smaller_model ends its responses."""
+    options = {"model": model, "dataset": rows, "output_dir": folder, "max_length": 64, "lr": 1e-2}
+    options |= {"batch_size": 8, "micro_batch_size": 8, "max_steps": 60, "epochs": 9}
+    options |= {"sample_prompts": 0, "save_every": 0, "eval_every": 0}
+    succeeds(processes.script("sft", *flags(**options), plots=False))
+
+
 def make_scorer(folder, seed=0):
     dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
 
@@ -305,9 +294,21 @@ def in_bfloat16(source, folder):
     return folder
 
 
-def assert_only_the_last_version_is_rounded(script, args, monkeypatch):
+def assert_whole_versions(whole, stage, files):
+    """What a run of two iterations leaves; n_samples is 4."""
+    folder = whole.folder
+    assert_files(folder, files)
+    assert {path.name for path in (folder / "versions").iterdir()} == {"0.json", "1", "1.json", "2", "2.json"}
+    written = read_json(folder / "args.json")
+    assert written["stage"] == stage and written["args"]["n_samples"] == 4
+    assert f"wrote {folder}/model" in whole.ended.out and "version 2:" in whole.ended.out
+
+
+def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypatch):
     """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
-    rounded, folder = [], Path(args.output_dir)
+    source, rounded, folder = loading.find_model(options["model"]), [], tmp_path / "run"
+    files = {"model": str(in_bfloat16(source, tmp_path / "source")), "output_dir": str(folder)}
+    monkeypatch.setattr(script, "PLOTS", [])
 
     def noted(study):
         def call(self, policy, *more):
@@ -318,7 +319,7 @@ def assert_only_the_last_version_is_rounded(script, args, monkeypatch):
 
     for kind in (evaluation.Sweep, evaluation.Answers):
         monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
-    script.main(args)
+    script.main(script.Args(**{**options, **files}))
     assert rounded == [True, False, True]  # the source, what version 2 starts from, what is exported
     files = [folder / name / "model.safetensors" for name in ("versions/1", "versions/2", "model")]
     one, two, final = map(load_file, files)

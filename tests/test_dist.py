@@ -19,12 +19,8 @@ from processes import ROOT, flags
 from safetensors.torch import load_file
 from scorers import assert_same_versions
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+)  # fmt: skip
 
 import advantage_model
 import reward

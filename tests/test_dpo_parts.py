@@ -176,15 +176,10 @@ def pair_of(
     ids = [torch.tensor(x, dtype=torch.int32) for x in (prompt_ids, chosen, rejected)]
     return Comparison(
         prompt=[{"role": "user", "content": "copy ant"}],
-        texts=[TOKENIZER.decode(x, skip_special_tokens=True) for x in (chosen, rejected)],
-        prompt_ids=ids[0],
-        response_ids=ids[1:],
-        ranks=torch.tensor([0, 1]),
-        source=source,
-        row=data_row,
-        preference=preference,
+        texts=[TOKENIZER.decode(x, skip_special_tokens=True) for x in (chosen, rejected)], prompt_ids=ids[0],
+        response_ids=ids[1:], ranks=torch.tensor([0, 1]), source=source, row=data_row, preference=preference,
         ref_logprobs=None if reference is None else torch.tensor(reference),
-    )
+    )  # fmt: skip
 
 
 def test_a_pairs_key_changes_with_every_token_and_with_nothing_else():

@@ -1,7 +1,7 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
 import contextlib
-import importlib
+import importlib.util
 import math
 import re
 import shutil
@@ -14,7 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
-from scorers import CPU, TOKENIZER, assert_error, column, contents, read_json, succeeds, weights, write_rows
+from scorers import (
+    CPU, PLACE, TOKENIZER, assert_error, assert_files, column, contents, prompt, question, read_json, rows_of,
+    succeeds, weights, without, write_rows,
+)  # fmt: skip
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
@@ -30,11 +33,6 @@ PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
 
 def make_args(**options):
     return ppo.Args(**{"model": "tiny", "scorer": GOLD, "max_new_tokens": 8, "max_length": 64, **options})
-
-
-def prompt(text, number=1, **columns):
-    turns = [{"role": "user", "content": text}]
-    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", columns))
 
 
 def response(text, finished=True):
@@ -53,12 +51,12 @@ DOCUMENTS = generate.documents(PAIRS)
 LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
 
 
-def policy(seed=0):
-    return dist.shard(loading.load_policy("tiny", TOKENIZER, seed=seed), CPU)
+def policy():
+    return dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
 
 
-def scorer(n_outputs=1, seed=3):
-    return dist.shard(loading.load_scorer("tiny", TOKENIZER, n_outputs, seed=seed), CPU)
+def scorer(n_outputs=1):
+    return dist.shard(loading.load_scorer("tiny", TOKENIZER, n_outputs, seed=3), CPU)
 
 
 def of_function(function):
@@ -131,9 +129,9 @@ def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size,
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
 def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
     model, mask = policy() if what == "log probabilities" else scorer(), response_mask(DOCUMENTS)
-    forward = (
-        (models.state_values, model) if what == "values" else (models.logprobs_and_entropies, model, 0.7)
-    )
+    forward = (models.logprobs_and_entropies, model, 0.7)
+    if what == "values":
+        forward = (models.state_values, model)
 
     def of(plan, size, **options):
         args = make_args(**options)
@@ -163,9 +161,8 @@ def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_b
 
 def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
     """A model whose value is the token's own id: V at index t is that of token t, not of the action t + 1."""
-    model = SimpleNamespace(
-        head_outputs=lambda ids, where, positions: ids[where[0], where[1]][:, None].float()
-    )
+    own_id = lambda ids, where, positions: ids[where[0], where[1]][:, None].float()
+    model = SimpleNamespace(head_outputs=own_id)
     ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
     values = lambda mask: models.state_values(model, Batch(ids, None, mask, [])).tolist()
@@ -257,9 +254,8 @@ def test_a_stream_passes_over_all_documents_before_any_returns(size):
 
 
 def texts_of(folder, *rows, **options):
-    return data.text_documents(
-        make_args(ptx_dataset=str(write_rows(folder / "text.jsonl", rows)), **options), TOKENIZER
-    )
+    path = str(write_rows(folder / "text.jsonl", rows))
+    return data.text_documents(make_args(ptx_dataset=path, **options), TOKENIZER)
 
 
 def test_every_token_of_a_text_but_the_first_is_learnt_and_so_is_its_end(tmp_path):
@@ -462,9 +458,8 @@ def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
     rollout, kept = known(), []
     getattr(rollout, name)[4] *= math.nan
     step = dist.optimizer_step
-    monkeypatch.setattr(
-        dist, "optimizer_step", lambda models, *rest: step(kept.extend(models) or models, *rest)
-    )
+    noted = lambda models, *rest: step(kept.extend(models) or models, *rest)
+    monkeypatch.setattr(dist, "optimizer_step", noted)
     with pytest.raises(NotFinite, match="loss nan"):
         one_step(rollout=rollout, lr=0.1)
     for model, first in zip(kept, (policy(), scorer()), strict=True):
@@ -568,7 +563,7 @@ def run(small, folder, *more, moment=None, plots=False, **options):
 
 
 def metrics_rows(folder, key="kl/per_response"):
-    return [row for row in read_jsonl(folder / "metrics.jsonl") if key in row]
+    return rows_of(folder, key)
 
 
 def all_options(small):
@@ -585,8 +580,7 @@ def undisturbed(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, ended=ended)
 
 
-FILES = ["args.json", "checkpoint", "frontier.png", "metrics.jsonl", "metrics.png", "model"]
-FILES += ["samples.jsonl", "summary.json"]
+FILES = "args.json checkpoint frontier.png metrics.jsonl metrics.png model samples.jsonl summary.json"
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
     policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
     optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
@@ -599,16 +593,12 @@ HELD_OUT = "eval/score eval/kl eval/entropy eval/ptx_nll sample/length sample/fi
 
 def test_a_run_leaves_the_whole_run_directory(small, undisturbed):
     folder = undisturbed.folder
-    assert sorted(path.name for path in folder.iterdir()) == FILES
-    for name in ("metrics.png", "frontier.png"):
-        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert_files(folder, FILES)
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["latest", "step_4"]
     written = read_json(folder / "args.json")
     args = parse(ppo.RECIPES, ["tiny"] + flags(**options_of(small, folder, **all_options(small))))
     assert written["args"] == vars(args) and written["stage"] == "ppo"
     assert "wrote " in undisturbed.ended.out and "eval/score: " in undisturbed.ended.out
-    others = [path for path in folder.rglob("*") if path.is_file() and path.name != "summary.json"]
-    assert all(p.stat().st_mtime_ns <= (folder / "summary.json").stat().st_mtime_ns for p in others)
 
 
 def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed):
@@ -623,9 +613,8 @@ def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed)
     assert all(math.isfinite(value) for row in rows for value in row.values())
     summary = read_json(undisturbed.folder / "summary.json")
     assert not any(key.startswith(("gold/", "reward/gold")) for row in rows for key in row)  # not of a file
-    plain = lambda row: {k: v for k, v in row.items() if k not in ("step", "iteration", "time_s")}
     assert summary["iterations"] == ITERATIONS
-    assert summary["before"] == plain(rows[0]) and summary["after"] == plain(rows[-1])
+    assert summary["before"] == without(rows[0], *PLACE) and summary["after"] == without(rows[-1], *PLACE)
     assert summary["categories"][0]["category"] == "all" and summary["categories"][0]["prompts"] == 6
 
 
@@ -726,9 +715,7 @@ def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
     ours = AutoModelForCausalLM.from_pretrained(undisturbed.folder / "model", dtype=torch.float32)
     first = AutoModelForCausalLM.from_pretrained(small.folder / "sft" / "model")
     rows = [row for row in read_jsonl(undisturbed.folder / "samples.jsonl") if row["when"] == "after"]
-    pairs = [
-        (prompt(row["prompt"][0]["content"]), response(row["response"], row["finished"])) for row in rows
-    ]
+    pairs = [(prompt(question(row)), response(row["response"], row["finished"])) for row in rows]
     shown = [(row, pair) for row, pair in zip(rows, pairs) if len(pair[1].ids) == row["tokens"]]
     assert len(shown) >= 5  # the text leaves out special tokens
     for row, pair in shown:
@@ -793,10 +780,8 @@ def test_the_policy_and_its_optimiser_stand_still_during_warm_up_while_the_value
 
 def test_the_reference_never_changes(watched):
     first, *others = watched.references
-    assert len(others) == 1 and all(
-        torch.equal(x, first[name]) for some in others for name, x in some.items()
-    )
-    assert all(torch.equal(x, first[name]) for name, x in watched.first.items())
+    assert len(others) == 1
+    assert all(torch.equal(x, first[name]) for model in (*others, watched.first) for name, x in model.items())
 
 
 def test_texts_pass_in_the_streams_order_from_the_first_step_of_the_policy(watched):
@@ -1108,30 +1093,30 @@ def test_recipes_have_the_papers_numbers_within_their_limits(name):
 # -- docs/grpo.patch -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory):
-    """A copy of ppo.py with the patch."""
+    """A copy of ppo.py with the patch, as a module."""
     folder = tmp_path_factory.mktemp("grpo")
     shutil.copy(ROOT / "ppo.py", folder)
     subprocess.run(["git", "apply", ROOT / "docs" / "grpo.patch"], cwd=folder, check=True)
-    return folder
+    spec = importlib.util.spec_from_file_location("grpo", folder / "ppo.py")
+    sys.modules["grpo"] = importlib.util.module_from_spec(spec)  # where tyro looks for its types
+    spec.loader.exec_module(sys.modules["grpo"])
+    return sys.modules["grpo"]
 
 
-def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo, monkeypatch):
+def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo):
     """Of rewards 1, 3 and 2, 2 the means are 2, the deviations sqrt 2 and 0."""
-    monkeypatch.syspath_prepend(str(grpo))
-    monkeypatch.delitem(sys.modules, "ppo")
-    script = importlib.import_module("ppo")
     rollout = rollout_of(PAIRS[:4], rewards=torch.tensor([1.0, 3.0, 2.0, 2.0]))
     rollout.old_logprobs, rollout.ref_logprobs = rollout.mask * -1.0, rollout.mask * -1.5
-    kl = script.estimate_advantages(rollout, script.Args(n_samples=2))
+    kl = grpo.estimate_advantages(rollout, grpo.Args(n_samples=2))
     advantages = torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0, 0.0])[:, None] * rollout.mask
     torch.testing.assert_close(rollout.advantages, advantages, atol=1e-4, rtol=0)
     assert kl == pytest.approx(0.5 * sum(LENGTHS[:4]) / 4)
 
 
-def test_grpo_runs_without_a_value_model(grpo, small, tmp_path):
+def test_grpo_runs_without_a_value_model(grpo, small, tmp_path, monkeypatch):
     options = {"iterations": 2, "eval_every": 0, "save_every": 1, "value_warmup_steps": None}
-    given = flags(**options_of(small, tmp_path, **options))
-    assert processes.python("ppo.py", "tiny", *given, cwd=grpo).code == 0
+    monkeypatch.setattr(grpo, "PLOTS", [])
+    grpo.main(grpo.Args(**options_of(small, tmp_path, **options)))
     rows = metrics_rows(tmp_path)
     assert [row["policy/first_ratio_max"] for row in rows] == [1.0, 1.0]
     assert rows[1]["loss/kl"] > 0 and not any(key.startswith("value/") for key in rows[0])

@@ -17,28 +17,10 @@ import torch.nn.functional as F
 from processes import flags
 from safetensors.torch import load_file
 from scorers import (
-    CPU,
-    TOKENIZER,
-    A,
-    B,
-    C,
-    assert_error,
-    assert_only_the_last_version_is_rounded,
-    assert_same_versions,
-    contents,
-    in_bfloat16,
-    make_scorer,
-    named,
-    prompt,
-    question,
-    read_json,
-    row,
-    rows_of,
-    scorer_that_notes,
-    smaller_model,
-    succeeds,
-    write_rows,
-)
+    CPU, PLACE, TOKENIZER, A, B, C, assert_error, assert_only_the_last_version_is_rounded,
+    assert_same_versions, assert_whole_versions, contents, make_scorer, named, prompt, question, read_json,
+    row, rows_of, scorer_that_notes, smaller_model, succeeds, train_small, without, write_rows,
+)  # fmt: skip
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -87,11 +69,7 @@ SELECTED = {  # the rows, the options, the places of what is selected
     "the same words ended": ("A ant 1 cut, A ant 1", {"threshold": 0.0}, [1]),
     "of all iterations": (TWO, {"iteration": 2}, [0, 1]),
     "of the last iteration": (TWO, {"iteration": 2, "candidates": "last"}, [2]),
-    "all that reach": (
-        "A ant 0.5, A cat 0.499, A dog 0.7, B bear 0.5, B eel 0",
-        {"threshold": 0.5},
-        [0, 2, 3],
-    ),
+    "all that reach": ("A ant 0.5, A cat 0.499, A dog 0.7, B bear 0.5", {"threshold": 0.5}, [0, 2, 3]),
     "none of another prompt": ("C eel 9, A ant 1", {}, [1]),
 }
 
@@ -206,7 +184,7 @@ OPTIONS |= {"max_new_tokens": 8, "max_length": 64, "batch_size": 2, "micro_batch
 OPTIONS |= {"epochs": 2}
 ONE_STEP = {"batch_size": 100, "micro_batch_size": 100, "epochs": 1, "warmup_ratio": 0, "save_every": 0}
 FILES = "args.json best_of_n.png checkpoint curves.jsonl metrics.jsonl metrics.png model pool.jsonl"
-FILES = {*FILES.split(), "samples.jsonl", "summary.json", "versions"}
+FILES += " samples.jsonl summary.json versions"
 ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 SCORERS = """
 def nan(prompts, responses, rows):
@@ -239,10 +217,7 @@ def small(tmp_path_factory):
     write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:400])
     smaller_model(folder / "base")
     (folder / "mine.py").write_text(SCORERS)
-    trained = {"max_length": 64, "batch_size": 8, "micro_batch_size": 8, "max_steps": 60, "lr": 1e-2}
-    trained |= {"epochs": 9, "sample_prompts": 0, "save_every": 0, "eval_every": 0}
-    trained |= {"dataset": folder / "sft.jsonl", "model": folder / "base", "output_dir": folder / "sft"}
-    succeeds(processes.script("sft", *flags(**trained), plots=False))
+    train_small(folder / "base", folder / "sft.jsonl", folder / "sft")
     files = {"model": "sft", "dataset": "train.jsonl", "eval_dataset": "test.jsonl"}
     options = {**OPTIONS, **{name: str(folder / file) for name, file in files.items()}}
     return SimpleNamespace(folder=folder, options=options)
@@ -294,17 +269,7 @@ def plain_nll(folder, rows):
 
 
 def test_a_run_leaves_the_whole_run_directory(small, whole):
-    folder = whole.folder
-    assert {path.name for path in folder.iterdir()} == FILES
-    assert {path.name for path in (folder / "versions").iterdir()} == {"0.json", "1", "1.json", "2", "2.json"}
-    for name in ("metrics.png", "best_of_n.png"):
-        assert (folder / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    written = read_json(folder / "args.json")
-    assert written["stage"] == "rejection_sampling" and written["args"]["n_samples"] == K
-    assert f"wrote {folder}/model" in whole.ended.out and "version 2: " in whole.ended.out
-    summary = folder / "summary.json"
-    others = [path for path in folder.rglob("*") if path.is_file() and path != summary]
-    assert all(path.stat().st_mtime_ns <= summary.stat().st_mtime_ns for path in others)
+    assert_whole_versions(whole, "rejection_sampling", FILES)
 
 
 def test_the_pool_holds_every_response_ever_sampled(small, whole):
@@ -350,10 +315,7 @@ def test_the_saved_models_load_in_plain_transformers_and_differ(small, whole):
 
 
 def test_versions_are_float32_and_the_last_one_is_studied_as_exported(small, tmp_path, monkeypatch):
-    source = in_bfloat16(loading.find_model(small.options["model"]), tmp_path / "source")
-    options = {**small.options, "model": str(source), "output_dir": str(tmp_path / "run"), **ONE_STEP}
-    monkeypatch.setattr(rs, "PLOTS", [])
-    assert_only_the_last_version_is_rounded(rs, rs.Args(**options), monkeypatch)
+    assert_only_the_last_version_is_rounded(rs, {**small.options, **ONE_STEP}, tmp_path, monkeypatch)
 
 
 def test_samples_and_curves_are_those_of_every_version(whole):
@@ -400,8 +362,8 @@ def test_the_figures_are_those_of_pool_and_samples(small, whole):
     summary = read_json(whole.folder / "summary.json")
     assert (summary["steps"], summary["pool"]) == (first + second, len(pool))
     assert summary["kl_bound"] == pytest.approx(math.log(4) - 0.75) and set(summary["versions"]) == {*"012"}
-    plain = {key: value for key, value in evals[2].items() if key not in ("step", "iteration", "time_s")}
-    assert summary["versions"]["2"] == plain and summary["categories"][0]["prompts"] == ASKED
+    assert summary["versions"]["2"] == without(evals[2], *PLACE)
+    assert summary["categories"][0]["prompts"] == ASKED
 
 
 def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):

@@ -22,8 +22,7 @@ import pytest
 import torch
 from processes import SCRIPTS, flags
 from safetensors.torch import load_file
-from scorers import assert_error, read_json, smaller_model, succeeds, write_rows
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from scorers import assert_error, indexed_model, read_json, smaller_model, succeeds, train_small, write_rows
 
 from common import tiny
 from common.errors import InputError
@@ -55,10 +54,7 @@ def small(tmp_path_factory):
         write_rows(folder / f"{kind}.jsonl", tiny.rows(kind, "train")[:count])
         write_rows(folder / f"{kind}_test.jsonl", tiny.rows(kind, "test")[:8])
     smaller_model(folder / "base")
-    some = {"dataset": folder / "sft.jsonl", "max_length": 64, "batch_size": 8, "micro_batch_size": 8}
-    some |= {"max_steps": 60, "lr": 1e-2, "epochs": 9, "sample_prompts": 0, "save_every": 0, "eval_every": 0}
-    some |= {"model": folder / "base", "output_dir": folder / "policy"}
-    succeeds(processes.script("sft", *flags(**some), plots=False))
+    train_small(folder / "base", folder / "sft.jsonl", folder / "policy")
     return folder
 
 
@@ -124,20 +120,7 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
 # -- a model that will not do --------------------------------------------------------------
 @pytest.fixture(scope="module")
 def indexed(small):
-    """A model with a cache of its own kind, which the sampler refuses."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {
-        "kv_lora_rank": 8,
-        "q_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    }
-    sizes |= {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 4, "first_k_dense_replace": 1}
-    config = DeepseekV32Config(**sizes, vocab_size=len(tiny.tokenizer()), num_key_value_heads=2)
-    DeepseekV32ForCausalLM(config).save_pretrained(small / "indexed")
-    tiny.tokenizer().save_pretrained(small / "indexed")
-    return small / "indexed"
+    return indexed_model(small / "indexed")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -162,9 +145,8 @@ def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
     """From its first step on. (In the two other scripts each step sets it anew.)"""
     shutil.copytree(stopped(name, "Ctrl-C").folder, tmp_path / "run")
     n_before = len(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
-    assert (
-        "resuming with another lr" in succeeds(run(name, small, tmp_path / "run", "--resume", lr=1e-30)).out
-    )
+    ended = succeeds(run(name, small, tmp_path / "run", "--resume", lr=1e-30))
+    assert "resuming with another lr" in ended.out
     whole, other = (read_jsonl(x / "metrics.jsonl") for x in (undisturbed(name).folder, tmp_path / "run"))
     if name == "ppo":  # a policy that stands still has the probabilities of the rollout
         assert [row["policy/ratio_max"] for row in other if "policy/ratio_max" in row][-1] == 1.0

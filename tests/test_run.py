@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -298,6 +299,17 @@ def test_other_versions_than_the_pinned_ones_are_named_in_one_line(rank, n_lines
 @pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--lr", "fast"], 2)])
 def test_help_ends_with_0_and_usage_errors_with_2(monkeypatch, capsys, argv, code):
     assert ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), *argv)[0] == code
+
+
+@pytest.mark.parametrize("name", processes.SCRIPTS[1:])  # sft.py needs nothing
+def test_a_bare_command_without_a_run_of_sft_is_one_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / f"{name}.py"), run_name="__main__")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and line.startswith("error: runs/sft: ") and "`python sft.py`" in line
+    assert not list(tmp_path.iterdir())
 
 
 # -- start_run ---------------------------------------------------------------------------

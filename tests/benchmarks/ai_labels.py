@@ -6,15 +6,11 @@ of "RLAIF" (arXiv:2309.00267). Every setting is a run of its own; finished ones 
 
 import itertools
 import random
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import peers
 import tyro
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-import peers  # noqa: E402
 
 from common import data, metrics
 
@@ -65,16 +61,11 @@ def main(args: Args):
         flags += ["--preamble", preamble, "--examples", examples, "--dtype", args.dtype]
         flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
         figures = peers.tool("common.ai_feedback", out, flags)
-        line = {
-            "prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples",
-            "alignment": metrics.interval(figures, "alignment", ".1%"),
-            "n": figures["alignment/n"],
-            "one order": f"{figures['alignment/one_order']:.1%}",
-            "failed": figures["failed"],
-            "order decides": f"{figures['position/decides']:.0%}",
-            "first": f"{figures['position/first']:.2f}",
-            "mass": f"{figures['mass']:.2f}",
-        }
+        line = {"prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples"}
+        line |= {"alignment": metrics.interval(figures, "alignment", ".1%"), "n": figures["alignment/n"]}
+        line |= {"one order": f"{figures['alignment/one_order']:.1%}", "failed": figures["failed"]}
+        line |= {"order decides": f"{figures['position/decides']:.0%}"}
+        line |= {"first": f"{figures['position/first']:.2f}", "mass": f"{figures['mass']:.2f}"}
         table.append(line)
         print(line, flush=True)
     metrics.print_table(table)

@@ -13,13 +13,13 @@ import argparse
 import importlib
 import json
 import math
-import os
 import statistics
-import sys
 import tempfile
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
-sys.path.insert(0, ROOT)
+import peers  # noqa: F401, it lets common be found
+
+from common import metrics, tiny
+
 ARMS = {  # name -> (script, arguments)
     "reward": ("reward", {}),
     "advantage, m = 2.5": ("advantage_model", {}),
@@ -51,25 +51,16 @@ def optimum(p, bound):
 
 def run(args, arm, regime, seed, folder):
     """The final figures of one run, and (utility difference, score difference) of its held-out pairs."""
-    from common import metrics
-
     script, options = ARMS[arm]
     module = importlib.import_module(script)
     out = tempfile.mkdtemp(dir=folder)
-    options = {
-        "sft_model" if script == "reward" else "policy": args.sft_model,
-        "output_dir": out,
-        "seed": seed,
-        "eval_every": 0,
-        "save_every": 0,
-        **options,
-    }
+    start = {"sft_model" if script == "reward" else "policy": args.sft_model, "output_dir": out}
+    options = {**start, "seed": seed, "eval_every": 0, "save_every": 0, **options}
     options["length_prompts"] = 0 if script == "reward" else 200
     if regime == "b":
         options |= {"dataset": f"{folder}/few.jsonl", "eval_dataset": "tiny", "epochs": args.epochs}
     module.main(module.Args(**options))
-    with open(f"{out}/summary.json") as file:
-        after = json.load(file)["after"]
+    after = metrics.read_json(f"{out}/summary.json")["after"]
     pairs = metrics.pairs_of(metrics.read_jsonl(f"{out}/samples.jsonl"))
     return after, [(a["utility"] - b["utility"], difference) for difference, _, a, b in pairs]
 
@@ -119,8 +110,6 @@ def main():
     parser.add_argument("--plot", help="write the calibration curves of all seeds to this file")
     parser.add_argument("--results", help="append every run's figures to this .jsonl file")
     args = parser.parse_args()
-    from common import metrics, tiny
-
     folder = tempfile.mkdtemp()
     metrics.write_jsonl(f"{folder}/few.jsonl", tiny.rows("preferences", "train")[:500])
     curves = {regime: {} for regime in args.regimes}

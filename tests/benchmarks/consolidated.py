@@ -2,19 +2,18 @@
 ranks in one run.
 
     torchrun --nproc-per-node 2 tests/benchmarks/consolidated.py
- Random-weight Llama (hidden 512, 8 layers, vocabulary 8,192), batch 8, 32 new tokens, greedy, no stop ids.
+
+Random-weight Llama (hidden 512, 8 layers, vocabulary 8,192), batch 8, 32 new tokens, greedy, no stop ids.
 Prints tokens per second of rank 0, the ratios, and the bytes of parameters that a rank holds before, inside
 and after `consolidated`."""
 
-import os
 import statistics
-import sys
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+import peers
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from common import dist
 from common.sampler import sample
@@ -28,15 +27,7 @@ def held(model):
 
 def main():
     device = dist.setup()
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1360,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=256,
-    )
+    config = peers.llama(512, 8, 8, 8192, 256)
     torch.manual_seed(0)
     plain = LlamaForCausalLM(config).to(device).eval()
     torch.manual_seed(0)
@@ -67,13 +58,11 @@ def main():
             print(f"{name:14} {statistics.median(values[1:]):8.1f} tokens/s")
         for name in ("sharded", "never sharded"):
             ratios = [a / b for a, b in zip(speeds["consolidated"][1:], speeds[name][1:])]
-            print(
-                f"consolidated / {name}: median {statistics.median(ratios):.2f} (min {min(ratios):.2f}, max {max(ratios):.2f})"
-            )
+            span = f"(min {min(ratios):.2f}, max {max(ratios):.2f})"
+            print(f"consolidated / {name}: median {statistics.median(ratios):.2f} {span}")
         same = all(torch.equal(answer, answers["sharded"]) for answer in answers.values())
-        print(
-            f"bytes of parameters held: before {before:,}, inside {inside:,}, after {held(sharded):,}; the same tokens: {same}"
-        )
+        print(f"bytes of parameters held: before {before:,}, inside {inside:,}, after {held(sharded):,}; "
+              f"the same tokens: {same}")  # fmt: skip
     dist.shutdown()
 
 

@@ -11,18 +11,12 @@ ours has an iteration for each step, with its sampling, scoring, reference and e
 weights in fp32 (hidden 256, 6 layers, the vocabulary of --tokenizer), whose responses end with a chance of about
 1/64 a token. They take turns, ratios are taken turn by turn, the first 2 steps of each do not count."""
 
-import argparse
+import functools
 import json
-import os
-import sys
 import tempfile
 import time
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
-sys.path.insert(0, ROOT)
-import peers  # noqa: E402
-
-SKIP = 2
+import peers
 
 
 def trl_offline(args):
@@ -36,8 +30,7 @@ def trl_offline(args):
         rows = [json.loads(line) for line in file]
     config = DPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.steps, per_device_train_batch_size=8, max_length=512,
-        learning_rate=1e-5, beta=0.1, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
-        bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=0,
+        learning_rate=1e-5, beta=0.1, **peers.STEPS,
     )  # fmt: skip
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype=torch.float32) for _ in range(2)
@@ -47,7 +40,7 @@ def trl_offline(args):
         model=policy, ref_model=reference, args=config, processing_class=tokenizer, callbacks=[clock],
         train_dataset=Dataset.from_list(rows),
     ).train()  # fmt: skip
-    return 8 * (len(clock.times) - SKIP) / (clock.times[-1] - clock.times[SKIP - 1])
+    return peers.per_second(8, clock.times)
 
 
 def offline(args, share_prompt=True):
@@ -72,11 +65,10 @@ def offline(args, share_prompt=True):
             share_prompt=share_prompt,
         )
     )  # fmt: skip
-    with open(f"{folder}/metrics.jsonl") as file:
-        rows = [row for row in map(json.loads, file) if "loss/dpo" in row]
-    n = sum(row["data/pairs"] for row in rows[SKIP:])
+    rows = peers.rows_of(folder, "loss/dpo")
+    n = sum(row["data/pairs"] for row in rows[peers.SKIP :])
     # the last call is of the training pairs; the ones before of held-out pairs
-    return n / (rows[-1]["time_s"] - rows[SKIP - 1]["time_s"] + n * seconds[-1])
+    return n / (rows[-1]["time_s"] - rows[peers.SKIP - 1]["time_s"] + n * seconds[-1])
 
 
 def trl_online(args):
@@ -90,9 +82,7 @@ def trl_online(args):
         rows = [{"prompt": [{"role": "user", "content": json.loads(line)["prompt"]}]} for line in file]
     config = OnlineDPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.online_steps, per_device_train_batch_size=16,
-        max_length=192, max_new_tokens=64, temperature=1.0, learning_rate=1e-5, beta=0.1, logging_steps=1,
-        save_strategy="no", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False,
-        disable_tqdm=True, seed=0,
+        max_length=192, max_new_tokens=64, temperature=1.0, learning_rate=1e-5, beta=0.1, **peers.STEPS,
     )  # fmt: skip
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype=torch.float32) for _ in range(2)
@@ -103,7 +93,7 @@ def trl_online(args):
         model=policy, ref_model=reference, reward_funcs=reward, args=config, processing_class=tokenizer,
         reward_processing_classes=tokenizer, train_dataset=Dataset.from_list(rows), callbacks=[clock],
     ).train()  # fmt: skip
-    return 32 * (len(clock.times) - SKIP) / (clock.times[-1] - clock.times[SKIP - 1])
+    return peers.per_second(32, clock.times)
 
 
 def online(args):
@@ -119,51 +109,24 @@ def online(args):
             eval_prompts=0, save_every=0, slots=32, score_batch_size=32,
         )
     )  # fmt: skip
-    with open(f"{folder}/metrics.jsonl") as file:
-        times = [row["time_s"] for row in map(json.loads, file) if "loss/dpo" in row]
-    return 32 * (len(times) - SKIP) / (times[-1] - times[SKIP - 1])
+    return peers.per_second(32, [row["time_s"] for row in peers.rows_of(folder, "loss/dpo")])
 
 
-def make_data(source, folder, tokenizer, n_pairs, n_prompts):
-    """pairs.jsonl, the first n_pairs rows that fit, as messages; prompts.jsonl and one more in one.jsonl."""
-    from common import comparisons, generate, loading
+def prepare(args):
+    """pairs.jsonl, the first rows that fit, as messages; the prompts."""
+    from common import comparisons, loading, metrics
 
-    words = loading.load_tokenizer(tokenizer, quiet=True)
-    with open(f"{folder}/pairs.jsonl", "w") as file:
-        for c in comparisons.load(source, "train", words, 512)[:n_pairs]:
-            sides = {name: [peers.message(text)] for name, text in zip(("chosen", "rejected"), c.texts)}
-            file.write(json.dumps({"prompt": c.prompt, **sides}) + "\n")
-    prompts = [p for p in generate.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
-    for name, some in (("prompts", prompts[:n_prompts]), ("one", prompts[-1:])):
-        with open(f"{folder}/{name}.jsonl", "w") as file:
-            file.writelines(json.dumps({"prompt": p.turns[0]["content"]}) + "\n" for p in some)
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dataset", required=True, help="pairs, as reward.py takes them, prompts with them")
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--online-steps", type=int, default=7)
-    peers.add_arguments(parser)
-    args = parser.parse_args()
-    runs = {
-        "trl_offline": lambda: trl_offline(args),
-        "offline": lambda: offline(args),
-        "unshared": lambda: offline(args, share_prompt=False),
-        "trl_online": lambda: trl_online(args),
-        "online": lambda: online(args),
-    }
-    if args.only:
-        return peers.report(runs[args.only]())
-    args.models = tempfile.mkdtemp()
-    peers.make_models(args.tokenizer, args.models)
-    make_data(args.dataset, args.models, args.tokenizer, 8 * args.steps + 1, 16 * args.online_steps + 1)
-    flags = ("models", "dataset", "steps", "online_steps")
-    against = {"offline": "trl_offline", "unshared": "trl_offline", "online": "trl_online"}
-    peers.take_turns(__file__, list(runs), against, flags, args)
+    words = loading.load_tokenizer(args.tokenizer, quiet=True)
+    sides = lambda c: {side: [peers.message(text)] for side, text in zip(("chosen", "rejected"), c.texts)}
+    loaded = comparisons.load(args.dataset, "train", words, 512)[: 8 * args.steps + 1]
+    metrics.write_jsonl(f"{args.models}/pairs.jsonl", [{"prompt": c.prompt, **sides(c)} for c in loaded])
+    peers.make_prompts(args.dataset, args.models, args.tokenizer, 16 * args.online_steps + 1)
 
 
 if __name__ == "__main__":
-    main()
+    flags = {"dataset": "pairs, as reward.py takes them, prompts with them", "steps": 14, "online-steps": 7}
+    runs = {"trl_offline": trl_offline, "offline": offline}
+    runs |= {"unshared": functools.partial(offline, share_prompt=False)}
+    runs |= {"trl_online": trl_online, "online": online}
+    against = {"offline": "trl_offline", "unshared": "trl_offline", "online": "trl_online"}
+    peers.compare(__file__, __doc__, flags, runs, against, prepare)

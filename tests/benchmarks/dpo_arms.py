@@ -5,15 +5,11 @@ ones are not run again.
     python tests/benchmarks/dpo_arms.py --seeds 3
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import peers
 import tyro
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-import peers  # noqa: E402
 
 from common import metrics
 
@@ -67,19 +63,10 @@ def main(args: Args):
                 if "sft/gold_gain" in row:
                     gain = metrics.interval(row, "sft/gold_gain")
                     shares = [f"{row[f'sft/gold_{x}']:.0%}" for x in ("win", "tie", "lose")]
-                table.append(
-                    {
-                        "seed": seed,
-                        "version": version,
-                        "score": f"{row['eval/score']:.2f}",
-                        "gold": f"{row['gold/score']:.2f}",
-                        "kl": row["eval/kl"],
-                        "gold over SFT": gain,
-                        "win / tie / lose": " / ".join(shares),
-                        "tokens": row["sample/length"],
-                        "seconds": seconds,
-                    }
-                )
+                line = {"seed": seed, "version": version, "score": f"{row['eval/score']:.2f}"}
+                line |= {"gold": f"{row['gold/score']:.2f}", "kl": row["eval/kl"], "gold over SFT": gain}
+                line |= {"win / tie / lose": " / ".join(shares), "tokens": row["sample/length"]}
+                table.append({**line, "seconds": seconds})
         print(f"\n{name}", flush=True)
         metrics.print_table(table)
 

@@ -1,8 +1,7 @@
 """How many of N torchrun programs that use FSDP2 on gloo end with exit code 0. (Without dist.shutdown
 some abort in the interpreter's teardown, after all their work is done.)
 
-    python tests/benchmarks/exit_codes.py [N]              50 by default; prints "N of N ended with exit code
-    0"
+    python tests/benchmarks/exit_codes.py [N]              50 by default; "N of N ended with exit code 0"
 """
 
 import collections
@@ -11,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+import peers  # noqa: F401, it lets common be found
 
 
 def program(folder):
     """Train, sample, write a checkpoint and a model, on 2 ranks."""
-    sys.path.insert(0, ROOT)
     import torch
 
     import sft
@@ -39,10 +37,8 @@ def program(folder):
 
 def main(n):
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    command, environment = (
-        [sys.executable, *launcher.split(), __file__],
-        {**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, *launcher.split(), __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     codes = collections.Counter()
     for i in range(n):
         with tempfile.TemporaryDirectory() as folder:

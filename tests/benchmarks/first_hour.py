@@ -21,10 +21,9 @@ import time
 from pathlib import Path
 
 import torch
+from peers import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from common import data, loading, metrics  # noqa: E402
+from common import data, loading, metrics
 
 REWARD = "def good(prompts, responses, rows):\n    return [-len(response) / 100 for response in responses]\n"
 ANIMALS = "ant cat cow dog elephant fox goat hen horse lion mouse owl pig rat seal wolf".split()
@@ -108,9 +107,7 @@ def main():
     parser.add_argument("--model", required=True)
     parser.add_argument("--rankings", required=True, help="a file, or several with commas between them")
     parser.add_argument("--folder", default="runs/first_hour")
-    parser.add_argument(
-        "--rows", type=int, default=100, help="of each kind to train on; 60 more are held out"
-    )
+    parser.add_argument("--rows", type=int, default=100, help="of each kind to train on; 60 are held out")
     parser.add_argument("--more", action="append", default=[], help="'NAME --flag ...', for one command")
     args = parser.parse_args()
     folder, model, test = Path(args.folder).resolve(), str(Path(args.model).resolve()), {}

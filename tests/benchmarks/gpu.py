@@ -24,15 +24,13 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+import peers
 import torch
 import torch.distributed as td
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 from common import dist, losses, metrics, models
 from common.sampler import sample
 
@@ -121,12 +119,8 @@ def sampler(shape, device, bandwidth, args) -> dict:
         sample(model, prompts, stop_ids=[], slots=args.slots, seed=0, **options)
 
     ids = torch.tensor(prompts, device=device)
-    drawing = {
-        "do_sample": True,
-        "top_k": 0,
-        "max_new_tokens": args.new_tokens,
-        "min_new_tokens": args.new_tokens,
-    }
+    drawing = {"do_sample": True, "top_k": 0}
+    drawing |= {"max_new_tokens": args.new_tokens, "min_new_tokens": args.new_tokens}
 
     def generate():
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **drawing)
@@ -161,12 +155,8 @@ def training(shape, device, rate, args) -> dict:
     weights = sum(p.numel() for p in model.parameters()) - vocabulary * model.config.hidden_size
     used = 6 * weights * speed  # an embedding is looked up, not multiplied
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    line = {
-        "model": shape,
-        "tokens/s": f"{speed:.0f}",
-        "operations/s": f"{used:.3g}",
-        "matrix rate": f"{rate:.3g}",
-    }
+    line = {"model": shape, "tokens/s": f"{speed:.0f}"}
+    line |= {"operations/s": f"{used:.3g}", "matrix rate": f"{rate:.3g}"}
     return {**line, "of the rate": f"{used / rate:.0%}", "peak GB": f"{peak:.1f}"}
 
 
@@ -175,12 +165,8 @@ def scripts(ranks=0) -> list[dict]:
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     launcher, table = [sys.executable, "-m", *(torchrun if ranks else ())], []
     with tempfile.TemporaryDirectory() as folder:
-        run = {
-            "cwd": folder,
-            "env": {**os.environ, "PYTHONPATH": str(ROOT)},
-            "capture_output": True,
-            "text": True,
-        }
+        run = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(peers.ROOT)}}
+        run |= {"capture_output": True, "text": True}
         for command in COMMANDS:
             start = time.perf_counter()
             out = subprocess.run([*launcher, *command.split()], **run)

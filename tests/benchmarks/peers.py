@@ -1,24 +1,33 @@
 """What benchmarks share: models of random weights, a clock for transformers' trainers, programs that take turns,
 and the arms of an experiment."""
 
+import argparse
 import json
 import math
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+SKIP = 2  # steps that do not count
+TRAINER = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True}
+STEPS = {**TRAINER, "logging_steps": 1, "gradient_checkpointing": False, "seed": 0}
 
 
-def add_arguments(parser):
-    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--trl-python", default=sys.executable)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", help="run this one here and print JSON")
-    parser.add_argument("--models", help="with --only: the folder of the models")
+def llama(hidden, layers, heads, vocabulary, positions, **more):
+    """The shape of a Llama."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 8 * 8,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=positions, **more,
+    )  # fmt: skip
 
 
 def make_models(tokenizer, folder):
@@ -26,14 +35,13 @@ def make_models(tokenizer, folder):
     unembedding points along the mean hidden state, so that its logit is about the same everywhere:
     log(V / 64)."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers import AutoTokenizer, LlamaForCausalLM, LlamaForSequenceClassification
 
     words = AutoTokenizer.from_pretrained(tokenizer)
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words), hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_labels=1,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=True,
-        pad_token_id=words.pad_token_id, eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
+    config = llama(
+        256, 6, 4, len(words), 2048, num_labels=1, tie_word_embeddings=True, pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id, bos_token_id=words.bos_token_id,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     with torch.no_grad():
@@ -64,10 +72,26 @@ def clock():
     return Clock()
 
 
-def report(speed):
-    """What a program prints last, for take_turns."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    print(json.dumps({"per_s": speed, "peak_gb": peak}))
+def make_prompts(source, folder, tokenizer, n):
+    """The first n single-turn prompts of at most 128 tokens in prompts.jsonl, one more in one.jsonl."""
+    from common import generate, loading, metrics
+
+    words = loading.load_tokenizer(tokenizer, quiet=True)
+    prompts = [p for p in generate.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
+    for name, chosen in (("prompts", prompts[:n]), ("one", prompts[-1:])):
+        metrics.write_jsonl(f"{folder}/{name}.jsonl", [{"prompt": p.turns[0]["content"]} for p in chosen])
+
+
+def rows_of(folder, key):
+    """The rows of a run's metrics.jsonl that have this key."""
+    from common import metrics
+
+    return [row for row in metrics.read_jsonl(f"{folder}/metrics.jsonl") if key in row]
+
+
+def per_second(n, times):
+    """Of n a step, by the times of the ends of steps."""
+    return n * (len(times) - SKIP) / (times[-1] - times[SKIP - 1])
 
 
 def arm(script, out, flags) -> tuple[dict, float]:
@@ -97,16 +121,36 @@ def last_line(command):
     return json.loads(out.stdout.strip().splitlines()[-1])
 
 
-def take_turns(file, names, against, flags, args):
-    """Run each of `names` (--only) --repeats times, one after the other, those that begin with trl by
-    --trl-python, and print the ratios of `against` {name: its base}, taken turn by turn."""
-    figures = {name: [] for name in names}
+def compare(file, doc, flags, runs, against, prepare=lambda args: None):
+    """The command of a benchmark: run each of `runs` {name: function of the arguments that gives a speed}
+    (--only) --repeats times, one after the other, those that begin with trl by --trl-python, and print the ratios
+    of `against` {name: its base}, taken turn by turn.
+
+    flags: {name: help of one that must be given, or the default of a number}; prepare: makes files from them."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in flags.items():
+        is_help = isinstance(value, str)
+        how = {"required": True, "help": value} if is_help else {"type": int, "default": value}
+        parser.add_argument(f"--{name}", **how)
+    parser.add_argument("--tokenizer", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", help="run this one here and print JSON")
+    parser.add_argument("--models", help="with --only: the folder of the models")
+    args = parser.parse_args()
+    if args.only:
+        speed = runs[args.only](args)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        return print(json.dumps({"per_s": speed, "peak_gb": peak}))
+    args.models = tempfile.mkdtemp()
+    make_models(args.tokenizer, args.models)
+    prepare(args)
+    figures = {name: [] for name in runs}
+    given = [x for name in ("models", *flags) for x in (f"--{name}", str(vars(args)[name.replace("-", "_")]))]
     for _ in range(args.repeats):
-        for name in names:
-            command = [args.trl_python if name.startswith("trl") else sys.executable, file, "--only", name]
-            for flag in flags:
-                command += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
-            figures[name].append(last_line(command))
+        for name in runs:
+            python = args.trl_python if name.startswith("trl") else sys.executable
+            figures[name].append(last_line([python, file, "--only", name, *given]))
             speed, peak = figures[name][-1].values()
             print(f"{name:12} {speed:8.2f} a second, peak {peak:.2f} GB", flush=True)
     for name, base in against.items():

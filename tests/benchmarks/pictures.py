@@ -22,15 +22,9 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
-    "hh_scores": (
-        "hh_reward/scores.png",
-        "docs/real_models.md's reward.py on HH-RLHF --output-dir runs/hh_reward",
-    ),
+    "hh_scores": ("hh_reward/scores.png", "docs/real_models.md's reward.py --output-dir runs/hh_reward"),
     "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
-    "smollm2_best_of_n": (
-        "smollm2_rs/best_of_n.png",
-        "docs/real_models.md's rejection_sampling.py for runs/smollm2_rs",
-    ),
+    "smollm2_best_of_n": ("smollm2_rs/best_of_n.png", "docs/real_models.md for runs/smollm2_rs"),
 }
 LARGEST = 100_000  # bytes: a repository keeps every version for ever
 

@@ -12,11 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import peers
 import tyro
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-import peers  # noqa: E402
 
 from common import metrics
 
@@ -67,7 +64,7 @@ def rehearsal_data(flags, clusters, seed, path) -> str:
         chosen = [f"--{key}" for key in ("model", "scorer", "dataset")]
         given = [x for key in chosen for x in (key, flags[flags.index(key) + 1])]
         given += ["--clusters", clusters, "--seed", str(seed), "--output", str(path.resolve())]
-        subprocess.run([sys.executable, "-m", "common.rehearsal", *given], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, "-m", "common.rehearsal", *given], check=True, cwd=peers.ROOT)
     return str(path)
 
 

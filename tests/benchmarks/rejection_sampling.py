@@ -4,15 +4,11 @@ scorer do to the true reward. Every arm and seed is a run of its own; finished o
     python tests/benchmarks/rejection_sampling.py --model runs/sft --scorer runs/reward --seeds 3
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import peers
 import tyro
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-import peers  # noqa: E402
 
 from common import metrics
 

@@ -12,18 +12,15 @@ run again.
 """
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import peers
 import tyro
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-os.environ["PYTHONPATH"] = str(ROOT / "tests")  # where the scripts find gold_labeler
-import peers  # noqa: E402
-
 from common import metrics
+
+os.environ["PYTHONPATH"] = str(peers.ROOT / "tests")  # where the scripts find gold_labeler
 
 
 @dataclass
@@ -44,15 +41,9 @@ def main(args: Args):
     for labeler in args.labelers:
         flags = ["label", "--model", f"gold_labeler:{labeler}", "--dataset", "tiny"]
         figures = peers.tool("common.ai_feedback", folder / f"labels_{labeler}", flags)
-        labels.append(
-            {
-                "labeler": labeler,
-                "agrees with people": f"{figures['alignment']:.1%}",
-                "n": figures["alignment/n"],
-                "one order": f"{figures['alignment/one_order']:.1%}",
-                "order decides": f"{figures['position/decides']:.0%}",
-            }
-        )
+        line = {"labeler": labeler, "agrees with people": f"{figures['alignment']:.1%}"}
+        line |= {"n": figures["alignment/n"], "one order": f"{figures['alignment/one_order']:.1%}"}
+        labels.append({**line, "order decides": f"{figures['position/decides']:.0%}"})
     metrics.print_table(labels)
     flags = ["revise", "--model", f"gold_labeler:{args.labelers[0]}", "--dataset", "tiny"]
     peers.tool("common.ai_feedback", folder / "revisions", flags)
@@ -66,10 +57,8 @@ def main(args: Args):
             flags = ["tiny", "--dataset", rows, "--eval-dataset", "tiny", "--sft-model", args.sft]
             flags += ["--seed", seed]
             after = peers.arm("reward.py", reward, flags)[0]["after"]
-            print(
-                f"seed {seed}, reward model of {labeler}: {after['eval/accuracy']:.1%} of people's labels",
-                flush=True,
-            )
+            accuracy = f"{after['eval/accuracy']:.1%} of people's labels"
+            print(f"seed {seed}, reward model of {labeler}: {accuracy}", flush=True)
             peers.arm("ppo.py", policy, [*start, "--scorer", reward])
             policies[f"distilled, {labeler}"] = policy
         policies["direct"] = folder / f"direct_{seed}"

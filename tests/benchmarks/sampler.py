@@ -8,14 +8,12 @@ All sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8
 with mean near 20."""
 
 import argparse
-import os
 import statistics
-import sys
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+import peers
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaForCausalLM
 
 from common.sampler import sample
 
@@ -32,34 +30,20 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 8 // 3 // 8 * 8,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=20,
-    )
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 20}
+    config = peers.llama(args.hidden, args.layers, 8, args.vocabulary, 512, **special)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(config).eval().to(device)
     lengths = torch.randint(20, 61, (args.prompts,)).tolist()
     prompts = [torch.randint(1, args.vocabulary, (length,)).tolist() for length in lengths]
     stop_ids = list(range(20, args.vocabulary, 20))
 
+    drawing = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
+    drawing |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": stop_ids}
+
     def ours(seed):
-        out = sample(
-            model,
-            prompts,
-            n=args.n,
-            max_new_tokens=args.max_new_tokens,
-            stop_ids=stop_ids,
-            pad_id=0,
-            seed=seed,
-        )
+        options = {"max_new_tokens": args.max_new_tokens, "stop_ids": stop_ids, "pad_id": 0}
+        out = sample(model, prompts, n=args.n, seed=seed, **options)
         return int(out.sample_mask.sum())
 
     def generate(seed):
@@ -70,34 +54,19 @@ def main():
             width = max(map(len, batch))
             ids = torch.tensor([[0] * (width - len(row)) + row for row in batch], device=device)
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch], device=device)
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                do_sample=True,
-                top_k=0,
-                top_p=1.0,
-                temperature=1.0,
-                max_new_tokens=args.max_new_tokens,
-                eos_token_id=stop_ids,
-                pad_token_id=0,
-            )[:, width:]
+            out = model.generate(input_ids=ids, attention_mask=mask, **drawing)[:, width:]
             ended = torch.isin(out, torch.tensor(stop_ids, device=device)).int()
             tokens += int((ended.cumsum(1) - ended == 0).sum())  # up to and with the first stop id
         return tokens
 
     # Pages of 256 tokens hold a row each; without num_blocks it takes all memory there is
     paging = ContinuousBatchingConfig(num_blocks=72, max_batch_tokens=1024, use_cuda_graph=False)
-    drawing = GenerationConfig(
-        do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=args.max_new_tokens,
-        eos_token_id=stop_ids, pad_token_id=0,
-    )  # fmt: skip
 
     def continuous(seed):
         torch.manual_seed(seed)
         rows = [prompt for prompt in prompts for _ in range(args.n)]
-        out = model.generate_batch(
-            inputs=rows, generation_config=drawing, continuous_batching_config=paging, warmup=False
-        )
+        how = {"generation_config": GenerationConfig(**drawing), "continuous_batching_config": paging}
+        out = model.generate_batch(inputs=rows, warmup=False, **how)
         assert len(out) == len(rows)
         return sum(len(one.generated_tokens) for one in out.values())
 

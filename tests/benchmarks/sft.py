@@ -8,18 +8,11 @@ Both train a Llama of random weights (hidden 256, 6 layers, the vocabulary of --
 packed, 8 rows a step. Padding does not count as text. The three take turns, ratios are taken turn by turn,
 and the first 2 steps of each do not count."""
 
-import argparse
-import json
-import os
-import sys
+import functools
 import tempfile
 import time
 
-ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
-sys.path.insert(0, ROOT)
-import peers  # noqa: E402
-
-SKIP = 2
+import peers
 
 
 def trl(args):
@@ -39,8 +32,7 @@ def trl(args):
     dialogues = [data.sft_messages(row.data)[0] for row in data.load_rows(args.dataset, "sft")]
     config = SFTConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.steps, per_device_train_batch_size=8, max_length=512,
-        packing=False, learning_rate=1e-4, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True,
-        bf16=False, gradient_checkpointing=False, disable_tqdm=True, seed=0,
+        packing=False, learning_rate=1e-4, **peers.STEPS,
     )  # fmt: skip
     SFTTrainer(
         model=AutoModelForCausalLM.from_pretrained(f"{args.models}/policy", dtype="float32"),
@@ -49,11 +41,11 @@ def trl(args):
         callbacks=[Clock()],
         args=config,
     ).train()
-    (t0, n0), (t1, n1) = clock[SKIP - 1], clock[-1]
+    (t0, n0), (t1, n1) = clock[peers.SKIP - 1], clock[-1]
     return (n1 - n0) / (t1 - t0)
 
 
-def ours(args, packing):
+def ours(args, packing=True):
     import sft
 
     folder = tempfile.mkdtemp()
@@ -64,32 +56,12 @@ def ours(args, packing):
             sample_prompts=0,
         )
     )  # fmt: skip
-    with open(f"{folder}/metrics.jsonl") as file:
-        rows = [row for row in map(json.loads, file) if "perf/tokens_per_s" in row][SKIP:]
+    rows = peers.rows_of(folder, "perf/tokens_per_s")[peers.SKIP :]
     seconds = sum(row["data/tokens"] / row["perf/tokens_per_s"] for row in rows)
     return sum(row["data/tokens"] for row in rows) / seconds
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--dataset", required=True, help="what sft.py takes")
-    parser.add_argument("--steps", type=int, default=12)
-    peers.add_arguments(parser)
-    args = parser.parse_args()
-    runs = {
-        "trl": lambda: trl(args),
-        "packed": lambda: ours(args, packing=True),
-        "rows": lambda: ours(args, packing=False),
-    }
-    if args.only:
-        return peers.report(runs[args.only]())
-    args.models = tempfile.mkdtemp()
-    peers.make_models(args.tokenizer, args.models)
-    against = {"packed": "trl", "rows": "trl"}
-    peers.take_turns(__file__, list(runs), against, ("models", "dataset", "steps"), args)
-
-
 if __name__ == "__main__":
-    main()
+    flags = {"dataset": "what sft.py takes", "steps": 12}
+    runs = {"trl": trl, "packed": ours, "rows": functools.partial(ours, packing=False)}
+    peers.compare(__file__, __doc__, flags, runs, {"packed": "trl", "rows": "trl"})

@@ -7,17 +7,15 @@ own, for the peak is the process's.
 
 import json
 import resource
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
+import peers
 import torch
 import tyro
+from transformers import LlamaForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 from common import losses, models
 from common.sampler import sample
 
@@ -36,19 +34,10 @@ class Args:
     """Run this one here and print JSON: training or sampling."""
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=8192, hidden_size=256, intermediate_size=680, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
 def measure(args):
-    model, tokens, start = llama(), 0, None
+    torch.manual_seed(0)
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model, tokens, start = LlamaForCausalLM(peers.llama(256, 6, 4, 8192, 4096, **special)), 0, None
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     while start is None or time.perf_counter() - start < args.seconds:
         if args.point == "training":
@@ -60,9 +49,8 @@ def measure(args):
         else:
             prompts = torch.randint(3, 8192, (16, 48)).tolist()
             stop = list(range(20, 8192, 40))
-            out = sample(
-                model, prompts, n=args.samples, max_new_tokens=64, stop_ids=stop, pad_id=0, slots=512
-            )
+            options = {"max_new_tokens": 64, "stop_ids": stop, "pad_id": 0, "slots": 512}
+            out = sample(model, prompts, n=args.samples, **options)
             now = int(out.sample_mask.sum())
         if start is None:  # the first one warms up
             start = time.perf_counter()
@@ -82,10 +70,7 @@ def main(args: Args):
             sizes = {key: getattr(args, key) for key in ("length", "batch", "samples", "seconds")}
             sizes[name] *= times
             flags = ["--point", point, *(f"--{key}={value}" for key, value in sizes.items())]
-            out = subprocess.run(
-                [sys.executable, __file__, *flags], capture_output=True, text=True, check=True
-            )
-            measured = json.loads(out.stdout.strip().splitlines()[-1])
+            measured = peers.last_line([sys.executable, __file__, *flags])
             first = first or measured
             line = {"what": point, name: times * getattr(args, name), "tokens/s": f"{measured['speed']:.0f}"}
             line["of the first"] = f"{measured['speed'] / first['speed']:.2f}"

@@ -19,8 +19,6 @@ from unittest import mock
 
 import peers
 
-sys.path.insert(0, str(peers.ROOT))
-
 STEPS, ROWS, LIMIT = 20, 8, 1e-5
 LR, DECAY, BETA = 3e-4, 0.1, 0.5
 LOSSES = {"sft": "loss/nll", "reward": "loss/reward", "dpo_iterative": "loss/dpo"}
