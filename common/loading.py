@@ -146,7 +146,8 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
         config.label2id = {label: i for i, label in config.id2label.items()}
     elif outputs != n_outputs or outputs == 2 and not hasattr(config, "advantage_model"):
         kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
-        kind = kinds.get(outputs, f"a classifier of {outputs} labels")
+        ours = outputs == 1 or hasattr(config, "advantage_model")
+        kind = kinds.get(outputs) if ours else f"a classifier of {outputs} labels"
         raise InputError(f"{name} is {kind}, wanted {kinds[n_outputs]} or a causal language model")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))

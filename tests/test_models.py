@@ -467,9 +467,9 @@ def classifier(path, n_labels):
 @pytest.mark.parametrize(
     "has, wants, says",
     [
-        (1, 2, "is a classifier of 1 labels, wanted a run of advantage_model.py or a causal LM"),
-        (2, 1, r"is a classifier of 2 labels, wanted a reward model \(1 label\) or a causal LM"),
-        (2, 2, "is a classifier of 2 labels, wanted a run of advantage_model.py"),
+        (1, 2, r"is a reward model \(1 output\), wanted an advantage model \(2 outputs\) or a causal"),
+        (2, 1, r"is a classifier of 2 labels, wanted a reward model \(1 output\) or a causal"),
+        (2, 2, r"is a classifier of 2 labels, wanted an advantage model \(2 outputs\)"),
     ],
 )
 def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
