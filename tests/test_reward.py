@@ -407,7 +407,7 @@ BAD = [
     ({"model": "unfinished"}, ["unfinished", "--resume"]),
     ({"model": "/no/such/folder"}, ["/no/such/folder", "path"]),
     ({"model": "classifier"}, ["classifier", "3 labels", "causal"]),
-    ({"model": "advantage model"}, ["advantage model", "2 outputs", "reward model"]),
+    ({"model": "advantage model"}, ["advantage model", "2 labels", "reward model"]),
     ({"sft_model": "reward model"}, ["reward model", "causal"]),
     ({"sft_model": "runs/sft"}, ["runs/sft", "python sft.py"]),
     ({"chat_template": "nothing.jinja"}, ["nothing.jinja", "no such file"]),
