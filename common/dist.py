@@ -20,11 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as td
-import torch.distributed.checkpoint as dcp
-import torch.distributed.checkpoint.state_dict as whole
 import transformers
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from common.errors import InputError, NotFinite
 
@@ -170,6 +167,10 @@ def shard(model, device, compute_dtype=None):
     model.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if not td.is_initialized():
         return model.to(device)
+    # Imported where it is used, here and below: what one process does not need takes a second and 50 MB
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
     patient_barrier()  # rank 0 had the weights to read
     weights = model.state_dict() if is_main() else {}
     # The state dict lacks buffers that can be computed, rotary frequencies for one
@@ -185,8 +186,8 @@ def shard(model, device, compute_dtype=None):
     # Embeddings, final norm and head: tied weights share this group
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model.to_empty(device=device).tie_weights()
-    options = whole.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    whole.set_model_state_dict(model, weights, options=options)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
     for method in getattr(model, "forward_methods", ()):
@@ -196,7 +197,7 @@ def shard(model, device, compute_dtype=None):
 
 
 def is_sharded(model) -> bool:
-    return isinstance(model, FSDPModule)
+    return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
 
 
 def _free_without_gradient(model, method):
@@ -339,6 +340,8 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
 
     modules: {name: (model, its AdamW)}. state: what else resuming needs, as JSON (counters, positions).
       Random numbers have no state to keep: a generator is made from a seed where it is used."""
+    import torch.distributed.checkpoint as dcp
+
     root = Path(root)
     final, temporary, pointer = root / f"step_{step}", root / f"step_{step}.tmp", root / "latest.tmp"
     if is_main():
@@ -369,6 +372,8 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
 def load_checkpoint(root, modules: dict) -> dict:
     """Fill `modules` from the checkpoint that `root`/latest names, and return its `state`. Learning rate,
     weight decay and their like stay as the optimisers have them now."""
+    import torch.distributed.checkpoint as dcp
+
     folder, state = Path(root) / (Path(root) / "latest").read_text(), checkpoint_state(root)
     with warnings.catch_warnings(action="ignore"):
         dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
@@ -405,8 +410,9 @@ def _tensors(modules):
 
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export with save_pretrained to `path`, whole or not at all: written beside it, then renamed."""
-    options = whole.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = whole.get_model_state_dict(model, options=options)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main():
         path, temporary = Path(path), Path(f"{path}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
