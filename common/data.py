@@ -402,17 +402,20 @@ def _tokenize(tokenizer, text, starts):
         raise InputError("--model: a tokenizer without tokenizer.json does not say where its tokens end")
 
     def tokens(cuts):
-        ids, ends = [], []
+        ids, spans = [], []
         for begin, end in itertools.pairwise([0, *cuts, len(text)]):
             piece = tokenizer(text[begin:end], add_special_tokens=False, return_offsets_mapping=True)
             ids += piece["input_ids"]
-            ends += [begin + end for _, end in piece["offset_mapping"]]
-        return ids, ends
+            spans += [(begin + first, begin + last) for first, last in piece["offset_mapping"]]
+        return ids, spans
 
     cuts = [start for start in starts if text[start - 2 : start].isspace()]
-    ids, ends = tokens(cuts)
-    inside = set(starts) - set(ends)
-    return tokens(sorted({*cuts, *inside})) if inside else (ids, ends)
+    ids, spans = tokens(cuts)
+    after = {start: bisect.bisect_right(spans, start, key=lambda span: span[1]) for start in starts}
+    inside = [start for start, i in after.items() if i < len(spans) and spans[i][0] < start]
+    if inside:
+        ids, spans = tokens(sorted({*cuts, *inside}))
+    return ids, [last for _, last in spans]
 
 
 def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) -> list:
