@@ -413,8 +413,7 @@ def _tokenize(tokenizer, text, starts):
     ids, spans = tokens(cuts)
     after = {start: bisect.bisect_right(spans, start, key=lambda span: span[1]) for start in starts}
     inside = [start for start, i in after.items() if i < len(spans) and spans[i][0] < start]
-    if inside:
-        ids, spans = tokens(sorted({*cuts, *inside}))
+    ids, spans = tokens(sorted({*cuts, *inside})) if inside else (ids, spans)
     return ids, [last for _, last in spans]
 
 

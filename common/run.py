@@ -33,10 +33,8 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "pairs.jsonl reference.json rows.jsonl failed.jsonl"
 )
-INPUTS = (  # arguments that name what a run reads
-    "model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset sft_dataset "
-    "rehearsal_data ptx_dataset offline_data"
-).split()
+INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset sft_dataset
+rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
