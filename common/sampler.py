@@ -37,7 +37,7 @@ from transformers.cache_utils import (
 )  # fmt: skip
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
-SPARE_COLUMNS = 64  # of the cache: after so many steps at the earliest its rows go back to its first columns
+SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows go back to its first columns
 SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
