@@ -418,8 +418,8 @@ def _tokenize(tokenizer, text, starts):
 
 
 def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) -> list:
-    """make(row) of every row, or of things that have one. Where it raises ValueError, the reason and the places
-    of the rows are printed, with those that `dropped` has already. InputError if nothing is left."""
+    """make(row) of every row, or of things that have one. Where it raises ValueError, reason and places are
+    printed, with those that `dropped` has already. InputError if nothing is left."""
     made, dropped = [], dropped or {}
     n_rows = len(rows) + sum(map(len, dropped.values()))
     for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):

@@ -260,7 +260,7 @@ def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_
 
     values: (B, T-1), reward units, gradient flows. old_values: (B, T-1), before the iteration's first update.
     returns: (B, T-1), reward units, unwhitened advantages + old_values. action_mask: (B, T-1) bool.
-    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped error is the larger one})."""
+    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens whose clipped error is the larger one})."""
     tensors = {"values": values, "old_values": old_values, "returns": returns}
     _same_shape(**tensors, action_mask=action_mask)
     zeros = torch.zeros_like(values)  # 0 * NaN in a gradient would be NaN

@@ -91,8 +91,8 @@ def progress(total: int, start: int, name: str, rows=None, lines=True):
     options = {"unit": unit, "leave": lines, "disable": not dist.is_main()}
     if sys.stderr.isatty():
         return tqdm(rows, total=total, initial=start, desc=name, dynamic_ncols=True, **options)
-    options.update(miniters=math.ceil(total / 20), mininterval=0) if lines else options.update(mininterval=60)
-    options.update(ncols=0, maxinterval=60, delay=1e-9 if lines else 60)  # 0 would print a line of nothing
+    often = {"miniters": math.ceil(total / 20), "mininterval": 0} if lines else {"mininterval": 60}
+    options.update(often, ncols=0, maxinterval=60, delay=1e-9 if lines else 60)  # with 0 an empty one too
     return Lines(rows, total=total, initial=start, desc=name, **options)
 
 

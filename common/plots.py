@@ -33,7 +33,7 @@ def in_words(key: str) -> str:
 
 
 def figure(panels=1, size=(4.8, 3.2), whole=False):
-    """A figure of `panels` axes side by side, each of `size` inches, and these axes. whole: their x are steps,
+    """A figure of `panels` axes side by side, each of `size` inches, and these axes. whole: x are steps,
     tokens or samples, with ticks at whole numbers only."""
     import matplotlib
     from matplotlib.figure import Figure

@@ -33,8 +33,8 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "pairs.jsonl reference.json rows.jsonl failed.jsonl"
 )
-INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset sft_dataset
-rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
+INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset
+sft_dataset rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
@@ -252,13 +252,13 @@ def find_run(args) -> str | None:
     if resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    inputs = {name: getattr(args, name, None) or "" for name in INPUTS}
-    for name in filter(inputs.get, INPUTS) if outputs else ():  # start_run removes the outputs
-        path = Path(inputs[name]).resolve()
-        word = name in ("reference", "enhancer") and inputs[name] in ("sft", "last", "previous")  # no path
+    for name in INPUTS if outputs else ():  # start_run removes the outputs
+        value = getattr(args, name, None)
+        word = name in ("reference", "enhancer") and value in ("sft", "last", "previous")  # no path
+        path = Path(value or "").resolve()
         gone = path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs)
-        if gone and not word:
-            flag = f"--{name.replace('_', '-')} {inputs[name]}"
+        if value and gone and not word:
+            flag = f"--{name.replace('_', '-')} {value}"
             what = "--overwrite" if args.overwrite else "this run"
             raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
     return None
