@@ -107,6 +107,8 @@ class Args:
     """Pairs of a forward on one rank, at most."""
     share_prompt: bool = True
     """Compute a prompt once for both its responses; --no-share-prompt: a row a response."""
+    lora_rank: int = 0
+    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
     # the run

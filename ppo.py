@@ -142,6 +142,8 @@ class Args:
     """Optimiser steps of the value model before the policy moves, rounded up to whole rollouts."""
     freeze_layers: int = 0
     """The policy's first decoder layers that stay as they are."""
+    lora_rank: int = 0
+    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
     offload: bool = False
@@ -364,10 +366,11 @@ def main(args: Args):
     scorer = scorers.load_gated(args, tokenizer, run.device)
     if run.resumed and dist.checkpoint_state(run.checkpoint).get("scorer") != scorer.version:
         raise InputError("--resume with another scorer, or one whose files have changed: begin anew")
-    policy = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    policy = loading.load_policy(
+        args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
+    )
     policy = dist.shard(models.freeze(policy, args.freeze_layers), run.device)
-    reference = loading.load_policy(args.reference or args.model, tokenizer, seed=args.seed)
-    reference = dist.shard(reference.requires_grad_(False), run.device)
+    reference = loading.load_reference(args, policy, tokenizer, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     for model in (policy, reference, value):
         args.packing = args.packing and models.packs(model)

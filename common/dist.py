@@ -275,13 +275,14 @@ def consolidated(model):
 def adamw(model, lr, args):
     """AdamW on what of the model learns. Where the papers name the betas, they are 0.9 and 0.95."""
     learning = [p for p in model.parameters() if p.requires_grad]
-    eps = getattr(args, "adam_eps", 1e-8)
-    return torch.optim.AdamW(learning, lr, (0.9, 0.95), eps, args.weight_decay, fused=True)
+    eps, factor = getattr(args, "adam_eps", 1e-8), getattr(model, "lr_factor", 1)  # an adapter's, see lora.py
+    groups = [{"params": learning, "lr_factor": factor}]
+    return torch.optim.AdamW(groups, lr * factor, (0.9, 0.95), eps, args.weight_decay, fused=True)
 
 
 def set_lr(optimizer, lr: float) -> float:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_factor"]
     return lr
 
 
@@ -414,6 +415,7 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main():
+        weights = model.merged(weights) if hasattr(model, "merged") else weights  # adapters, see lora.py
         path, temporary = Path(path), Path(f"{path}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         # to save from: no FSDP, whose class is a subclass, and no second copy of the weights

@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 import torch
 
-from common import dist, models, tiny
+from common import dist, lora, models, tiny
 from common.errors import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -101,10 +101,10 @@ def _end_of_turn(tokenizer, name) -> int:
     return end
 
 
-def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
+def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
     """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
     ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
-    Of a multimodal model it is the text part."""
+    Of a multimodal model it is the text part. lora_rank: of adapters that learn in its place; 0: none."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     if name == "tiny":
@@ -126,7 +126,16 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0):
     if others:  # Llama 3 and Qwen end with one of two tokens
         sampling.eos_token_id = [tokenizer.eos_token_id, *others]
     methods = models.token_logprobs, models.logprobs_at, models.next_token_logprobs
-    return _ready(model, methods, gradient_checkpointing)
+    model = _ready(model, methods, gradient_checkpointing)
+    return lora.attach(model, lora_rank, seed) if lora_rank else model
+
+
+def load_reference(args, policy, tokenizer, device):
+    """ppo.py's --reference, by default what the policy began as: of one with adapters, itself without."""
+    if args.lora_rank and args.reference in (None, args.model):
+        return lora.Without(policy)
+    reference = load_policy(args.reference or args.model, tokenizer, seed=args.seed)
+    return dist.shard(reference.requires_grad_(False), device)
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):

@@ -282,7 +282,9 @@ class Versions:
             self.loaded = self.policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
             args = self.args
-            policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed)
+            policy = loading.load_policy(
+                name, self.tokenizer, args.gradient_checkpointing, args.seed, getattr(args, "lora_rank", 0)
+            )
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 

@@ -13,7 +13,7 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
     "errors losses sampler tiny",
     "dist",
     "metrics",
-    "batches plots",
+    "batches plots lora",
     "data models",
     "loading",
     "comparisons",

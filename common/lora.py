@@ -1,0 +1,81 @@
+"""LoRA (arXiv:2106.09685): two thin matrices learn in place of each linear layer's weights, which stay.
+
+    y = W x + (alpha / r) B A x            A: (r, in), drawn at random; B: (out, r), 0 at first
+
+Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alpha / r) B A, as any other.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from common.errors import InputError
+
+ALPHA = 32  # over r, and a rate of ten times that of all weights: Thinking Machines, "LoRA Without Regret"
+LR_FACTOR = 10
+
+
+class LoraLinear(nn.Linear):
+    learnt = True  # False: as if there were no adapter
+
+    def forward(self, x):
+        y = super().forward(x)
+        if not self.learnt:
+            return y
+        within = nn.functional.linear(x, self.lora_a)
+        return y + nn.functional.linear(within, self.lora_b) * (ALPHA / len(self.lora_a))
+
+
+def attach(model, rank: int, seed: int):
+    """The model, its own weights frozen, with an adapter of this rank in every linear layer of its decoder
+    layers. What it computes is the same until B learns. seed: of A."""
+    model.requires_grad_(False)
+    decoder = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    linear = [m for layer in decoder for m in layer.modules() if type(m) is nn.Linear]
+    if not linear:
+        raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
+    generator = torch.Generator().manual_seed(seed)
+    for layer in linear:
+        layer.__class__ = LoraLinear
+        a = layer.weight.new_empty(rank, layer.in_features)
+        b = layer.weight.new_zeros(layer.out_features, rank)
+        if not a.is_meta:  # ranks other than 0 get theirs from it
+            bound = 1 / math.sqrt(layer.in_features)
+            a.uniform_(-bound, bound, generator=generator)
+        layer.lora_a, layer.lora_b = nn.Parameter(a), nn.Parameter(b)
+    model.lr_factor, model.merged = LR_FACTOR, merged
+    return model
+
+
+def merged(weights: dict) -> dict:
+    """Whole weights by name, without adapters: each is in its W."""
+    for name in [name for name in weights if name.endswith(".lora_a")]:
+        layer, a = name.removesuffix("lora_a"), weights.pop(name)
+        change = weights.pop(f"{layer}lora_b") @ a * (ALPHA / len(a))
+        weights[f"{layer}weight"] = weights[f"{layer}weight"] + change  # not in place: it is the model's own
+    return weights
+
+
+class Without:
+    """A model as it was before its adapters learnt: PPO's reference, which takes no memory of its own."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __getattr__(self, name):
+        value = getattr(self.model, name)
+        if name not in self.model.forward_methods:
+            return value
+
+        def forward(*args, **kwargs):
+            LoraLinear.learnt = False
+            try:
+                return value(*args, **kwargs)
+            finally:
+                LoraLinear.learnt = True
+
+        return forward
+
+    def to(self, device):  # where the policy is
+        return self
