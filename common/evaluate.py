@@ -1,29 +1,31 @@
-"""Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers.
+"""Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers. Or
+compare scorers: how well does each predict the labels of the same pairs, whoever trained it?
 
     python -m common.evaluate                                         the runs that the quickstart makes
     python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
     python -m common.evaluate --policies runs/sft runs/ppo --dataset old.jsonl    what ppo.py forgot
+    python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
-module:function, or a pairwise preference model, which reads every two answers in both orders. Writes
-samples.jsonl (every answer), summary.json (figures by the oracle and, on the tiny world, by the true reward,
-by which the printed table goes then), elo.png and frontier.png. docs/evaluate.md defines every figure. With
---scorers in place of --policies it compares scorers on labelled pairs (common/evaluate_scorers.py).
+module:function, or a pairwise preference model, which reads two answers in both orders. Writes samples.jsonl
+(every answer, or every scorer's scores), summary.json and plots, and prints a table: of policies by the true
+reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """
 
 import dataclasses
 import gc
 import itertools
 import math
+import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluate_scorers, evaluation, generate, loading
-from common import metrics, models, plots, scorers
-from common.batches import a_part
+from common import comparisons, data, dist, evaluation, generate, loading, metrics, plots, scorers
+from common.batches import a_part, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
 from common.metrics import JUDGES, write_json
@@ -85,12 +87,10 @@ class Args:
 
 
 def check(args):
-    shown = {f"{temperature:g}" for temperature in args.temperatures}
     check_flags(
         args,
         ("scorers", not (args.scorers and args.policies), "none beside --policies"),
         ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
-        ("temperatures", len(shown) == len(args.temperatures), "no two alike"),
         ("split", args.split in ("train", "test"), "train or test"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("n_bootstrap", args.n_bootstrap >= 20, "20 or more"),
@@ -98,7 +98,6 @@ def check(args):
     )
 
 
-# -- policies and prompts --------------------------------------------------------------------------
 def named(specs, flag, args) -> dict[str, str]:
     """name -> path. A path that is there, or a module:function, may hold an equals sign itself."""
     paths, folder = {}, Path(args.output_dir).resolve()
@@ -114,6 +113,7 @@ def named(specs, flag, args) -> dict[str, str]:
     return paths
 
 
+# -- policies --------------------------------------------------------------------------------------
 def read_policies(args) -> dict[str, str]:
     """name -> path. Of the quickstart's runs those that are there; what is not is said."""
     specs = args.policies
@@ -149,46 +149,14 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     return {name: [of_key[prompt.key] for prompt in chosen] for name, of_key in of_policy.items()}
 
 
-# -- answers ---------------------------------------------------------------------------------------
-def sample_answers(policy, tokenizer, prompts, temperature, args):
-    seed = dist.seed_of(args.seed, "evaluate", temperature)
-    return generate.answers(policy, tokenizer, prompts, args, seed, temperature=temperature)
-
-
-def kl_of(policy, reference, pairs, temperature, args) -> list[float]:
-    """log pi(y) - log pi_ref(y) of each answer, nats. At temperature 0 all of pi's mass is on y."""
-    documents, size = generate.documents(pairs), args.score_batch_size
-    logprobs = [0.0] * len(pairs)
-    if temperature:
-        logprobs = models.seq_logprobs(policy, documents, size, temperature)
-    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
-
-
-# -- games -----------------------------------------------------------------------------------------
-# A tournament: what the first one of every two policies won of each prompt's game (metrics.outcomes), in the
-# order of itertools.combinations.
-def tournament(scores, tie_margin) -> list[list[float]]:
-    """scores: name -> score of each answer."""
-    return [metrics.outcomes(a, b, tie_margin) for a, b in itertools.combinations(scores.values(), 2)]
-
-
-def judge(oracles, pairs, args, device):
-    """(name -> the oracle's score of each answer, a pairwise one's tournament, else None). oracles: for each
-    policy's tokens. A pairwise one's score is the probability that an answer beats the reference's."""
-    size, reference = args.score_batch_size, args.reference
-    if not oracles[reference].pairwise:
-        return {name: scorers.score(oracles[name], pairs[name], size, device) for name in pairs}, None
-    scores, games = {reference: [0.5] * len(pairs[reference])}, []
-    for a, b in itertools.combinations(pairs, 2):
-        # It reads texts: a's prompts do for both, whatever b's tokens are
-        duels = [(prompt, x, y) for (prompt, x), (_, y) in zip(pairs[a], pairs[b])]
-        won = [1 / (1 + math.exp(-x)) for x in scorers.log_odds(oracles[a], duels, size, device)]
-        games.append(metrics.outcomes(won, [0.5] * len(won), args.tie_margin))
-        if a == reference:
-            scores[b] = [1 - x for x in won]
-        elif b == reference:
-            scores[a] = won
-    return scores, games
+def judge(oracle, pairs, tokenizers, args, device) -> dict[str, list[float]]:
+    """name -> what an oracle, which reads each policy's tokens, says of its answers (oracle_scores)."""
+    scores = {}
+    for name, answers in pairs.items():
+        own = scorers.for_tokens(oracle, tokenizers[name])
+        opponents = [response for _, response in pairs[args.reference]] if name != args.reference else None
+        scores[name] = evaluation.oracle_scores(own, answers, opponents, args.score_batch_size, device)
+    return scores
 
 
 def length_controlled(won, differences) -> float:
@@ -214,7 +182,8 @@ def elo(won, n_games, m, anchor) -> torch.Tensor:
 
 
 def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
-    """(Elo, low, high) of each of m policies; 95 % interval: bootstrap over prompts. games: a tournament."""
+    """(Elo, low, high) of each of m policies; 95 % interval: bootstrap over prompts. games: of every two, in
+    the order of itertools.combinations, what the first one won of each prompt's game (metrics.outcomes)."""
     won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
     n = len(won)
     generator = torch.Generator().manual_seed(args.seed)
@@ -223,13 +192,12 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
     return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 
 
-# -- figures ---------------------------------------------------------------------------------------
 # figure -> the column of samples.jsonl whose mean it is
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
 
-def figures(rows, score_games, args) -> dict[str, dict[str, float]]:
-    """name -> figures. rows: name -> rows of samples.jsonl; score_games: judge's."""
+def figures(rows, args) -> dict[str, dict[str, float]]:
+    """name -> figures. rows: name -> rows of samples.jsonl."""
     results, reference_rows = {}, rows[args.reference]
     for name, policy_rows in rows.items():
         result = results[name] = metrics.means(policy_rows, COLUMNS)
@@ -245,7 +213,7 @@ def figures(rows, score_games, args) -> dict[str, dict[str, float]]:
             won = metrics.outcomes(scores[name], scores[args.reference], margin)
             results[name][f"{kind}_win_lc"] = length_controlled(won, longer)
         if len(rows) > 1:
-            games = score_games if kind == "score" and score_games else tournament(scores, margin)
+            games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
             elos = ratings(games, len(rows), list(rows).index(args.reference), args)
             for name, (rating, low, high) in zip(rows, elos):
                 interval = metrics.with_interval(f"{kind}_elo", rating, low, high, len(reference_rows))
@@ -272,75 +240,145 @@ def table(results) -> list[dict]:
     return lines
 
 
-def main(args: Args):
-    run = Run(args, "evaluate", check)
-    if run.finished:
-        return
-    if args.scorers:
-        evaluate_scorers.compare(named(args.scorers, "--scorers", args), run)
-        return
-    device = run.device
-
-    # policies, prompts and judges
-    policies, tokenizers = read_policies(args), {}
+def compare_policies(args, run):
+    """(rows of samples.jsonl, summary.json)"""
+    device, policies, tokenizers = run.device, read_policies(args), {}
     for name, path in policies.items():
         tokenizers[name] = loading.load_tokenizer(path, args.chat_template, quiet=True)
-    reference_tokenizer, is_tiny = tokenizers[args.reference], data.is_tiny(args.dataset)
-    prompts = read_prompts(args, tokenizers)
-    oracle = scorers.load_scorer(args.scorer, reference_tokenizer, device, pairwise=True)
-    safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if is_tiny else None)
-    safety_scorer = safety_spec and scorers.load_safety_scorer(safety_spec, reference_tokenizer, device)
+    prompts, own = read_prompts(args, tokenizers), tokenizers[args.reference]
+    oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
+    safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if data.is_tiny(args.dataset) else None)
+    safety_scorer = safety_spec and scorers.load_safety_scorer(safety_spec, own, device)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
-    reference = evaluation.load_policy(policies[args.reference], reference_tokenizer, args, device)
+    load = partial(evaluation.load_policy, args=args, device=device)
+    reference = load(policies[args.reference], own)
     with metrics.progress(len(policies) * len(answers), 0, "evaluate") as bar:
         for name, tokenizer in tokenizers.items():
-            policy = reference
-            if name != args.reference:
-                policy = evaluation.load_policy(policies[name], tokenizer, args, device)
-            for temperature, pairs in answers.items():
-                pairs[name] = sample_answers(policy, tokenizer, prompts[name], temperature, args)
-                if scorers.same_tokens(tokenizer, reference_tokenizer):
-                    kl[temperature, name] = kl_of(policy, reference, pairs[name], temperature, args)
+            policy = reference if name == args.reference else load(policies[name], tokenizer)
+            for t, pairs in answers.items():
+                seed = dist.seed_of(args.seed, "evaluate", t)
+                pairs[name] = generate.answers(policy, tokenizer, prompts[name], args, seed, temperature=t)
+                if scorers.same_tokens(tokenizer, own):
+                    kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
                 bar.update(1)
             policy = None  # gone before the next one is loaded
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-    reference = None
-    gc.collect()
 
-    # scores and games
-    results, samples = {}, []
+    # scores and figures
+    samples, results = [], {}
     for temperature, pairs in answers.items():
-        oracles = {name: scorers.for_tokens(oracle, tokenizers[name]) for name in pairs}
-        scores, score_games = judge(oracles, pairs, args, device)
-        rows = {}
+        scores, rows = judge(oracle, pairs, tokenizers, args, device), {}
+        safety = judge(safety_scorer, pairs, tokenizers, args, device) if safety_scorer else {}
         for name in pairs:
-            columns = {"score": scores[name], "kl": kl.get((temperature, name))}
-            if safety_scorer:
-                own = scorers.for_tokens(safety_scorer, tokenizers[name])
-                columns["safety"] = scorers.score(own, pairs[name], args.score_batch_size, device)
-                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs[name]]
+            columns = {"score": scores[name], "kl": kl.get((temperature, name)), "safety": safety.get(name)}
+            if safety:
+                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts[name]]
             rows[name] = evaluation.describe_samples(pairs[name], args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
-        results[f"{temperature:g}"] = figures(rows, score_games, args)
-
-    # save
+        results[f"{temperature:g}"] = figures(rows, args)
+    about = {"reference": args.reference, "prompts": len(prompts[args.reference]), "scorer": args.scorer}
     if dist.is_main():
-        folder, n = run.folder, len(prompts[args.reference])
-        metrics.write_jsonl(folder / "samples.jsonl", samples)
         for temperature, of_policy in results.items():
             margins = {kind: of_policy[args.reference].get(f"{kind}_tie_margin") for kind in JUDGES}
             ties = ", ".join(f"{x:.3g} by {JUDGES[kind]}" for kind, x in margins.items() if x is not None)
-            print(f"{n} prompts, temperature {temperature}, against {args.reference}; ties within {ties}:")
+            against = f"temperature {temperature}, against {args.reference}; ties within {ties}:"
+            print(f"{about['prompts']} prompts, {against}")
             metrics.print_table(table(of_policy))
-        plots.compared(folder, results)
-        about = {"reference": args.reference, "prompts": n, "scorer": args.scorer}
-        write_json(folder / "summary.json", {**about, "temperatures": results})  # last
-        print(f"wrote {folder}/summary.json")
+        plots.compared(run.folder, results)
+    return samples, {**about, "temperatures": results}
+
+
+# -- scorers ---------------------------------------------------------------------------------------
+def load_pairs(paths, args):
+    """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
+    that is a model. The other ones encode the texts anew."""
+    with_tokens = [path for path in paths.values() if not re.match(scorers.NAMED, path)] or ["tiny"]
+    tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
+    held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
+    held_out = [c for c in held_out if labelled_pairs(c)]
+    if not held_out:
+        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
+    data.check_same(args.dataset, comparisons.fingerprint(held_out))
+    return held_out, tokenizer
+
+
+def score_rows(scorer, held_out, args, device) -> list[dict]:
+    """The comparisons as rows of samples.jsonl (evaluation.scored_rows)."""
+    pairs, duels = [], []
+    for c in held_out:
+        prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
+        texts = zip(c.response_ids, c.texts)
+        responses = [generate.Response(ids.tolist(), text, True) for ids, text in texts]
+        pairs += [(prompt, response) for response in responses]
+        duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
+    ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
+    values = ask(scorer, texts, args.score_batch_size, device)
+    return evaluation.scored_rows(held_out, values, scorer.pairwise)
+
+
+def pair_figures(rows) -> dict[str, float]:
+    """metrics.pair_figures of all these rows, with the interval of the accuracy: of so many independent pairs
+    as tell as much, for a ranking's pairs hang together."""
+    figures = metrics.pair_figures(rows)
+    figures = {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
+    sizes = [len(metrics.pairs_of([row])) for row in rows]
+    n = sum(sizes) ** 2 / sum(size**2 for size in sizes)
+    low, high = metrics.wilson(figures["accuracy"], n)
+    return {**figures, **metrics.with_interval("accuracy", figures["accuracy"], low, high, round(n))}
+
+
+def pair_table(results) -> list[dict]:
+    """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
+    lines = []
+    for part in next(iter(results.values())):
+        for name, parts in results.items():
+            result = parts[part]
+            line = {"pairs of": part, "scorer": name, "pairs": f"{result['pairs']:.0f}"}
+            line["accuracy"] = metrics.interval(result, "accuracy", ".1%")
+            line["ECE"] = metrics.interval(result, "ece", ".3f")
+            for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
+                line[title] = f"{result[key]:.3f}"
+            lines.append(line)
+    return lines
+
+
+def compare_scorers(args, run):
+    """(rows of samples.jsonl, summary.json)"""
+    paths, rows, samples, results = named(args.scorers, "--scorers", args), {}, [], {}
+    held_out, tokenizer = load_pairs(paths, args)
+    for name, path in paths.items():
+        scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
+        rows[name] = score_rows(scorer, held_out, args, run.device)
+        samples += [{"scorer": name, **row} for row in rows[name]]
+        scorer = None  # gone before the next one is loaded
+        gc.collect()
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+    if dist.is_main():
+        for name, of_scorer in rows.items():
+            results[name] = {"all": pair_figures(of_scorer)}
+            for (kind, part), inside in metrics.parts_of(of_scorer).items():
+                title = "data set" if kind == "source" else kind
+                results[name][f"{title} {part}"] = pair_figures(inside)
+        metrics.print_table(pair_table(results))
+        plots.scores(run.folder, rows)
+    return samples, {"dataset": args.dataset, "scorers": results}
+
+
+def main(args: Args):
+    run = Run(args, "evaluate", check)
+    if run.finished:
+        return
+    compare = compare_scorers if args.scorers else compare_policies
+    samples, summary = compare(args, run)
+    if dist.is_main():
+        metrics.write_jsonl(run.folder / "samples.jsonl", samples)
+        write_json(run.folder / "summary.json", summary)  # last
+        print(f"wrote {run.folder}/summary.json")
 
 
 RECIPES = {"tiny": ("the runs that the quickstart makes", Args())}

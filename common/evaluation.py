@@ -71,12 +71,12 @@ class HeldOutDocuments:
             return []
         room = models.n_positions(model.config) - args.max_new_tokens
         for document in {d.key: d for d in self.documents}.values():
-            if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
-                break
             turns = document.messages[:-1]
             ids = data.prompt_ids(self.tokenizer, turns)
             if len(ids) <= room:
                 prompts.append(generate.Prompt(ids, turns, document.row))
+            if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
+                break
         options = {"seed": args.seed, "temperature": args.temperature}
         pairs = generate.answers(model, self.tokenizer, prompts, args, **options)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
@@ -148,9 +148,14 @@ class HeldOutComparisons:
         return metrics.pair_figures(self.samples)
 
     def known_figures(self) -> dict[str, float]:
-        """Of the last scores: what the tiny world knows, and how differently categories score."""
-        spread = metrics.category_spread(self.samples)
-        return {**metrics.known_figures(self.samples), "eval/category_spread": spread}
+        """Of the last scores, what the tiny world knows, and how differently categories score; and how well
+        length alone predicts the labels, a score that a model must beat."""
+        longer = [better["tokens"] - worse["tokens"] for *_, better, worse in metrics.pairs_of(self.samples)]
+        figures = {"baseline/length_accuracy": metrics.accuracy(longer)}
+        if not self.tokenizer:
+            figures.update(metrics.known_figures(self.samples))
+            figures["eval/category_spread"] = metrics.category_spread(self.samples)
+        return figures
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -179,6 +184,27 @@ def load_policy(name, tokenizer, args, device):
     return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
+def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
+    """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
+    sampled. At temperature 0 all of pi's mass is on y. size: of a forward on one rank."""
+    documents = generate.documents(pairs)
+    logprobs = [0.0] * len(pairs)
+    if temperature:
+        logprobs = models.seq_logprobs(policy, documents, size, temperature)
+    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
+
+
+def oracle_scores(oracle, pairs, opponents, size, device) -> list[float]:
+    """The oracle's score of each (prompt, response); of a pairwise one the probability that it beats the
+    opponents' response to the same prompt, 1/2 where there are none."""
+    if not oracle.pairwise:
+        return scorers.score(oracle, pairs, size, device)
+    if not opponents:
+        return [0.5] * len(pairs)
+    duels = [(prompt, response, other) for (prompt, response), other in zip(pairs, opponents)]
+    return [1 / (1 + math.exp(-odds)) for odds in scorers.log_odds(oracle, duels, size, device)]
+
+
 def ask_policy(name, tokenizer, args, device, forward, *inputs):
     """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
     values = forward(load_policy(name, tokenizer, args, device), *inputs)
@@ -186,29 +212,15 @@ def ask_policy(name, tokenizer, args, device, forward, *inputs):
     return values
 
 
-def baselines(policy, held_out, micro_batch_size) -> dict[str, float]:
-    """Accuracy, on the labelled pairs, of two scores that a reward model must beat: length and log
-    probability under `policy` (None: length alone). Every rank must call it."""
-    pairs = [(i, a, b) for i, c in enumerate(held_out) for a, b in labelled_pairs(c)]
-    if not pairs:
-        return {}
-    scores = {"baseline/length_accuracy": [[len(ids) for ids in c.response_ids] for c in held_out]}
-    if policy is not None:
-        logprobs = comparisons.seq_logprobs(policy, held_out, micro_batch_size)
-        scores["baseline/sft_logprob_accuracy"] = [x.tolist() for x in logprobs]
-    return {key: metrics.accuracy(x[i][a] - x[i][b] for i, a, b in pairs) for key, x in scores.items()}
-
-
 def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
     """n responses of a policy to each comparison's prompt, as ids, on every rank, without those that did not
     end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
-    room = models.n_positions(model.config) - max_new_tokens
-    fits = [i for i, c in enumerate(prompts) if len(c.prompt_ids) <= room]
-    ids, options = [prompts[i].prompt_ids.tolist() for i in fits], {"seed": seed, "slots": slots, "n": n}
-    responses = generate.sample_responses(model, tokenizer, ids, max_new_tokens=max_new_tokens, **options)
-    samples = [()] * len(prompts)
-    for i, of_prompt in zip(fits, responses):
-        ended = [[*response.ids[:-1], tokenizer.eos_token_id] for response in of_prompt if response.finished]
+    room, samples = models.n_positions(model.config) - max_new_tokens, [()] * len(prompts)
+    fits = {i: c.prompt_ids.tolist() for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
+    options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
+    answers = generate.sample_responses(model, tokenizer, list(fits.values()), **options)
+    for i, responses in zip(fits, answers):
+        ended = [[*response.ids[:-1], tokenizer.eos_token_id] for response in responses if response.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
     n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():
@@ -217,19 +229,23 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
 
 
 def baselines_and_samples(name, held_out, tokenizer, args, device, seed) -> tuple[dict[str, float], list]:
-    """(`baselines` with the policy `name`, or None; the first --length-prompts held-out prompts, each with
-    those of 8 responses of this policy that ended in place of the labelled ones)."""
-    policy = name and load_policy(name, tokenizer, args, device)
-    figures = baselines(policy, held_out, args.micro_batch_size)
-    if not (policy and held_out and args.length_prompts):
-        return figures, []
+    """Of the policy of this name, if there is one: (the accuracy of its log probability as a score, which a
+    reward model must beat; the first --length-prompts held-out prompts, each with those of 8 responses that
+    ended in place of the labelled ones)."""
+    if not (name and held_out):
+        return {}, []
+    policy = load_policy(name, tokenizer, args, device)
+    logprobs = comparisons.seq_logprobs(policy, held_out, args.micro_batch_size)
+    likelier = [x[i] - x[j] for x, c in zip(logprobs, held_out) for i, j in labelled_pairs(c)]
+    figures = {"baseline/sft_logprob_accuracy": metrics.accuracy(likelier)}
     prompts = list({c.key: c for c in held_out}.values())[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
     return figures, [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
 
 
 def length_bias(model, sft_model, held_out, tokenizer, args) -> dict[str, float]:
-    """`baselines`, and the length_figures of the SFT model's responses to some held-out prompts."""
+    """How well the SFT model's log probability scores held-out pairs, and what length does to the scores of
+    its responses to some held-out prompts (length_figures)."""
     figures, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, model.device, args.seed)
     return {**figures, **length_figures(sampled, scores_of_each(model, sampled, args))}
 
@@ -237,11 +253,9 @@ def length_bias(model, sft_model, held_out, tokenizer, args) -> dict[str, float]
 def length_figures(sampled, scores) -> dict[str, float]:
     """The mean correlation of length and score over a prompt's samples, of prompts with three or more of them
     where both vary, and how many these are; of none, nothing."""
-    correlations = []
-    for c, of_prompt in zip(sampled, scores):
-        correlation = metrics.correlation([len(ids) for ids in c.samples], of_prompt)
-        if len(of_prompt) > 2 and not math.isnan(correlation):
-            correlations.append(correlation)
+    of_prompts = [([len(ids) for ids in c.samples], x) for c, x in zip(sampled, scores) if len(x) > 2]
+    correlations = [metrics.correlation(lengths, x) for lengths, x in of_prompts]
+    correlations = [x for x in correlations if not math.isnan(x)]
     n = len(correlations)
     return {"length/correlation": sum(correlations) / n, "length/prompts": n} if n else {}
 
@@ -289,9 +303,10 @@ def with_policy_answers(train, name, tokenizer, args, device):
     policy = load_policy(name, tokenizer, args, device) if k or n else None
     ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
     if k:
-        of_policies = behavior_logprobs(train, tokenizer, args, device) if args.behavior_policies else None
-        behavior = of_policies or behavior_columns(train, args)
-        logprobs = comparisons.seq_logprobs(policy, train, args.micro_batch_size)
+        ask, size = comparisons.seq_logprobs, args.micro_batch_size
+        others = [ask_policy(x, tokenizer, args, device, ask, train, size) for x in args.behavior_policies]
+        behavior = [torch.stack(of_one, 1) for of_one in zip(*others)] or behavior_columns(train, args)
+        logprobs = ask(policy, train, size)
         ratios = [(of_policy[:, None] - of_others).exp() for of_policy, of_others in zip(logprobs, behavior)]
         figures = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
     samples = [()] * len(train)
@@ -322,14 +337,6 @@ def behavior_columns(train, args) -> list[torch.Tensor]:
             mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
             raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
     return logprobs
-
-
-def behavior_logprobs(train, tokenizer, args, device) -> list[torch.Tensor]:
-    """The same from --behavior-policies."""
-    columns, forward, size = [], comparisons.seq_logprobs, args.micro_batch_size
-    for name in args.behavior_policies:
-        columns.append(ask_policy(name, tokenizer, args, device, forward, train, size))
-    return [torch.stack(of_one, 1) for of_one in zip(*columns)]
 
 
 # -- versions of a policy: rejection sampling and iterative DPO ------------------------------------
@@ -370,23 +377,22 @@ class Sweep:
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds, first = [], 1 if self.prompts else 0
         with dist.consolidated(policy):  # the weights are gathered once
-            pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
+            pairs = sample(self.prompts, seed=seed(0))
             for i, t in enumerate(args.temperatures if self.swept else (), first):
                 rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
-        curves, scored = [], []
-        for temperature, answers in zip(args.temperatures, rounds):
-            scores = torch.tensor(score(answers)).view(-1, k)
-            usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in answers]
-            scored.append((scores, torch.tensor(usable).view(-1, k)))
-            largest, median = metrics.best_of_n(scores)
-            finished = sum(response.finished for _, response in answers) / len(answers)
-            curve = {"policy": f"version {version}", "scorer": self.scorer.version, "finished": finished}
-            curves.append({**curve, "temperature": temperature, "max": largest, "median": median})
+        curves, scored = [], [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
         # A response that would not be selected counts, for the choice, as the worst of all
-        lowest = min((scores.min().item() for scores, _ in scored), default=0.0)
-        for curve, (scores, usable) in zip(curves, scored):
+        lowest = min((scores.min().item() for scores in scored), default=0.0)
+        for temperature, answers, scores in zip(args.temperatures, rounds, scored):
+            curve = {"policy": f"version {version}", "scorer": self.scorer.version}
+            curve["finished"] = sum(response.finished for _, response in answers) / len(answers)
+            curve["temperature"] = temperature
+            curve["max"], curve["median"] = metrics.best_of_n(scores)
+            usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in answers]
+            usable = torch.tensor(usable).view(-1, k)
             curve["best"] = metrics.best_of_n(torch.where(usable, scores, lowest))[0][-1]
+            curves.append(curve)
         chosen = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
         for curve in curves:
             curve["chosen"] = curve is chosen
@@ -426,26 +432,14 @@ class Answers:
 
     def answer(self, policy, version, studies) -> list[dict]:
         args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        size, device = args.score_batch_size, policy.device
         pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
-        scores = self.scores(pairs, studies[0]["samples"] if version else None, policy.device)
-        documents, size = generate.documents(pairs), args.score_batch_size
-        forward, device = models.seq_logprobs, policy.device
-        logprobs = first_logprobs = forward(policy, documents, size)
+        first = studies[0]["samples"] if version else []
+        opponents = [generate.Response([], row["response"], row["finished"]) for row in first]
+        scores, kl = oracle_scores(self.scorer, pairs, opponents, size, device), [0.0] * len(pairs)
         if version:
-            first_logprobs = ask_policy(args.model, self.tokenizer, args, device, forward, documents, size)
-        kl = [a - b for a, b in zip(logprobs, first_logprobs)]  # k1, of whole responses
+            kl = ask_policy(args.model, self.tokenizer, args, device, partial(kl_of, policy), pairs, size)
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
-
-    def scores(self, pairs, first, device) -> list[float]:
-        """first: the first version's samples; None: these are the first ones."""
-        size, duels = self.args.score_batch_size, []
-        if not self.scorer.pairwise:
-            return scorers.score(self.scorer, pairs, size, device)
-        if first is None:
-            return [0.5] * len(pairs)
-        for (prompt, response), row in zip(pairs, first):
-            duels.append((prompt, response, generate.Response([], row["response"], row["finished"])))
-        return [1 / (1 + math.exp(-odds)) for odds in scorers.log_odds(self.scorer, duels, size, device)]
 
     def figures(self, studies, version) -> dict[str, float]:
         """Means of a version's samples, its figures on the held-out pairs, and its samples against those of
@@ -463,12 +457,9 @@ class Answers:
 
 def one_line(figures) -> str:
     """The figures of a version that a person wants to see."""
-    keys = "eval/score gold/score eval/kl sweep/temperature sweep/max sft/score_win pairs/accuracy"
-    shown = [f"{key} {figures[key]:.3g}" for key in keys.split() if key in figures]
-    for key in ("eval/score_over_before", "gold/score_over_before"):
-        if key in figures:
-            shown.append(f"{key} {metrics.interval(figures, key)}")
-    return ", ".join(shown)
+    keys = """eval/score gold/score eval/kl sweep/temperature sweep/max sft/score_win pairs/accuracy
+    eval/score_over_before gold/score_over_before""".split()
+    return ", ".join(f"{key} {figures[key]:.3g}" for key in keys if key in figures)
 
 
 def scores_by_prompt(rows) -> list[list[float]]:
@@ -484,8 +475,7 @@ def selection_figures(rows, selected, iteration) -> dict[str, float]:
     figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
     if new:
         best = [max(scores) for scores in scores_by_prompt(new)]
-        figures["pool/temperature"] = new[0]["temperature"]
-        figures["pool/best"] = sum(best) / len(best)
+        figures.update({"pool/temperature": new[0]["temperature"], "pool/best": sum(best) / len(best)})
     if selected:
         figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
     figures.update(metrics.means(new, {"pool/finished": "finished", "pool/score": "score"}))

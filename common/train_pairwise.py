@@ -141,7 +141,7 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
     run.round_weights(model)
-    after = {**evaluate(model), **evaluation.baselines(None, held_out, args.micro_batch_size)}
+    after = {**evaluate(model), **evaluate.known_figures()}
     run.finish(
         model, tokenizer, after=after, samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},

@@ -21,8 +21,8 @@ from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import (
-    batches, comparisons, dist, evaluate, evaluate_scorers, evaluation, generate, loading, metrics, models,
-    pairwise, plots, scorers, tiny,
+    batches, comparisons, dist, evaluate, evaluation, generate, loading, metrics, models, pairwise, plots,
+    scorers, tiny,
 )  # fmt: skip
 from common.batches import a_part
 from common.errors import InputError
@@ -66,70 +66,34 @@ def logit(p):
 
 
 # -- games -----------------------------------------------------------------------------------------
-def test_a_tournament_has_a_game_of_each_two_players_in_their_order():
-    scores = {"z": [3, 0], "a": [2, 0], "m": [1, 5], "b": [2, 4.5]}
-    # z against a, m, b; a against m, b; m against b
-    games = [[1, 0.5], [1, 0], [1, 0], [1, 0], [0.5, 0], [0, 0.5]]
-    assert evaluate.tournament(scores, 0.5) == games
-    assert evaluate.tournament({"z": [3, 0]}, 0.5) == []
-
-
-def counter_of(word):
-    """A scorer that counts a word."""
-    count = lambda prompts, texts, rows: [text.split().count(word) for text in texts]
-    return scorers.Scorer(word, word, function=count)
-
-
-def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens():
+def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens(monkeypatch):
     pairs = {"first": answers("ant ant", "cat", "ant"), "ref": answers("eel", "eel eel", "ant")}
-    oracles = {"first": counter_of("ant"), "ref": counter_of("eel")}
-    args = args_of(score_batch_size=2, reference="ref")
-    scores, games = evaluate.judge(oracles, pairs, args, CPU)
-    assert games is None and scores == {"first": [2, 0, 1], "ref": [1, 2, 0]}  # by one for both: [0, 0, 1]
+    word = {"tokens of first": "ant", "tokens of ref": "eel"}
+    count = lambda word: lambda prompts, texts, rows: [text.split().count(word) for text in texts]
+    own = lambda oracle, tokens: oracle._replace(function=count(word[tokens]))
+    monkeypatch.setattr(scorers, "for_tokens", own)
+    args, tokenizers = (
+        args_of(score_batch_size=2, reference="ref"),
+        {name: f"tokens of {name}" for name in pairs},
+    )
+    scores = evaluate.judge(scorers.Scorer("count", "1"), pairs, tokenizers, args, CPU)
+    assert scores == {"first": [2, 0, 1], "ref": [1, 2, 0]}  # by one for both: [0, 0, 1]
 
 
-BEATS = {  # probabilities that the first policy's answer to A, B and C beats the second one's
-    ("x", "ref"): [0.9, 0.55, 0.2],
-    ("x", "y"): [0.3, 0.65, 0.5],
-    ("ref", "y"): [0.8, 0.45, 0.25],
-}
-
-
-@pytest.mark.parametrize("names", [("x", "ref", "y"), ("ref", "x", "y"), ("y", "x", "ref")])
-def test_a_pairwise_oracle_reads_every_two_answers_and_scores_say_who_beats_the_reference(names, monkeypatch):
-    def beats(a, b):
-        return BEATS[a, b] if (a, b) in BEATS else [1 - p for p in BEATS[b, a]]
-
-    def log_odds(oracle, duels, batch_size, device):
-        asked.append((oracle, len(duels), batch_size, device))
-        return [logit(beats(a.text, b.text)[(A, B, C).index(prompt)]) for prompt, a, b in duels]
-
-    asked, oracle = [], SimpleNamespace(pairwise=True)
-    monkeypatch.setattr(scorers, "log_odds", log_odds)
-    pairs = {name: answers(name, name, name) for name in names}
-    args = args_of(tie_margin=0.1, reference="ref")
-    scores, games = evaluate.judge(dict.fromkeys(names, oracle), pairs, args, CPU)
-    assert asked == [(oracle, 3, 64, CPU)] * 3
-    assert scores == {"ref": [0.5] * 3, **{name: pytest.approx(beats(name, "ref")) for name in "xy"}}
-    won = {("x", "ref"): [1, 0.5, 0], ("x", "y"): [0, 1, 0.5], ("ref", "y"): [1, 0.5, 0]}  # .55 and .45 tie
-    duels = itertools.combinations(names, 2)
-    assert games == [won[a, b] if (a, b) in won else [1 - x for x in won[b, a]] for a, b in duels]
-
-
-def test_a_real_pairwise_model_gives_the_same_probabilities_alone(tmp_path):
+def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_references(tmp_path):
     folder = smaller_model(tmp_path / "model")
     config = read_json(folder / "config.json")
     (folder / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
     oracle = scorers.load_scorer(str(folder), TOKENIZER, CPU, pairwise=True)
     assert oracle.pairwise
-    pairs = {"ref": answers("ant", "cat", "eel eel"), "x": answers("fox", "cat", "eel")}
-    oracles = {name: scorers.for_tokens(oracle, TOKENIZER) for name in pairs}
-    scores, games = evaluate.judge(oracles, pairs, args_of(tie_margin=0.0, reference="ref"), CPU)
+    pairs = {"x": answers("fox", "cat", "eel"), "ref": answers("ant", "cat", "eel eel")}
+    args, tokenizers = args_of(reference="ref"), dict.fromkeys(pairs, TOKENIZER)
+    scores = evaluate.judge(oracle, pairs, tokenizers, args, CPU)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
     odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8)
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
-    assert games[0] == [0.5 * (1 - math.copysign(1, x)) if x else 0.5 for x in odds]
+    assert scores["ref"] == [0.5] * 3
     found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=str(folder), eval_prompts=2)
     assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
 
@@ -258,7 +222,7 @@ def test_figures_are_those_of_the_rows():
     rows["a"][1]["finished"] = False
     scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
     args = args_of(reference="ref", tie_margin=0.5)
-    found = evaluate.figures(rows, None, args)
+    found = evaluate.figures(rows, args)
     assert list(found) == ["a", "ref"]
     a = found["a"]
     assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
@@ -280,7 +244,7 @@ def test_the_true_reward_has_games_of_its_own():
         "ref": [row("ant", 1.0, gold=0.0, perfect=4.0), row("cat", 1.0, gold=2.0, perfect=2.0)],
         "a": [row("ant", 0.0, gold=3.0, perfect=4.0), row("eel", 2.0, gold=2.0, perfect=2.0)],
     }
-    a = evaluate.figures(rows, None, args_of(reference="ref"))["a"]
+    a = evaluate.figures(rows, args_of(reference="ref"))["a"]
     assert (a["score"], a["gold"], a["perfect"]) == (1.0, 2.5, 3.0)
     assert (a["score_win"], a["gold_win"], a["score_lose"], a["gold_lose"]) == (0.5, 0.5, 0.5, 0.0)
     assert (a["score_gain"], a["gold_gain"]) == (0.0, 1.5)
@@ -296,7 +260,7 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
     safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
     rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
     args = args_of(reference="ref", harmless_from=least)
-    assert evaluate.figures(rows, None, args)["ref"]["harmless"] == share
+    assert evaluate.figures(rows, args)["ref"]["harmless"] == share
 
 
 def printed(**more):
@@ -324,7 +288,7 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
 
 def test_the_table_has_no_negative_share_of_ties():
     rows = {"ref": [row("ant", 0.5)] * 10, "a": [row("ant", 1.0)] * 9 + [row("ant", 0.0)]}
-    found = evaluate.figures(rows, None, args_of(reference="ref"))
+    found = evaluate.figures(rows, args_of(reference="ref"))
     assert evaluate.table(found)[1]["win / tie / lose"] == "90% / 0% / 10%"
 
 
@@ -368,8 +332,7 @@ def plain_sums(folder, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, loaded, small):
-    args = args_of(score_batch_size=2)
-    found = evaluate.kl_of(*loaded, SAID, temperature, args)
+    found = evaluation.kl_of(*loaded, SAID, 2, temperature)
     ref = plain_sums(small / "b")
     ours = plain_sums(small / "a", temperature) if temperature else [0.0] * 3
     assert found == pytest.approx([x - y for x, y in zip(ours, ref)], abs=1e-4)
@@ -379,7 +342,7 @@ def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, load
         assert all(abs(x - y) > 0.01 for wrong in (both, neither) for x, y in zip(wrong, found))
     if temperature == 0:
         assert min(found) > 0
-    to_itself = evaluate.kl_of(loaded[0], loaded[0], SAID, temperature, args)
+    to_itself = evaluation.kl_of(loaded[0], loaded[0], SAID, 2, temperature)
     assert to_itself == [0.0] * 3 if temperature == 1 else 0.0 not in to_itself
 
 
@@ -547,7 +510,8 @@ def test_a_summary_has_the_figures_of_the_answers(world):
             assert 0 < len(asked) < 16
             assert figures["harmless"] == sum(r["safety"] >= 0 for r in asked) / len(asked)
             games[name] = [r["score"] for r in mine]
-        ratings = evaluate.ratings(evaluate.tournament(games, margin), 3, 1, args_of())
+        duels = [metrics.outcomes(*two, margin) for two in itertools.combinations(games.values(), 2)]
+        ratings = evaluate.ratings(duels, 3, 1, args_of())
         for name, rating in zip(found, ratings):
             for kind in ("score", "gold"):
                 assert tuple(found[name][f"{kind}_elo{end}"] for end in ("", "_low", "_high")) == rating
@@ -655,14 +619,6 @@ def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
         figures = found.summary["temperatures"][key]["untrained"]
         safety = [r["safety"] for r in of(found, "untrained", float(key)) if r["is_safety"]]
         assert figures["harmless"] == sum(x >= 0 for x in safety) / 2 and "score_elo" not in figures
-
-
-def test_samples_follow_the_seed_and_the_temperature(loaded):
-    texts = lambda t, seed: [
-        r.text for _, r in evaluate.sample_answers(loaded[0], TOKENIZER, [A, B, C], t, args_of(seed=seed))
-    ]
-    assert texts(1.0, 0) == texts(1.0, 0) not in (texts(1.0, 1), texts(1.000001, 0))  # draws of their own
-    assert texts(0.0, 0) == texts(0.0, 1)
 
 
 def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
@@ -810,20 +766,20 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
         "source": "",
         "category": "",
     }
-    found = evaluate_scorers.figures_of([pair(1)] * 15 + [pair(-1)] * 5)
+    found = evaluate.pair_figures([pair(1)] * 15 + [pair(-1)] * 5)
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
     ranking = {**pair(1), "responses": [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]}  # four pairs
-    assert evaluate_scorers.figures_of([ranking] * 5)["accuracy_n"] == 5
+    assert evaluate.pair_figures([ranking] * 5)["accuracy_n"] == 5
 
 
-def test_the_tables_of_scorers_have_a_line_a_scorer_and_a_column_a_scorer(compared):
+def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
     lines = compared.out.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("scorer"))
-    assert lines[start].split() == ["scorer", "pairs", "accuracy", "ECE", "its", "floor", "NLL", "Brier"]
-    assert [line.split()[0] for line in lines[start + 1 : start + 6]] == ["rm", "am", "wordy", "pm", "gold"]
-    rm, head = compared.summary["scorers"]["rm"], lines[start + 6]
-    assert metrics.interval(rm["all"], "accuracy", ".1%") in lines[start + 1]
-    assert head.split() == ["accuracy", "pairs", "rm", "am", "wordy", "pm", "gold"]
-    rankings = next(line for line in lines if line.startswith("data set rankings.jsonl"))
-    cell = metrics.interval(rm["data set rankings.jsonl"], "accuracy", ".1%")
-    assert rankings[head.index("rm") :].startswith(cell)
+    start = next(i for i, line in enumerate(lines) if line.startswith("pairs of"))
+    assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier".split()
+    names, parts = list(compared.summary["scorers"]), list(compared.summary["scorers"]["rm"])
+    rows = lines[start + 1 : start + 1 + len(names) * len(parts)]
+    for row, (part, name) in zip(rows, itertools.product(parts, names), strict=True):
+        cells = [cell for cell in row.split("  ") if cell]
+        figures = compared.summary["scorers"][name][part]
+        accuracy = metrics.interval(figures, "accuracy", ".1%")
+        assert [cell.strip() for cell in cells[:4]] == [part, name, f"{figures['pairs']:.0f}", accuracy]

@@ -24,8 +24,7 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
     "cli",
     "run",
     "pool",
-    "rehearsal ai_feedback evaluate_scorers train_pairwise",
-    "evaluate",
+    "rehearsal ai_feedback evaluate train_pairwise",
 ]
 LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
 COMMON = sorted(path.stem for path in (ROOT / "common").glob("*.py") if path.stem != "__init__")
