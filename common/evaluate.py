@@ -8,9 +8,9 @@ compare scorers: how well does each predict the labels of the same pairs, whoeve
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
-module:function, or a pairwise preference model, which reads two answers in both orders. Writes samples.jsonl
-(every answer, or every scorer's scores), summary.json and plots, and prints a table: of policies by the true
-reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
+module:function, or a pairwise preference model, which reads an answer beside the reference's. Writes
+samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
+policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """
 
 import dataclasses
@@ -133,13 +133,11 @@ def read_policies(args) -> dict[str, str]:
 def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
     room, of_policy = args.max_length - args.max_new_tokens, {}
+    load = partial(generate.load_prompts, args.dataset, args.split, max_tokens=room)
     for name, tokenizer in tokenizers.items():
         same = [other for other in of_policy if scorers.same_tokens(tokenizers[other], tokenizer)]
-        if same:
-            of_policy[name] = of_policy[same[0]]
-        else:
-            prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
-            of_policy[name] = {prompt.key: prompt for prompt in prompts}
+        prompts = of_policy[same[0]].values() if same else load(tokenizer=tokenizer)
+        of_policy[name] = {prompt.key: prompt for prompt in prompts}
     first, *others = of_policy.values()
     keys = [key for key in first if all(key in of_key for of_key in others)]
     if len(keys) < 2:

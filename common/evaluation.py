@@ -42,6 +42,27 @@ def true_rewards(pairs, args) -> dict[str, float]:
     return metrics.means(describe_samples(pairs, args.dataset), {"reward/gold": "gold"})
 
 
+def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
+    """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
+    sampled. At temperature 0 all of pi's mass is on y. size: of a forward on one rank."""
+    documents = generate.documents(pairs)
+    logprobs = [0.0] * len(pairs)
+    if temperature:
+        logprobs = models.seq_logprobs(policy, documents, size, temperature)
+    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
+
+
+def oracle_scores(oracle, pairs, opponents, size, device) -> list[float]:
+    """The oracle's score of each (prompt, response); of a pairwise one the probability that it beats the
+    opponents' response to the same prompt, 1/2 where there are none."""
+    if not oracle.pairwise:
+        return scorers.score(oracle, pairs, size, device)
+    if not opponents:
+        return [0.5] * len(pairs)
+    duels = [(prompt, response, other) for (prompt, response), other in zip(pairs, opponents)]
+    return [1 / (1 + math.exp(-odds)) for odds in scorers.log_odds(oracle, duels, size, device)]
+
+
 class HeldOutDocuments:
     """What sft.py evaluates: the held-out loss, and `samples`, answers to the prompts of held-out
     documents."""
@@ -182,27 +203,6 @@ def check_sft_model(name, tokenizer, args) -> str | None:
 
 def load_policy(name, tokenizer, args, device):
     return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
-
-
-def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
-    """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
-    sampled. At temperature 0 all of pi's mass is on y. size: of a forward on one rank."""
-    documents = generate.documents(pairs)
-    logprobs = [0.0] * len(pairs)
-    if temperature:
-        logprobs = models.seq_logprobs(policy, documents, size, temperature)
-    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
-
-
-def oracle_scores(oracle, pairs, opponents, size, device) -> list[float]:
-    """The oracle's score of each (prompt, response); of a pairwise one the probability that it beats the
-    opponents' response to the same prompt, 1/2 where there are none."""
-    if not oracle.pairwise:
-        return scorers.score(oracle, pairs, size, device)
-    if not opponents:
-        return [0.5] * len(pairs)
-    duels = [(prompt, response, other) for (prompt, response), other in zip(pairs, opponents)]
-    return [1 / (1 + math.exp(-odds)) for odds in scorers.log_odds(oracle, duels, size, device)]
 
 
 def ask_policy(name, tokenizer, args, device, forward, *inputs):
@@ -377,7 +377,7 @@ class Sweep:
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds, first = [], 1 if self.prompts else 0
         with dist.consolidated(policy):  # the weights are gathered once
-            pairs = sample(self.prompts, seed=seed(0))
+            pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
             for i, t in enumerate(args.temperatures if self.swept else (), first):
                 rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
