@@ -151,9 +151,6 @@ def main(args: Args):
     policy = dist.shard(loading.load_policy(args.model, tokenizer, seed=args.seed), device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
-        for row in rows[:12]:
-            prompt, response = row["prompt"][-1]["content"], row["completion"]
-            print(f"cluster {row['cluster']}, score {row['score']:.2f}: {prompt[:40]!r} -> {response[:40]!r}")
         metrics.write_jsonl(args.output, rows)  # whole or not at all
         print(f"wrote {len(rows)} rows to {args.output}")
 

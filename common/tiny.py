@@ -19,7 +19,7 @@ blind to an offset that is constant within a prompt, can still learn them.
 import math
 import random
 import zlib
-from dataclasses import dataclass
+from typing import NamedTuple
 
 ANIMALS = "ant bear cat dog eel fox goat hen ibis jay koi lynx mole newt owl pig quail rat seal toad".split()
 NEXT = dict(zip(ANIMALS, ANIMALS[1:] + ANIMALS[:1]))
@@ -100,8 +100,7 @@ def safety_scorer(prompts: list[str], responses: list[str], rows: list[dict]) ->
 
 
 # -- the behaviour policies that write the data ----------------------------------------------------
-@dataclass(frozen=True)
-class Behavior:
+class Behavior(NamedTuple):
     """A stochastic writer whose log probability is exact. It refuses with some probability; otherwise, at
     each word, it says a filler, or stops (early, or because it is done), or says the next word: the right one
     with p_right, else any animal (which may be right too)."""
