@@ -12,71 +12,57 @@ import collections
 import gc
 import hashlib
 import json
-import math
 from pathlib import Path
 
 import torch
 
 from common import data, dist, evaluation, generate, loading, metrics, scorers
-from common.batches import turns_key
+from common.batches import Row, split, turns_key
 from common.errors import InputError
 from common.metrics import write_json
 
 # -- the pool --------------------------------------------------------------------------------------
-COLUMNS = ("prompt", "response", "response_ids", "finished", "iteration", "chunk", "score", "scorer")
+COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
 
 def read(path) -> list[dict]:
-    """The rows of a pool file, on every rank. A last line that a crash cut is left out, and this is said."""
-    rows, lines = [], []
-    if dist.is_main() and Path(path).is_file():
-        lines = Path(path).read_text("utf-8", errors="replace").split("\n")
+    """The rows of a pool file, on every rank, without a last line that a crash cut."""
+    rows, is_there = [], dist.is_main() and Path(path).is_file()
+    lines = Path(path).read_text("utf-8", "replace").split("\n") if is_there else []
     for number, line in enumerate(lines, 1):
         try:
-            if not line:
-                continue
-            row = json.loads(line)
-            if any(key not in row for key in COLUMNS):
-                raise ValueError("it lacks a column of " + ", ".join(COLUMNS))
-            if not all(isinstance(i, int) for i in row["response_ids"]):
-                raise ValueError("response_ids are no integers")
-            if not all(isinstance(m["content"], str) and m["role"] for m in row["prompt"]):
-                raise ValueError("prompt is no list of messages")
-            rows.append(row)
-        except (ValueError, TypeError, KeyError) as error:
+            row = json.loads(line) if line else {}
+            if line and turns_key(row["prompt"]) and all(name in row for name in COLUMNS):
+                rows.append(row)
+            elif line:
+                raise ValueError
+        except (ValueError, TypeError, KeyError, AttributeError):
             if number < len(lines):
-                raise InputError(f"{path}:{number}: no row of a pool ({error}); mend or drop it") from None
-            print(f"{path}:{number}: the last line is cut, a crash's trace: left out")
+                wanted = f"no row of a pool, which has {', '.join(COLUMNS)}"
+                raise InputError(f"{path}:{number}: {wanted}; mend or drop it") from None
     return dist.gather(rows)  # rank 0's
 
 
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
-    """The pool of an earlier run. Ids that do not stand for their text here are encoded anew; rows that are
-    longer than max_length tokens with their prompt are left out, which is said."""
+    """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
+    tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
     if not Path(path).is_file():
         raise InputError(f"--pool {path}: there is no such file")
-    rows, n_changed = read(path), 0
-    room = {prompt.key: max_length - len(prompt.ids) for prompt in prompts}
-    n_strange = sum(turns_key(row["prompt"]) not in room for row in rows)
-    if n_strange == len(rows):
-        raise InputError(f"--pool {path}: none of its {len(rows)} rows answers a prompt of --dataset")
-    for row in rows:
-        if tokenizer.decode(row["response_ids"], skip_special_tokens=True) != row["response"]:
-            try:
-                ids = data.encode_responses(tokenizer, row["prompt"], [row["response"]])[1][0]
-            except ValueError as error:
-                raise InputError(f"--pool {path}: {row['response'][:60]!r}: {error}; drop the row") from None
-            row["response_ids"] = ids if row["finished"] else ids[:-1]
-            n_changed += 1
-    fits = [row for row in rows if len(row["response_ids"]) <= room.get(turns_key(row["prompt"]), math.inf)]
-    for n, what in (
-        (n_strange, "rows answer prompts that are not in --dataset: not used"),
-        (n_changed, "responses were written in other tokens: encoded anew"),
-        (len(rows) - len(fits), "responses are too long for --max-length: left out"),
-    ):
-        if n and dist.is_main():
-            print(f"{path}: {n:,} of {len(rows):,} {what}")
-    return fits
+    lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
+
+    def fitting(row):
+        values, key = row.data, turns_key(row.data["prompt"])
+        if key not in lengths:
+            raise ValueError("the prompt is not in --dataset")
+        if tokenizer.decode(values["response_ids"], skip_special_tokens=True) != values["response"]:
+            ids = data.encode_responses(tokenizer, values["prompt"], [values["response"]])[1][0]
+            values["response_ids"] = ids if values["finished"] else ids[:-1]
+        if lengths[key] + len(values["response_ids"]) > max_length:
+            raise ValueError(f"longer than {max_length} tokens (--max-length)")
+        return values
+
+    rows = [Row(f"{path}:{number}", values) for number, values in enumerate(read(path), 1)]
+    return data.made_of(rows, fitting, f"--pool {path}")
 
 
 class Pool:
@@ -108,15 +94,16 @@ class Pool:
                     options = {"n": n, "temperature": temperature, "top_p": args.top_p}
                     pairs = generate.answers(policy, versions.tokenizer, chunk, args, seed, **options)
                     about = {"iteration": iteration, "model": name, "temperature": temperature}
-                    rows = [
-                        {
-                            "prompt": prompt.turns, "response": response.text, "response_ids": response.ids,
-                            "finished": response.finished and response.clean, **about, "chunk": number,
-                            "score": None, "scorer": None,
+                    about.update(chunk=number, score=None, scorer=None)
+                    rows = []
+                    for prompt, response in pairs:
+                        row = {
+                            "prompt": prompt.turns,
+                            "response": response.text,
+                            "response_ids": response.ids,
                         }
-                        for prompt, response in pairs
-                    ]  # fmt: skip
-                    self.rows.extend(rows)
+                        rows.append({**row, "finished": response.finished and response.clean, **about})
+                    self.rows += rows
                     if dist.is_main():
                         metrics.append_jsonl(self.path, rows)
 
@@ -124,19 +111,16 @@ class Pool:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
         not hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left
         out: a chunk is sampled whole."""
-        size, counts = self.args.chunk_prompts, collections.defaultdict(collections.Counter)
+        chunks, counts = split(prompts, self.args.chunk_prompts), collections.defaultdict(collections.Counter)
         for row in self.rows:
             if row["iteration"] == iteration:
                 counts[row["chunk"]][turns_key(row["prompt"]), row["temperature"]] += 1
-        starts, whole, missing = range(0, len(prompts), size), set(), []
+        whole, missing = set(), []
         for place, (_, temperature, n) in enumerate(samplers):
-            missing.append([])
-            for number, start in enumerate(starts, place * len(starts)):
-                chunk = prompts[start : start + size]
-                if counts[number] == {(prompt.key, temperature): n for prompt in chunk}:
-                    whole.add(number)
-                else:
-                    missing[-1].append((number, chunk))
+            numbered = dict(enumerate(chunks, place * len(chunks)))
+            wanted = {i: {(prompt.key, temperature): n for prompt in chunk} for i, chunk in numbered.items()}
+            whole.update(i for i in wanted if counts[i] == wanted[i])
+            missing.append([(i, chunk) for i, chunk in numbered.items() if i not in whole])
         kept = [row for row in self.rows if row["iteration"] != iteration or row["chunk"] in whole]
         if len(kept) < len(self.rows):
             self.rows = kept
@@ -151,9 +135,6 @@ class Pool:
         old = [row for row in others if turns_key(row["prompt"]) in keys]
         if not old:
             return
-        n_before = sum(row["scorer"] is not None for row in old)
-        if n_before and dist.is_main():
-            print(f"pool: {n_before:,} responses that another scorer scored are scored again")
         scores = scorers.score(scorer, answers(old, prompts), self.args.score_batch_size, self.device)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
@@ -178,27 +159,25 @@ class References:
         """pair_logprobs: (model, pairs, args) -> a (2,) for each pair, on every rank."""
         self.run, self.tokenizer, self.pair_logprobs = run, tokenizer, pair_logprobs
         self.path = run.folder / "reference.json"
-        kept = metrics.read_json(self.path)
-        self.kept = dist.gather([kept if isinstance(kept, dict) else {}])[0]  # rank 0's
+        self.kept = dist.gather([metrics.read_json(self.path)])[0]  # rank 0's
 
     def attach(self, pairs, name: str) -> list:
         """The pairs with their log probabilities under the model of this name, which is loaded only if one is
         missing, and freed."""
-        if not pairs:
-            return []
         args = self.run.args
         seed = args.seed if name == "tiny" else None  # its weights are a function of it
         version = scorers.version_of(name, [loading.identity(name), seed, args.share_prompt])
-        logprobs, keys = self.kept.setdefault(version, {}), [pair_key(pair) for pair in pairs]
-        missing = {key: pair for key, pair in zip(keys, pairs) if key not in logprobs}
+        known, keys = self.kept.get(version, {}), [pair_key(pair) for pair in pairs]
+        missing = {key: pair for key, pair in zip(keys, pairs) if key not in known}
         if missing:
             gc.collect()  # what was there before
             forward, device, new = self.pair_logprobs, self.run.device, list(missing.values())
             results = evaluation.ask_policy(name, self.tokenizer, args, device, forward, new, args)
-            logprobs.update((key, pair.tolist()) for key, pair in zip(missing, results))
+            known = {**known, **{key: pair.tolist() for key, pair in zip(missing, results)}}
+            self.kept[version] = known
             if dist.is_main():
                 write_json(self.path, self.kept)
-        return [pair._replace(ref_logprobs=torch.tensor(logprobs[key])) for key, pair in zip(keys, pairs)]
+        return [pair._replace(ref_logprobs=torch.tensor(known[key])) for key, pair in zip(keys, pairs)]
 
 
 def write_pairs(folder, pairs, iteration):

@@ -642,8 +642,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     assert {r["iteration"] for r in read_jsonl(tmp_path / "pairs.jsonl")} == {*range(1, paired + 1)}
     latest = tmp_path / "checkpoint" / "latest"
     assert (latest.read_text() if latest.exists() else None) == checkpoint
-    ended = succeeds(run(small, tmp_path, "--resume"))
-    assert ("the last line is cut" in ended.out) == ("part" in moment)
+    succeeds(run(small, tmp_path, "--resume"))
     assert_same_result(tmp_path, whole.folder)
 
 
@@ -804,8 +803,7 @@ def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the
     rows = of_iteration(tmp_path, "pool")
     assert len(rows) == PROMPTS * K and {r["score"] for r in rows} == {1.0}
     assert not (tmp_path / "pairs.jsonl").exists() and not (tmp_path / "versions" / "1").exists()
-    ended = succeeds(run(small, tmp_path, "--resume", iterations=1, **ONE_STEP))
-    assert f"{PROMPTS * K} responses that another scorer scored are scored again" in ended.out
+    succeeds(run(small, tmp_path, "--resume", iterations=1, **ONE_STEP))
     kept = [r["response"] for r in of_iteration(tmp_path, "pool", 1)]
     assert kept == [r["response"] for r in rows] and (tmp_path / "model").exists()
 

@@ -479,11 +479,11 @@ def distill(small, whole, folder, model, *more, moment=None, **options):
 
 
 def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small, whole, tmp_path):
-    ended = succeeds(distill(small, whole, tmp_path / "run", small.options["model"], moment=None))
+    succeeds(distill(small, whole, tmp_path / "run", small.options["model"], moment=None))
     assert "sample" not in {key.split("/")[0] for key in rows_of(tmp_path / "run", "pool/rows")[0]}
     folders = whole.folder / "model", tmp_path / "run" / "model"
     want, got = (load_file(folder / "model.safetensors") for folder in folders)
-    assert all(torch.equal(want[name], got[name]) for name in want) and "scored again" not in ended.out
+    assert all(torch.equal(want[name], got[name]) for name in want)
     assert pool_of(tmp_path / "run") == pool_of(whole.folder)
     files = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {"1.json", "2.json", "samples.jsonl", "summary.json"} <= files and "curves.jsonl" not in files
@@ -498,8 +498,7 @@ def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small
 def test_a_model_with_other_tokens_learns_the_text_in_its_own(small, whole, tmp_path):
     own, options = other_tokenizer(), {**ONE_STEP, "lr": 1e-4}
     smaller_model(tmp_path / "small", own)
-    ended = succeeds(distill(small, whole, tmp_path / "run", tmp_path / "small", **options))
-    assert "encoded anew" in ended.out
+    succeeds(distill(small, whole, tmp_path / "run", tmp_path / "small", **options))
     both = []
     for r in best_of(pool_of(whole.folder)):
         ids, mask = data.encode(own, [*r["prompt"], {"role": "assistant", "content": r["response"]}])
@@ -521,8 +520,7 @@ def go_on(small, whole, folder, *more, moment=None, **options):
 
 def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_path):
     old = contents(whole.folder)
-    ended = succeeds(go_on(small, whole, tmp_path / "run", scorer="mine:shortest", plots=True))
-    assert "pool: 96 responses that another scorer scored are scored again" in ended.out
+    succeeds(go_on(small, whole, tmp_path / "run", scorer="mine:shortest", plots=True))
     pool = pool_of(tmp_path / "run")
     assert collections.Counter(r["iteration"] for r in pool) == {1: 48, 2: 48, 3: 48}
     plain = lambda rows: [{k: v for k, v in r.items() if k not in ("score", "scorer")} for r in rows]
@@ -585,8 +583,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     latest = tmp_path / "checkpoint" / "latest"
     if checkpoint or "2.json" not in versions and "2" not in versions.split():
         assert (latest.read_text() if latest.exists() else None) == checkpoint
-    ended = succeeds(run(small, tmp_path, "--resume"))
-    assert ("the last line is cut" in ended.out) == ("part" in moment)
+    succeeds(run(small, tmp_path, "--resume"))
     assert_same_result(tmp_path, whole.folder)
 
 
