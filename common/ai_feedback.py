@@ -36,7 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common import comparisons, data, dist, generate, loading, metrics, models, scorers
-from common.batches import Row, a_part, split
+from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
 from common.run import Run, launch, start_run
@@ -45,45 +45,25 @@ from common.run import Run, launch, start_run
 TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
-def must_have(text) -> set[str]:
-    """The {name}s of a text, or the columns of all the examples."""
-    if isinstance(text, str):
-        return set(re.findall(r"\{\w+\}", text))
-    examples = [example if isinstance(example, dict) else {} for example in text]
-    return {name for name in TEXTS["examples"][0] if all(isinstance(x.get(name), str) for x in examples)}
-
-
-def load_texts(args) -> dict:
-    """TEXTS, with those of --template in place of some, and the principles of --constitution."""
-    try:
-        given = tomllib.loads(Path(args.template).read_text("utf-8")) if args.template else {}
-    except (OSError, ValueError) as error:
-        raise InputError(f'--template {args.template}: {error}; wanted TOML, name = "text"') from None
-    for name, text in given.items():
-        if not isinstance(text, type(TEXTS.get(name))):
-            raise InputError(f"--template {args.template}: {name!r} is no text of {', '.join(TEXTS)}")
-        lacks = must_have(TEXTS[name]) - must_have(text)
-        if lacks:
-            raise InputError(f"--template {args.template}: {name} lacks {', '.join(sorted(lacks))}")
-    texts = {**TEXTS, **given}
-    if args.examples > len(texts["examples"]):
-        raise InputError(f"--examples {args.examples}: wanted 0 to {len(texts['examples'])}")
+def load_principles(args) -> list[str]:
+    """The lines of --constitution, or of TEXTS."""
+    text = TEXTS["principles"]
     if args.constitution:
         path = Path(args.constitution)
-        texts["principles"] = path.read_text("utf-8").strip() if path.is_file() else ""
-        if not texts["principles"]:
-            raise InputError(f"--constitution {path}: no file with a principle on each line")
-    return texts
+        text = path.read_text("utf-8") if path.is_file() else ""
+    principles = [line.strip() for line in text.splitlines() if line.strip()]
+    if not principles:
+        raise InputError(f"--constitution {path}: no file with a principle on each line")
+    return principles
+
+
+def draw(principles, seed, *place) -> str:
+    return random.Random(f"principle {(seed, *place)}").choice(principles)
 
 
 def fill(template, values) -> str:
     """Every {name} replaced by its value, once: a value may hold braces itself."""
     return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), template)
-
-
-def draw(principles, seed, *place) -> str:
-    lines = [line.strip() for line in principles.splitlines() if line.strip()]
-    return random.Random(f"principle {(seed, *place)}").choice(lines) if lines else ""
 
 
 class Question(NamedTuple):
@@ -200,82 +180,76 @@ def load_labeler(spec, device, args, flag="--model"):
 
 
 # -- the three tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------
-def preamble_and_examples(args, texts):
-    parts = [texts["by_principle" if args.constitution else args.preamble]]
-    for example in texts["examples"][: args.examples]:
-        thoughts = f"{texts['thoughts']} {example['thoughts']}\n" if args.chain_of_thought else ""
-        answer = f"{thoughts}{texts['ending']} {example['better']}"
-        parts.append(f"{fill(texts['pair'], example)}\n\n{texts['question']}\n{answer}")
+def preamble_and_examples(args):
+    parts = [TEXTS["by_principle" if args.constitution else args.preamble]]
+    for example in TEXTS["examples"][: args.examples]:
+        thoughts = f"{TEXTS['thoughts']} {example['thoughts']}\n" if args.chain_of_thought else ""
+        answer = f"{thoughts}{TEXTS['ending']} {example['better']}"
+        parts.append(f"{fill(TEXTS['pair'], example)}\n\n{TEXTS['question']}\n{answer}")
     return "".join(f"{part}\n\n" for part in parts)
 
 
-def label(rows, labeler, texts, args):
+def label(rows, labeler, principles, args):
     """Of each pair {"chosen", "rejected": its texts, "preference": the probability that the first one is the
     better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}."""
-    template = f"{preamble_and_examples(args, texts)}{texts['pair']}\n\n{texts['question']}"
-    questions, rationales = [], []
+    template = f"{preamble_and_examples(args)}{TEXTS['pair']}\n\n{TEXTS['question']}"
+    questions, rationales, p = [], [], 0
     for row in rows:
-        principle = draw(texts["principles"], args.seed, row.number)  # read with --constitution alone
+        principle = draw(principles, args.seed, row.number)  # read with --constitution alone
         values = {"prompt": data.transcript(row.prompt), "principle": principle}
         for first, second in (row.texts, row.texts[::-1]):
             pair = {**values, "first": first, "second": second}
-            questions.append(Question(template, pair, texts["ending"]))
-    p = torch.zeros(len(questions), 2, dtype=torch.float64)
+            questions.append(Question(template, pair, TEXTS["ending"]))
     for chain in range(args.chains):
         if args.chain_of_thought:  # two passes: the rationale, then the answer after it
             seed = dist.seed_of(args.seed, "chain", chain, *(row.number for row in rows))
             temperature = args.temperature if args.chains > 1 else 0.0
-            first_pass = [question._replace(opening=texts["thoughts"]) for question in questions]
-            answers = labeler.generate(first_pass, args.max_new_tokens, temperature, seed)
+            questions = [question._replace(opening=TEXTS["thoughts"]) for question in questions]
+            answers = labeler.generate(questions, args.max_new_tokens, temperature, seed)
             rationales = [text for text, _ in answers]
-            openings = [f"{texts['thoughts']} {text}\n{texts['ending']}" for text in rationales]
+            openings = [f"{TEXTS['thoughts']} {text}\n{TEXTS['ending']}" for text in rationales]
             questions = [q._replace(opening=opening) for q, opening in zip(questions, openings)]
         answers = labeler.probabilities(questions, ("1", "2"))
         for i, text in enumerate(rationales):
             answers[i] *= bool(text)  # without a rationale there is no answer
         p += answers / args.chains
-    results = []
-    for i, (mass, first) in enumerate(zip(p.sum(1).view(-1, 2).tolist(), p[:, 0].view(-1, 2).tolist())):
-        if min(mass) < args.min_mass:
-            results.append({"failed": "neither 1 nor 2"})
+    for i, (row, [(a, b), (c, d)]) in enumerate(zip(rows, p.view(-1, 2, 2).tolist())):
+        if min(a + b, c + d) < args.min_mass:
+            yield {"failed": "neither 1 nor 2"}
             continue
-        orders = [first[0] / mass[0], 1 - first[1] / mass[1]]
-        ai = {"orders": orders, "mass": min(mass)}
+        ai = {"orders": [a / (a + b), 1 - c / (c + d)], "mass": min(a + b, c + d)}
         if args.chain_of_thought:
             ai["rationales"] = rationales[2 * i : 2 * i + 2]
-        result = dict(zip(("chosen", "rejected"), rows[i].texts))
-        results.append({**result, "preference": sum(orders) / 2, "human": rows[i].human, "ai": ai})
-    return results
+        result = {"chosen": row.texts[0], "rejected": row.texts[1], "preference": sum(ai["orders"]) / 2}
+        yield {**result, "human": row.human, "ai": ai}
 
 
-def rate(rows, labeler, texts, args):
+def rate(rows, labeler, principles, args):
     """Of each row {"response", "score": -1 to 1, "ai": {"rating": 1 to 10, "mass": P(any rating)}}."""
     values = [{"prompt": data.transcript(row.prompt), "response": row.texts[0]} for row in rows]
-    questions = [Question(texts["rate"], value, texts["rating"]) for value in values]
+    questions = [Question(TEXTS["rate"], value, TEXTS["rating"]) for value in values]
     p = labeler.probabilities(questions, tuple(map(str, range(1, 11))))
     masses = p.sum(1).clamp(min=1e-300)
     ratings = (p / masses[:, None]) @ torch.arange(1.0, 11.0, dtype=p.dtype)
-    results = []
     for row, rating, mass in zip(rows, ratings.tolist(), masses.tolist()):
         ai = {"rating": rating, "mass": mass}
         result = {"response": row.texts[0], "score": (rating - 5.5) / 4.5, "ai": ai}
-        results.append(result if mass >= args.min_mass else {"failed": "no number from 1 to 10"})
-    return results
+        yield result if mass >= args.min_mass else {"failed": "no number from 1 to 10"}
 
 
 def rater(model):
-    """Direct RLAIF: `--scorer common.ai_feedback:rater=MODEL`. The function that gives the `score` of `rate`,
-    with the module's own texts; 0 where the labeler's answer is no rating."""
+    """Direct RLAIF: `--scorer common.ai_feedback:rater=MODEL`. The function that gives the `score` of `rate`;
+    0 where the labeler's answer is no rating."""
     labeler = load_labeler(model, dist.setup(), Args(), "--scorer common.ai_feedback:rater")
 
     def fn(prompts, responses, rows):
-        items = [Item(0, None, row["messages"], [response]) for row, response in zip(rows, responses)]
-        return [result.get("score", 0.0) for result in rate(items, labeler, TEXTS, Args())]
+        items = [Item(0, "", {}, row["messages"], [response]) for row, response in zip(rows, responses)]
+        return [result.get("score", 0.0) for result in rate(items, labeler, (), Args())]
 
     return fn
 
 
-def revise(rows, labeler, texts, args):
+def revise(rows, labeler, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
     revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. A
     critique or revision without words, or a revision that did not end, leaves the response as it was."""
@@ -286,37 +260,34 @@ def revise(rows, labeler, texts, args):
         questions = [Question(template, value) for value in values]
         return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
 
-    prompts = [data.transcript(row.prompt) for row in rows]
-    unanswered = [{"prompt": prompt} for prompt, row in zip(prompts, rows) if not row.texts]
-    answers = iter(write("{prompt}", unanswered))
-    responses = [row.texts[0] if row.texts else next(answers)[0] for row in rows]
-    results = [{"first": text, "steps": []} for text in responses]
+    talks = [{"prompt": data.transcript(row.prompt)} for row in rows]
+    answers = iter(write("{prompt}", [talk for talk, row in zip(talks, rows) if not row.texts]))
+    for talk, row in zip(talks, rows):
+        talk["response"] = row.texts[0] if row.texts else next(answers)[0]
+    results = [{"first": talk["response"], "steps": []} for talk in talks]
     for r in range(args.revisions):
-        drawn = [draw(texts["principles"], args.seed, row.number, r) for row in rows]
-        names, columns = ("prompt", "response", "principle"), zip(prompts, responses, drawn)
-        values = [dict(zip(names, texts)) for texts in columns]
-        critiques = [text for text, _ in write(texts["critique"], values)]
-        values = [{**value, "critique": critique} for value, critique in zip(values, critiques)]
-        for i, (text, ended) in enumerate(write(texts["revise"], values)):
-            used = bool(text) and ended and bool(critiques[i])
-            step = {"principle": drawn[i], "critique": critiques[i], "revision": text, "used": used}
-            results[i]["steps"].append(step)
-            responses[i] = text if used else responses[i]
-    pairs, failed = zip(results, responses), {"failed": "no response"}
-    return [{"completion": text, "ai": result} if text else failed for result, text in pairs]
+        drawn = [draw(principles, args.seed, row.number, r) for row in rows]
+        steps = [{**talk, "principle": principle} for talk, principle in zip(talks, drawn)]
+        critiques = write(TEXTS["critique"], steps)
+        steps = [{**step, "critique": text} for step, (text, _) in zip(steps, critiques)]
+        for talk, result, step, (text, ended) in zip(talks, results, steps, write(TEXTS["revise"], steps)):
+            used = bool(text) and ended and bool(step["critique"])
+            about = {"principle": step["principle"], "critique": step["critique"]}
+            result["steps"].append({**about, "revision": text, "used": used})
+            talk["response"] = text if used else talk["response"]
+    for talk, result in zip(talks, results):
+        text = talk["response"]
+        yield {"completion": text, "ai": result} if text else {"failed": "no response"}
 
 
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
     number: int  # the row's place in the data set
-    row: Row
+    key: str  # of batches.a_part
+    given: dict  # columns that stay
     prompt: list[dict]
     texts: list[str]  # label: two; rate: one; revise: one or none
     human: float | None = None  # P(texts[0] is the better one) by the row's label, if it has one
-
-    @property
-    def key(self) -> str:  # of batches.a_part
-        return f"{self.number}/{self.row.where}"
 
 
 def read_items(args) -> list[Item]:
@@ -337,17 +308,11 @@ def read_items(args) -> list[Item]:
             data.check_messages([*prompt, {"role": "assistant", "content": text}])
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
-        return Item(number, row, prompt, texts, human)
+        given = {name: values[name] for name in ("category", "is_safety") if name in values}
+        return Item(number, f"{number}/{row.where}", given, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts", args.split)
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
-
-
-def output_row(item, result) -> dict:
-    """A row of rows.jsonl: what the scripts read, and under `ai` what was asked and answered."""
-    given = {name: item.row.data[name] for name in ("category", "is_safety") if name in item.row.data}
-    human = {"human": item.human} if "failed" in result else {}
-    return {"prompt": item.prompt, **given, "row": item.number, **human, **result}
 
 
 # -- measures --------------------------------------------------------------------------------------
@@ -385,8 +350,6 @@ class Args:
     """The run directory; its rows.jsonl is the data set."""
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
-    template: str | None = None
-    """A TOML file, an edited copy or a part of common/ai_feedback.toml, whose texts replace those."""
     preamble: Literal["base", "detailed"] = "base"
     """What the labeler is told before the pair."""
     examples: int = 0
@@ -429,6 +392,7 @@ def check(args):
         args,
         ("model", args.model, "the labeler's name"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
+        ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
         ("revisions", args.revisions >= 1, "1 or more"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
         ("min_mass", 0 < args.min_mass <= 1, "more than 0, at most 1"),
@@ -441,7 +405,7 @@ def main(args: Args):
         return
 
     # data
-    texts, items = load_texts(args), read_items(args)
+    principles, items = load_principles(args), read_items(args)
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # model
@@ -453,8 +417,7 @@ def main(args: Args):
     # what is there already
     path = run.folder / "rows.jsonl"
     rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
-    answered = {row["row"] for row in rows}
-    chunks = split(items, args.chunk_rows)
+    chunks, answered = split(items, args.chunk_rows), {row["row"] for row in rows}
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
     again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut is asked whole
     rows = [row for row in rows if row["row"] not in again]
@@ -466,8 +429,11 @@ def main(args: Args):
     with metrics.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
             mine = chunk[dist.rank() :: dist.world_size()]
-            results = zip(mine, work(mine, labeler, texts, args))
-            new = dist.gather([output_row(item, result) for item, result in results])
+            new = []
+            for item, result in zip(mine, work(mine, labeler, principles, args)):
+                human = {"human": item.human} if "failed" in result else {}
+                new.append({"prompt": item.prompt, **item.given, "row": item.number, **human, **result})
+            new = dist.gather(new)
             rows += new
             if dist.is_main():
                 metrics.append_jsonl(path, new)

@@ -33,6 +33,7 @@ MOVED = {  # how a flag that left the scripts begins -> what does now what it di
     "--rehearsal-": "python -m common.rehearsal, then --rehearsal-data FILE",
     "--forget-dataset": "python -m common.evaluate --dataset FORGET --tie-margin X",
     "--tie-margin": "python -m common.evaluate --dataset FORGET --tie-margin X",
+    "--template": "a change in common/ai_feedback.toml",
     "--student": "rejection_sampling.py --model MODEL --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1",
 }
 

@@ -5,7 +5,6 @@ import collections
 import functools
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import gold_labeler
@@ -63,8 +62,7 @@ def script(folder, dataset, task="label", ranks=1, **options):
 
 
 def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0):
-    row = Row(f"rows:{number}", {})
-    return ai.Item(number, row, [{"role": "user", "content": prompt}], list(texts), human)
+    return ai.Item(number, f"rows:{number}", {}, [{"role": "user", "content": prompt}], list(texts), human)
 
 
 def language_model(folder, **options):
@@ -73,7 +71,7 @@ def language_model(folder, **options):
 
 def labels(labeler, items, **options):
     args = args_of(**options)
-    return ai.label(items, labeler, ai.load_texts(args), args)
+    return list(ai.label(items, labeler, ai.load_principles(args), args))
 
 
 def text_of(question):
@@ -289,7 +287,7 @@ def constitution(tmp_path):
 
 
 PRINCIPLES = ("Be kind.", "Be {first}, brief.", "Be true.")
-DEFAULT_PRINCIPLES = ai.TEXTS["principles"].splitlines()
+DEFAULT_PRINCIPLES = ai.load_principles(PLAIN)
 
 
 def asked_by(monkeypatch, make=GoldLabeler):
@@ -333,7 +331,7 @@ def test_without_a_constitution_pairs_have_no_principle_and_revisions_the_defaul
     labeler = GoldLabeler()
     labels(labeler, [item()])
     assert not any(principle in text_of(labeler.asked[0]) for principle in DEFAULT_PRINCIPLES)
-    assert len(DEFAULT_PRINCIPLES) == 4 and ai.draw(ai.TEXTS["principles"], 0, 1) in DEFAULT_PRINCIPLES
+    assert len(DEFAULT_PRINCIPLES) == 4 and ai.draw(DEFAULT_PRINCIPLES, 0, 1) in DEFAULT_PRINCIPLES
 
 
 # -- templates -------------------------------------------------------------------------------
@@ -349,61 +347,6 @@ def test_each_name_is_replaced_once_and_texts_with_braces_stay(tmp_path):
     text = text_of(labeler.asked[0])
     assert "Response 1:\nant {second}\n\nResponse 2:\n{prompt} {principle} { }\n\n" in text
     assert "by this principle: by {first}\n" in text
-
-
-def test_a_toml_file_replaces_templates_and_leaves_the_others(tmp_path, pairs, monkeypatch):
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'base = "Which one?"\nending = "Winner:"\npair = """{prompt}|{second}|{first}"""\n'
-        'question = "Hm?"\nrate = "{prompt}: {response}"\nrating = "Mark:"\n'
-    )
-    made = asked_by(monkeypatch)
-    run(tmp_path / "run", pairs, model="gold_labeler:noted", template=str(path), max_rows=1)
-    question = made[0].asked[0]
-    v = question.values
-    assert text_of(question) == f"Which one?\n\n{v['prompt']}|{v['second']}|{v['first']}\n\nHm?"
-    assert question.opening == "Winner:"
-    templates = ai.load_texts(args_of(template=path))
-    assert templates["critique"] == ai.TEXTS["critique"] and ai.TEXTS["rating"] == "Rating:"
-    labeler = GoldLabeler()
-    ai.rate([item("copy ant", ["ant"])], labeler, templates, PLAIN)
-    assert (text_of(labeler.asked[0]), labeler.asked[0].opening) == ("copy ant: ant", "Mark:")
-
-
-def test_a_template_may_be_an_edited_copy_of_the_whole_file_examples_included(tmp_path):
-    whole, path = Path(ai.__file__).with_suffix(".toml").read_text("utf-8"), tmp_path / "mine.toml"
-    path.write_text(whole[: whole.rindex("[[examples]]")].replace("fresh?", "soft?"))
-    texts = ai.load_texts(args_of(template=path, examples=7))
-    assert {**texts, "examples": []} == {**ai.TEXTS, "examples": []} and len(texts["examples"]) == 7
-    assert "How do I keep bread soft?" in ai.preamble_and_examples(args_of(examples=1), texts)
-    with pytest.raises(InputError, match="--examples 8: wanted 0 to 7"):
-        ai.load_texts(args_of(template=path, examples=8))
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ('bases = "x"', "'bases' is no text of base, detailed"),
-        ("base = 3", "'base' is no text of"),
-        ('[base]\nx = "y"', "'base' is no text of"),
-        ('pair = "{prompt} {first}"', r"pair lacks \{second\}"),
-        ('by_principle = "hm"', r"by_principle lacks \{principle\}"),
-        ('rate = "{first}"', r"rate lacks \{prompt\}, \{response\}"),
-        ('critique = "{prompt} {response}"', r"critique lacks \{principle\}"),
-        ('revise = "{prompt} {response}"', r"revise lacks \{critique\}"),
-        ("examples = [3]", "examples lacks better, first, prompt, second, thoughts"),
-        ('[[examples]]\nprompt = "p"\nbetter = 1', "examples lacks better, first, second, thoughts"),
-        ('base = "x', "wanted TOML"),
-        (b'base = "\xff"', "wanted TOML"),
-        (None, "No such file"),
-    ],
-)
-def test_a_template_file_that_is_wrong_says_where(text, words, tmp_path):
-    path = tmp_path / "mine.toml"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(InputError, match=f"--template .*mine.toml: .*{words}"):
-        ai.load_texts(args_of(template=path))
 
 
 @pytest.mark.parametrize("chain_of_thought", [False, True])
@@ -757,7 +700,7 @@ def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
         def probabilities(self, questions, options):
             return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
 
-    (found,) = ai.rate([item(texts=["ant"])], Sure(), ai.TEXTS, PLAIN)
+    (found,) = ai.rate([item(texts=["ant"])], Sure(), (), PLAIN)
     assert found["ai"]["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
     assert found["ai"]["mass"] == pytest.approx(0.3)
 
@@ -861,7 +804,7 @@ def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
 def test_the_principles_of_two_steps_are_drawn_apart():
     """4 * 4 pairs are equally likely: of 400 rows every one of them should be drawn, each about 25 times."""
     drawn = collections.Counter(
-        tuple(ai.draw(ai.TEXTS["principles"], 0, row, r) for r in (0, 1)) for row in range(400)
+        tuple(ai.draw(DEFAULT_PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400)
     )
     assert len(drawn) == 16 and min(drawn.values()) > 5 and max(drawn.values()) < 60
 
@@ -891,7 +834,7 @@ def test_a_revision_that_did_not_end_or_without_words_is_not_used():
         ["c1", "c2", "", "c4"], [("cut of", False), ("", True), ("after no critique", True), ("good", True)]
     )
     args = args_of("revise", revisions=4)
-    (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
+    (found,) = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
     assert found["completion"] == "good" and found["ai"]["first"] == "start"
     steps = found["ai"]["steps"]
     assert [s["used"] for s in steps] == [False, False, False, True]
@@ -903,9 +846,10 @@ def test_a_revision_that_did_not_end_or_without_words_is_not_used():
 def test_a_row_that_never_gets_a_response_fails():
     args = args_of("revise", revisions=1)
     labeler = Reviser(["c"], [("cut", False)], first=("", True))
-    assert ai.revise([item(texts=())], labeler, ai.TEXTS, args) == [{"failed": "no response"}]
+    found = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
+    assert list(found) == [{"failed": "no response"}]
     labeler = Reviser(["c"], [("mended", True)], first=("", True))
-    (found,) = ai.revise([item(texts=())], labeler, ai.TEXTS, args)
+    (found,) = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
     assert found["completion"] == "mended" and found["ai"]["first"] == ""
 
 
@@ -925,7 +869,7 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"model": "gold_labeler:none"}, {"dataset": "none.jsonl"}, {"template": "none"}]
+    "bad", [{"model": "gold_labeler:none"}, {"dataset": "none.jsonl"}, {"constitution": "none"}]
 )
 def test_a_mistake_leaves_the_old_run_as_it_was(bad, pairs, tmp_path):
     folder = tmp_path / "run"
