@@ -38,22 +38,17 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
-@torch.no_grad()
 def embed_texts(name, texts: list[str], device, batch_size=64) -> torch.Tensor:
     """(texts, H): the same by a sentence encoder, princeton-nlp/sup-simcse-roberta-base for one: the vector
     of the first token, which SimCSE trains. InputError for a name that is no encoder's."""
-    from transformers import AutoModel, AutoTokenizer
+    from transformers import pipeline
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        encoder = AutoModel.from_pretrained(name).eval().to(device)
-        vectors = []
-        for batch in split(texts, batch_size):
-            inputs = tokenizer(batch, padding=True, truncation=True, return_tensors="pt").to(device)
-            vectors.append(encoder(**inputs).last_hidden_state[:, 0].cpu())
+        encoder = pipeline("feature-extraction", name, device=device)
+        states = encoder(texts, truncation=True, return_tensors=True, batch_size=batch_size)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # transformers has no error for it
         raise InputError(f"--encoder {name}: no sentence encoder here or on the hub ({error})") from None
-    return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
+    return torch.nn.functional.normalize(torch.stack([of_text[0, 0] for of_text in states]), dim=1)
 
 
 def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
