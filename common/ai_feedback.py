@@ -215,7 +215,7 @@ def label(rows, labeler, principles, args):
         p += answers / args.chains
     for i, (row, [(a, b), (c, d)]) in enumerate(zip(rows, p.view(-1, 2, 2).tolist())):
         if min(a + b, c + d) < args.min_mass:
-            yield {"failed": "neither 1 nor 2"}
+            yield {"human": row.human, "failed": "neither 1 nor 2"}
             continue
         ai = {"orders": [a / (a + b), 1 - c / (c + d)], "mass": min(a + b, c + d)}
         if args.chain_of_thought:
@@ -284,7 +284,7 @@ def revise(rows, labeler, principles, args):
 class Item(NamedTuple):
     number: int  # the row's place in the data set
     key: str  # of batches.a_part
-    given: dict  # columns that stay
+    about: dict  # what a row that is written begins with
     prompt: list[dict]
     texts: list[str]  # label: two; rate: one; revise: one or none
     human: float | None = None  # P(texts[0] is the better one) by the row's label, if it has one
@@ -309,7 +309,8 @@ def read_items(args) -> list[Item]:
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        return Item(number, f"{number}/{row.where}", given, prompt, texts, human)
+        about = {"prompt": prompt, **given, "row": number}
+        return Item(number, f"{number}/{row.where}", about, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts", args.split)
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
@@ -429,11 +430,8 @@ def main(args: Args):
     with metrics.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
             mine = chunk[dist.rank() :: dist.world_size()]
-            new = []
-            for item, result in zip(mine, work(mine, labeler, principles, args)):
-                human = {"human": item.human} if "failed" in result else {}
-                new.append({"prompt": item.prompt, **item.given, "row": item.number, **human, **result})
-            new = dist.gather(new)
+            results = zip(mine, work(mine, labeler, principles, args))
+            new = dist.gather([{**item.about, **result} for item, result in results])
             rows += new
             if dist.is_main():
                 metrics.append_jsonl(path, new)

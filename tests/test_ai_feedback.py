@@ -123,8 +123,9 @@ def test_mass_below_the_least_in_either_order_is_no_answer():
             return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
 
     assert labels(Lopsided(), [item()], min_mass=0.2)[0]["ai"]["mass"] == pytest.approx(0.2)
-    assert labels(Lopsided(), [item()], min_mass=0.21) == [{"failed": "neither 1 nor 2"}]
-    assert labels(gold_labeler.mute(), [item(), item()]) == [{"failed": "neither 1 nor 2"}] * 2
+    failed = {"human": 1.0, "failed": "neither 1 nor 2"}
+    assert labels(Lopsided(), [item()], min_mass=0.21) == [failed]
+    assert labels(gold_labeler.mute(), [item(), item()]) == [failed] * 2
     assert labels(GoldLabeler(), []) == []
 
 
@@ -410,7 +411,7 @@ def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
     items = [item(), item(texts=("ant", "cat")), item()]
     found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
-    assert found[1] == {"failed": "neither 1 nor 2"} and "preference" in found[0] and "preference" in found[2]
+    assert found[1]["failed"] == "neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
 
 
 def test_several_chains_average_the_probabilities_of_sampled_rationales():
