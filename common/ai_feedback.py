@@ -47,13 +47,10 @@ TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 def load_principles(args) -> list[str]:
     """The lines of --constitution, or of TEXTS."""
-    text = TEXTS["principles"]
-    if args.constitution:
-        path = Path(args.constitution)
-        text = path.read_text("utf-8") if path.is_file() else ""
+    text = Path(args.constitution).read_text("utf-8") if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:
-        raise InputError(f"--constitution {path}: no file with a principle on each line")
+        raise InputError(f"--constitution {args.constitution}: no principle, wanted one on each line")
     return principles
 
 

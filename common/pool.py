@@ -97,12 +97,9 @@ class Pool:
                     about.update(chunk=number, score=None, scorer=None)
                     rows = []
                     for prompt, response in pairs:
-                        row = {
-                            "prompt": prompt.turns,
-                            "response": response.text,
-                            "response_ids": response.ids,
-                        }
-                        rows.append({**row, "finished": response.finished and response.clean, **about})
+                        row = {"prompt": prompt.turns, "response": response.text}
+                        row.update(response_ids=response.ids, finished=response.finished and response.clean)
+                        rows.append({**row, **about})
                     self.rows += rows
                     if dist.is_main():
                         metrics.append_jsonl(self.path, rows)
