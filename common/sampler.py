@@ -32,16 +32,14 @@ from typing import NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.cache_utils import (
-    Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer,
-)  # fmt: skip
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
 SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows go back to its first columns
 SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
-LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _few_rows_unembedded
+LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _sampling
 _checked = weakref.WeakKeyDictionary()  # models whose ragged cache was compared with a plain forward
 
 
@@ -74,15 +72,10 @@ def sample(
     progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update and set_postfix.
     Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
     _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots)
-    was_training = model.training
-    model.eval()  # no dropout; and in training mode gradient checkpointing would drop the cache
-    try:
+    choice = (temperature, top_p, top_k)
+    with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
-        choice = (temperature, top_p, top_k)
-        with _few_rows_unembedded(model):
-            return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
-    finally:
-        model.train(was_training)
+        return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
 
 
 def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress):
@@ -213,16 +206,17 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
         self.is_sliding = hasattr(like, "sliding_window")
         self.window = like.sliding_window if self.is_sliding else columns
         self.slots, self.columns = slots, columns
+        self.tokens = {}  # "keys", "values" -> (slots, heads, columns, head_dim)
         self.states = {}  # ("conv_states" or "recurrent_states", which of them) -> (slots, ...)
 
     def fill(self, slot, end, prefilled, row, length):
         """Put a row of a prefilled layer into a slot; its last token goes before column `end`."""
-        if getattr(prefilled, "keys", None) is not None:
-            if self.keys is None:
-                self.keys, self.values = self.room(prefilled.keys), self.room(prefilled.values)
-            last = min(length, prefilled.keys.shape[2])  # a layer with a window keeps no more than it needs
-            self.keys[slot, :, end - last : end] = prefilled.keys[row, :, -last:]
-            self.values[slot, :, end - last : end] = prefilled.values[row, :, -last:]
+        for kind in ("keys", "values") if getattr(prefilled, "keys", None) is not None else ():
+            rows = getattr(prefilled, kind)
+            if kind not in self.tokens:
+                self.tokens[kind] = rows.new_zeros(self.slots, rows.shape[1], self.columns, rows.shape[3])
+            last = min(length, rows.shape[2])  # a layer with a window keeps no more than it needs
+            self.tokens[kind][slot, :, end - last : end] = rows[row, :, -last:]
         for kind in ("conv_states", "recurrent_states"):
             for i, state in getattr(prefilled, kind, {}).items():
                 if state is not None:
@@ -231,21 +225,16 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
                         self.states[kind, i] = state.new_zeros(self.slots, *state.shape[1:])
                     self.states[kind, i][slot] = state[row]
 
-    def room(self, rows):
-        return rows.new_zeros(self.slots, rows.shape[1], self.columns, rows.shape[3])
-
     def move(self, source, target, first, end):
-        if self.keys is not None:
-            self.keys[target, :, first:end] = self.keys[source, :, first:end]
-            self.values[target, :, first:end] = self.values[source, :, first:end]
+        for tokens in self.tokens.values():
+            tokens[target, :, first:end] = tokens[source, :, first:end]
         for state in self.states.values():
             state[target] = state[source]
 
     def shift(self, first, end):
         """Let columns first to end become the first ones."""
-        if self.keys is not None:
-            self.keys[:, :, : end - first] = self.keys[:, :, first:end].clone()
-            self.values[:, :, : end - first] = self.values[:, :, first:end].clone()
+        for tokens in self.tokens.values():
+            tokens[:, :, : end - first] = tokens[:, :, first:end].clone()
 
     def begin(self, live, longest, end):
         """Before a step of `live` rows, the longest of so many tokens; new ones go before column `end`."""
@@ -256,10 +245,9 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 
     def update(self, new_keys, new_values, *args, **kwargs):
         """Write one new token a live row; return what the live rows have, as far as the window goes back."""
-        live, first, end = self.live, self.end - self.width, self.end
-        self.keys[:live, :, end - 1] = new_keys[:, :, 0]
-        self.values[:live, :, end - 1] = new_values[:, :, 0]
-        return self.keys[:live, :, first:end], self.values[:live, :, first:end]
+        for tokens, new in zip(self.tokens.values(), (new_keys, new_values)):
+            tokens[: self.live, :, self.end - 1] = new[:, :, 0]
+        return [x[: self.live, :, self.end - self.width : self.end] for x in self.tokens.values()]
 
     def get_mask_sizes(self, query_length):
         return self.width, self.longest + 1 - self.width
@@ -329,9 +317,10 @@ def _next_logits(model, ids, mask, cache):
 
 
 @contextlib.contextmanager
-def _few_rows_unembedded(model):
-    """On a CPU, a large unembedding of up to FEW rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7
-    times as long for the second, which is most of a small model's step."""
+def _sampling(model):
+    """In evaluation mode: no dropout, and gradient checkpointing would drop the cache. And on a CPU, with a
+    large unembedding of up to FEW rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7 times as long for
+    the second, which is most of a small model's step."""
 
     def forward(hidden):
         rows = hidden.flatten(0, -2)
@@ -339,16 +328,18 @@ def _few_rows_unembedded(model):
             return torch.nn.functional.linear(hidden, head.weight)
         return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
 
-    head = model.get_output_embeddings()
+    head, was_training = model.get_output_embeddings(), model.training
     plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
-    if not plain or head.weight.device.type != "cpu" or head.weight.shape[0] < LARGE_VOCABULARY:
-        yield
-        return
-    head.forward = forward
+    large = plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY
+    model.eval()
     try:
+        if large:
+            head.forward = forward
         yield
     finally:
-        del head.forward
+        if large:
+            del head.forward
+        model.train(was_training)
 
 
 # -- checks ----------------------------------------------------------------------------------------
