@@ -380,23 +380,15 @@ def _check_model(model, prompts, max_new_tokens):
     # the padding of the shorter one or what a window leaves out would show
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
-    size = min(6 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
-    device, vocabulary = next(model.parameters()).device, config.vocab_size
-    rows = [
-        [(7 * i + 3) % vocabulary for i in range(size)],
-        [(5 * i + 1) % vocabulary for i in range(size - 2)],
-    ]
-    plain = [model(input_ids=torch.tensor([x], device=device), use_cache=False).logits[0, -1] for x in rows]
-    prompts, length = [row[:-2] for row in rows], torch.tensor([len(row) - 2 for row in rows], device=device)
-    prefilled, cache = _prefill(model, prompts, [0, 1]), RaggedCache(model, 2, size, 0)
-    for slot in (0, 1):
-        cache.fill(slot, *prefilled[slot][:2], len(prompts[slot]))
-    for step in (0, 1):
-        token = torch.tensor([row[step - 2] for row in rows], device=device)
-        logits = _next_logits(model, token[:, None], cache.begin(length + step), cache)
-    tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1  # logits of half precision differ by rounding
-    for got, want in zip(logits.float(), plain):
-        if not (got - want.float()).abs().max() <= tolerance * (1 + want.float().abs().max()):
+    size = min(8 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
+    rows = [[(7 * i + k) % config.vocab_size for i in range(size - k)] for k in (4, 6)]
+    out = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=2, seed=0, progress=False)
+    for row, tokens, logprobs in zip(rows, out.response_tokens, out.sample_logprobs):
+        ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]
+        want = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1  # half precision rounds differently
+        if not (logprobs - want).abs().max() <= tolerance * (1 + logits.float().abs().max()):
             raise ValueError(f"sample: {kind} gives other logits with a ragged cache than without")
     _checked[model] = True
 
