@@ -1,6 +1,7 @@
 """Sample from any transformers causal LM that generates in left-padded batches (full attention, windows,
 sinks, ALiBi, convolutions and recurrences between attention), with a cache whose rows differ in length.
-Needs torch and transformers, for a progress bar tqdm: copy this file anywhere. It also talks, in a terminal:
+Needs torch and transformers: copy this file anywhere. `join` makes rows for a loss of prompts and what was
+sampled. The file also talks, in a terminal (with tyro), without --prompt in turns:
 
     python -m common.sampler --model DIR --prompt "..."
 
@@ -15,23 +16,23 @@ run over the prompt. The cost of a step follows the rows that are alive:
 
 All rows end in that column and begin where their length says: a left-padded batch, of which the model itself
 makes positions, masks and windows, as it does for transformers' generate.
-
-The model's generation_config is never read: tokens are drawn from softmax(logits / temperature), cut by
-top_k, then by top_p.
 """
 
 import contextlib
 import functools
 import inspect
+import operator
 import sys
-import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+import transformers
+from tqdm import tqdm
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
@@ -40,7 +41,6 @@ SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
 LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _sampling
-_checked = weakref.WeakKeyDictionary()  # models whose ragged cache was compared with a plain forward
 
 
 class Rollout(NamedTuple):
@@ -58,12 +58,13 @@ def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
     temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=False,
 ):  # fmt: skip
-    """Draw n responses to each prompt. Returns a Rollout on the model's device.
+    """Draw n responses to each prompt. Returns a Rollout on the model's device. No generation_config is read.
 
     model: a transformers causal LM. One that FSDP shards belongs inside `consolidated(model)`: outside of it
       every forward gathers weights, and ranks that decode different numbers of steps wait for ever.
-    prompts: lists of token ids of any lengths, at least one token each.
-    stop_ids: ids that end a response; the one that does belongs to it.
+    prompts: what a tokenizer or apply_chat_template returns, whose attention_mask drops the padding; or token
+      ids: lists of any lengths, at least one token each, an array or tensor (N, P), or of one prompt (P,).
+    stop_ids: ids that end a response, or one id; the one that does belongs to it. None: nothing ends it.
     temperature: divides the logits; 0 is greedy. top_k: only so many most likely tokens stay; 0 is off.
     top_p: of these, only the smallest set of most likely tokens whose mass reaches top_p stays; 1 is off.
     slots: rows that decode together; memory grows with slots * (longest prompt + max_new_tokens).
@@ -71,8 +72,9 @@ def sample(
       rows beside it: the same call gives the same responses, another number of slots gives others.
     progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update and set_postfix.
     Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
-    _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots)
-    choice = (temperature, top_p, top_k)
+    _check_arguments(n, max_new_tokens, temperature, top_p, top_k, slots)
+    prompts, choice = token_ids(prompts, pad_id), (temperature, top_p, top_k)
+    stop_ids = [stop_ids] if isinstance(stop_ids, int) else stop_ids or []
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
         return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
@@ -98,8 +100,6 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
     live, logits = 0, None  # slots 0 to live - 1 are decoding; logits (live, V) of their next tokens
     if progress is True:
-        from tqdm import tqdm
-
         progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
 
     while live or waiting:
@@ -146,9 +146,8 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     if logprobs.isnan().any():
         raise ValueError("sample: the model gives NaN logits")
     mask = torch.arange(int(n_tokens.max()), device=device) < n_tokens[:, None]  # (B, R)
-    index = torch.arange(n_rows, device=device) // n
-    longest = mask.shape[1]
-    return Rollout(index, tokens[:, :longest].clone(), mask, logprobs[:, :longest].clone(), finished)
+    tokens, logprobs = (x[:, : mask.shape[1]].clone() for x in (tokens, logprobs))
+    return Rollout(torch.arange(n_rows, device=device) // n, tokens, mask, logprobs, finished)
 
 
 def choose(logits, temperature, top_p, top_k, generator=None):
@@ -192,6 +191,47 @@ def _draw(probs, generator):
     # share can round up to the whole mass, beyond every token: take the most likely one
     place = torch.where(probs.gather(1, place) > 0, place, probs.argmax(-1, keepdim=True))
     return place, (probs.gather(1, place) / mass[:, -1:]).log()[:, 0]
+
+
+# -- prompts ---------------------------------------------------------------------------------------
+def token_ids(prompts, pad_id) -> list[list[int]]:
+    """The token ids of each prompt, without padding, of prompts in any form that `sample` takes."""
+    given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
+    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    try:
+        single = len(ids) > 0 and np.ndim(ids[0]) == 0
+        rows, masks = ([ids], [mask]) if single else (ids, mask)
+        rows = [[operator.index(token) for token in row] for row in rows]
+        if mask is not None:
+            rows = [[token for token, kept in zip(*pair) if kept] for pair in zip(rows, masks, strict=True)]
+    except (TypeError, ValueError):
+        wanted = "token ids (lists, an array or a tensor) or what apply_chat_template returns"
+        raise ValueError(f"sample: prompts must be {wanted}, got {str(prompts)[:60]!r}") from None
+    empty = [i for i, row in enumerate(rows) if not row]
+    if empty or not rows:
+        raise ValueError(f"sample: prompt {empty[0]} has no tokens" if empty else "sample: no prompts")
+    edges = [{row[end] == pad_id for row in rows} for end in (0, -1)]
+    if mask is None and hasattr(ids, "shape") and {True, False} in edges:
+        raise ValueError(f"sample: some prompts begin or end with pad_id {pad_id}: give their attention_mask")
+    return rows
+
+
+def join(prompts, rollout, pad_id=0):
+    """What a forward and the losses need of B responses, each behind its prompt. Returns
+
+    input_ids: (B, T) int64, right-padded with pad_id. attention_mask: (B, T) int64, 0 for padding.
+    action_mask: (B, T-1) bool, True at t where token t+1 is a response token, the stop id included.
+    Figures (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
+    torch.zeros(action_mask.shape).masked_scatter(action_mask, figures[rollout.sample_mask])."""
+    index, prompts = rollout.prompt_index, token_ids(prompts, pad_id)
+    starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), of the responses
+    ends = starts + rollout.sample_mask.sum(1, keepdim=True)
+    place = torch.arange(int(ends.max()), device=index.device)
+    response_mask = (place >= starts) & (place < ends)
+    input_ids = index.new_full(response_mask.shape, pad_id)
+    input_ids[place < starts] = index.new_tensor([token for i in index for token in prompts[i]])
+    input_ids[response_mask] = rollout.response_tokens[rollout.sample_mask]
+    return input_ids, (place < ends).long(), response_mask[:, 1:]
 
 
 # -- the cache -------------------------------------------------------------------------------------
@@ -343,21 +383,18 @@ def _sampling(model):
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _check_arguments(prompts, n, max_new_tokens, temperature, top_p, top_k, slots):
+def _check_arguments(n, max_new_tokens, temperature, top_p, top_k, slots):
     least = {"n": 1, "max_new_tokens": 1, "slots": 1, "top_k": 0, "temperature": 0}
     for name, value in zip(least, (n, max_new_tokens, slots, top_k, temperature)):
         if not value >= least[name]:
             raise ValueError(f"sample: {name} = {value}, wanted at least {least[name]}")
     if not 0 < top_p <= 1:
         raise ValueError(f"sample: top_p = {top_p}, wanted 0 < top_p <= 1")
-    empty = [i for i, prompt in enumerate(prompts) if len(prompt) == 0]
-    if empty or len(prompts) == 0:
-        raise ValueError(f"sample: prompt {empty[0]} has no tokens" if empty else "sample: no prompts")
 
 
 def check_attention(config):
     """ValueError unless a model with this (text) config keeps what it needs of a row in one of LAYERS."""
-    kind, model = config.model_type, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind, model = config.model_type, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is not None and not _takes(model, "past_key_values"):
         raise ValueError(f"sample: {kind} takes no past_key_values; the sampler needs them")
     unknown = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - set(LAYERS)
@@ -373,7 +410,7 @@ def _check_model(model, prompts, max_new_tokens):
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > room:
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
-    if _checked.get(model):
+    if getattr(model, "ragged_cache_works", False):
         return
     check_attention(config)
     # Two rows of different lengths, beyond a small window: did the model not honour mask, positions or cache,
@@ -390,7 +427,7 @@ def _check_model(model, prompts, max_new_tokens):
         tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1  # half precision rounds differently
         if not (logprobs - want).abs().max() <= tolerance * (1 + logits.float().abs().max()):
             raise ValueError(f"sample: {kind} gives other logits with a ragged cache than without")
-    _checked[model] = True
+    model.ragged_cache_works = True
 
 
 def _n_positions(config):
@@ -411,10 +448,14 @@ def _takes(kind, argument):
 class Args:
     model: str
     """A folder written by save_pretrained, a run directory of the scripts (model/ inside), or a hub name."""
-    prompt: str
-    """What the user says."""
+    prompt: str | None = None
+    """What the user says. None: a chat, a line a turn; /reset begins anew, /quit or end of file ends it."""
+    system: str | None = None
+    """What the system turn says."""
+    scorer: str | None = None
+    """A reward model, named as --model is: the score of each answer is printed below it."""
     n: int = 1
-    """Responses."""
+    """Responses; a chat goes on with the last one."""
     max_new_tokens: int = 256
     """Longest response."""
     temperature: float = 1.0
@@ -427,33 +468,61 @@ class Args:
     """None: other responses each time."""
 
 
+@torch.no_grad()
 def main(args: Args):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = _load(transformers.AutoModelForCausalLM, args.model)
+    scorer = args.scorer and _load(transformers.AutoModelForSequenceClassification, args.scorer)
+    positions, own = _n_positions(model.config.get_text_config()), model.generation_config.eos_token_id
+    stop_ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    chat = args.prompt is None
+    dialogue = opening = [{"role": "system", "content": args.system}] if args.system else []
+    for text in filter(None, map(str.strip, sys.stdin)) if chat else [args.prompt]:
+        if chat and text == "/quit":
+            break
+        if chat and text == "/reset":
+            dialogue = opening
+            continue
+        turns = [*dialogue, {"role": "user", "content": text}]
+        if chat or args.system or tokenizer.chat_template:
+            prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+        else:  # a text to go on with
+            prompt = tokenizer(text)
+        room = positions - len(prompt["input_ids"])
+        if chat and room < 1:
+            print("error: no room for an answer; this is left out, /reset begins anew", file=sys.stderr)
+            continue
+        out = sample(
+            model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
+            pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
+        )  # fmt: skip
+        for tokens, mask, finished in zip(out.response_tokens, out.sample_mask, out.finished):
+            answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)
+            dialogue = [*turns, {"role": "assistant", "content": answer}]
+            print(answer, flush=True)
+            if not finished:
+                print(f"(cut at {len(tokens)} tokens)", file=sys.stderr)
+            if scorer:
+                ids = scorer[1].apply_chat_template(dialogue, return_tensors="pt")["input_ids"]
+                print(f"score {scorer[0](ids.to(model.device)).logits[0, 0]:.3f}", flush=True)
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    inside = Path(args.model, "model")
-    name = inside if (inside / "config.json").exists() else args.model
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name).to(device)
-    text = args.prompt
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
-    stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    room = getattr(model.config.get_text_config(), "max_position_embeddings", 10**9) - len(prompt)
-    if room < 1:
-        raise SystemExit(f"error: the prompt's {len(prompt)} tokens leave no room for an answer")
-    out = sample(
-        model, [prompt], n=args.n, max_new_tokens=min(args.max_new_tokens, room), stop_ids=stop_ids, pad_id=0,
-        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
-    )  # fmt: skip
-    for tokens, mask in zip(out.response_tokens, out.sample_mask):
-        print(tokenizer.decode(tokens[mask], skip_special_tokens=True))
+
+def _load(kind, name):
+    """(model, tokenizer), the model as one of this class of transformers."""
+    inside = Path(name, "model")
+    path = inside if (inside / "config.json").exists() else name
+    model, info = kind.from_pretrained(path, output_loading_info=True)
+    if info["missing_keys"] or "score.weight" in info["unexpected_keys"]:
+        raise ValueError(f"{name} cannot be {kind.__name__}: its head is another one")
+    model.config.pad_token_id = None  # a score is read at the last token, also where that pads elsewhere
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
 
 
 if __name__ == "__main__":
     import tyro
 
     sys.stdout.reconfigure(errors="replace")  # a console need not know every character
-    main(tyro.cli(Args))
+    try:
+        main(tyro.cli(Args))
+    except Exception as error:  # a name, a flag or a template that will not do
+        raise SystemExit("error: " + str(error).split("\n")[0]) from None

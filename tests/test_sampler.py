@@ -2,11 +2,14 @@
 
 import collections
 import gc
+import io
+import re
+import shutil
 import subprocess
 import sys
 import weakref
-from pathlib import Path
 
+import processes
 import pytest
 import torch
 from transformers import (
@@ -16,8 +19,8 @@ from transformers import (
 )  # fmt: skip
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from common import sampler, tiny
-from common.sampler import choose, sample
+from common import loading, models, sampler, tiny
+from common.sampler import Rollout, choose, join, sample
 
 V = 97
 SIZES = {
@@ -48,13 +51,8 @@ MIXED = prompts_of([3, 31, 7, 7, 40, 12, 1, 25, 18, 2, 33, 9, 5, 29, 14, 22])
 FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 W = {"sliding_window": 8}  # shorter than most of MIXED
 WINDOWS = {**SIZES, **W, "num_hidden_layers": 4, "layer_types": [LOCAL, FULL] * 2, "head_dim": 16}
-GPT = {
-    "vocab_size": V,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+GPT = {name: SIZES[name] for name in ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")}
+GPT["tie_word_embeddings"] = False
 FAMILIES = {
     "grouped heads": LlamaConfig(**SIZES),
     "biases": Qwen2Config(**SIZES),
@@ -302,8 +300,8 @@ def test_rows_come_in_prompt_major_order_with_stop_mask_and_padding(llama):
 
 def test_a_seed_decides_and_generation_config_does_not():
     model = build(LlamaConfig(**SIZES))
-    options = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0}
-    draw = lambda seed: sample(model, MIXED, seed=seed, **options).response_tokens
+    options = {"max_new_tokens": 8, "pad_id": 0}
+    draw = lambda seed: sample(model, MIXED, seed=seed, stop_ids=None, **options).response_tokens
     first = draw(1)
     assert torch.equal(first, draw(1)) and not torch.equal(first, draw(2))
     model.generation_config.update(do_sample=True, top_k=1, temperature=0.01, repetition_penalty=9.0)
@@ -312,6 +310,8 @@ def test_a_seed_decides_and_generation_config_does_not():
     unseeded = draw(None)
     torch.manual_seed(5)
     assert torch.equal(unseeded, draw(None))
+    stopped = sample(model, MIXED, seed=1, stop_ids=first[0, 0].item(), **options)
+    assert stopped.finished[0] and stopped.sample_mask[0].sum() == 1
 
 
 def test_training_mode_and_gradient_checkpointing_survive():
@@ -336,6 +336,11 @@ def test_bf16_weights_sample():
     [
         ({"prompts": []}, "no prompts"),
         ({"prompts": [[3], []]}, "prompt 1 has no tokens"),
+        *(
+            ({"prompts": given}, "must be token ids")
+            for given in ("ant", [{"role": "user"}], [[1.5]], [[[3]]])
+        ),
+        ({"prompts": torch.tensor([[3, 0], [4, 5]])}, "give their attention_mask"),
         *(({name: 0}, f"{name} = 0") for name in ("n", "max_new_tokens", "top_p", "slots")),
         *(({"temperature": value}, "temperature") for value in (-1.0, float("nan"))),
         ({"top_p": 1.5}, "top_p"),
@@ -359,16 +364,122 @@ def test_nan_logits_are_an_error_not_a_token():
             sample(model, [[3]], max_new_tokens=2, stop_ids=[], pad_id=0, temperature=temperature)
 
 
-@pytest.mark.parametrize("given", ["folder", "run directory"])
-def test_the_file_alone_talks_to_a_saved_model(given, tmp_path):
-    tiny.model().save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    copied = tmp_path / "sampler.py"
-    copied.write_text(Path("common/sampler.py").read_text())
-    model = tmp_path / "model" if given == "folder" else tmp_path
-    command = [sys.executable, copied, "--model", model, "--prompt", "copy ant fox", "--n", "3"]
-    out = subprocess.run([*map(str, command), "--seed", "0"], capture_output=True, text=True, cwd=tmp_path)
-    assert out.returncode == 0, out.stderr
-    lines = out.stdout.splitlines()
-    words = set(tiny.tokenizer().get_vocab())
-    assert len(lines) == 3 and all(word in words for line in lines for word in line.split())
+# -- prompts in other forms, and what is made of them ---------------------------------------------
+@pytest.mark.parametrize("tensors", ["pt", "np", None])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_may_be_what_a_chat_template_gives(llama, side, tensors):
+    tokenizer = tiny.tokenizer()
+    tokenizer.padding_side, options = side, {"return_tensors": tensors, "add_generation_prompt": True}
+    one, two = [[{"role": "user", "content": text}] for text in ("copy ant fox", "double ant fox owl")]
+    want = [[1, 4, 10, 15, 20, 2, 5], [1, 4, 14, 15, 20, 29, 2, 5]]
+    single = tokenizer.apply_chat_template(one, **options)
+    batch = tokenizer.apply_chat_template([one, two], padding=True, **options)
+    bare = torch.tensor(want[1]), torch.tensor(want[1:]), [torch.tensor(row) for row in want], tuple(want[1])
+    forms = [(single, want[:1]), (batch, want), (dict(batch), want), (want, want)]
+    for given, rows in [*forms, *zip(bare, (want[1:], want[1:], want, want[1:]))]:
+        assert sampler.token_ids(given, pad_id=0) == rows
+    options = {"max_new_tokens": 5, "stop_ids": [], "pad_id": 0, "temperature": 0}
+    assert torch.equal(sample(llama, batch, **options)[1], sample(llama, want, **options)[1])
+
+
+def test_prompts_and_responses_are_joined_as_the_losses_want_them():
+    """Response tokens may equal pad_id; at t stands whether token t+1 is one."""
+    responses, mask = (
+        torch.tensor([[7, 0, 9], [8, 0, 0], [0, 6, 0]]),
+        torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
+    )
+    rollout = Rollout(torch.tensor([0, 0, 1]), responses, mask.bool(), responses / 10, mask[:, 0].bool())
+    input_ids, attention_mask, action_mask = join([[3, 4], [5]], rollout, pad_id=0)
+    assert input_ids.tolist() == [[3, 4, 7, 0, 9], [3, 4, 8, 0, 0], [5, 0, 6, 0, 0]]
+    assert attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
+    assert action_mask.int().tolist() == [[0, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0]]
+    laid = torch.zeros(action_mask.shape).masked_scatter(
+        action_mask, rollout.sample_logprobs[rollout.sample_mask]
+    )
+    torch.testing.assert_close(laid * 10, torch.tensor([[0.0, 7, 0, 9], [0, 8, 0, 0], [0, 6, 0, 0]]))
+
+
+# -- the docs' code, and the file alone ------------------------------------------------------------
+def code_below(heading):
+    page = (processes.ROOT / "docs" / "models.md").read_text()
+    return page.partition(f"\n## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path):
+    """-I: nothing can lend it the rest of the project."""
+    for name in ("losses", "sampler"):
+        shutil.copy(processes.ROOT / "common" / f"{name}.py", tmp_path)
+    loop = code_below("The sampler and the losses in your own loop")
+    (tmp_path / "loop.py").write_text(loop)
+    command = "import sys; sys.path.insert(0, '.'); import loop; assert 'common' not in sys.modules"
+    ended = processes.python("-I", "-c", command, cwd=tmp_path)
+    rewards = [float(x) for x in re.findall(r"reward (\S+)\n", ended.out)]
+    assert ended.code == 0 and len(loop.splitlines()) <= 50 and len(rewards) == 15, ended.err[-2000:]
+    assert max(rewards[:3]) < 0.65 and min(rewards[-3:]) > 0.8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """runs/sft and runs/reward, of random weights."""
+    folder = tmp_path_factory.mktemp("runs")
+    scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1)
+    for name, model in {"sft": tiny.model(), "reward": scorer}.items():
+        for part in (model, tiny.tokenizer()):
+            part.save_pretrained(folder / "runs" / name / "model")
+    return folder
+
+
+def test_the_snippet_of_the_docs_runs_as_it_stands(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    exec(code_below("The sampler"), names := {})
+    assert names["out"].prompt_index.tolist() == [0] * 8 + [1] * 8
+    assert names["action_mask"].sum() == names["out"].sample_mask.sum()
+
+
+@pytest.mark.parametrize(
+    "flags, typed, lines",
+    [
+        ("--model runs/sft/model --prompt copy --n 3", "", ["said", "said", "said"]),
+        ("--model runs/sft --scorer runs/reward", "copy\n/quit\nand", ["said", "score"]),
+        (
+            "--model runs/reward",
+            "",
+            ["error: runs/reward cannot be AutoModelForCausalLM: its head is another one"],
+        ),
+    ],
+)
+def test_the_file_alone_talks_to_a_saved_model(flags, typed, lines, folder):
+    shutil.copy(processes.ROOT / "common" / "sampler.py", folder)
+    command = [sys.executable, "-I", "sampler.py", *flags.split()]
+    out = subprocess.run(command, input=typed, capture_output=True, text=True, cwd=folder)
+    words, got = set(tiny.tokenizer().get_vocab()), out.stdout.splitlines() or out.stderr.splitlines()[-1:]
+    kinds = {True: "said", False: "score"}
+    if lines[0].startswith("error"):
+        assert out.returncode == 1 and got == lines
+    else:
+        assert [kinds[set(line.split()) <= words] for line in got] == lines, out.stderr
+
+
+def test_a_chat_has_turns_that_reset_forgets_and_the_scripts_scores(folder, monkeypatch, capsys):
+    """Answers are generate's to dialogues that are rendered here; 128 positions do not hold 130 words."""
+    monkeypatch.chdir(folder)
+    policy, scorer = tiny.model().eval(), loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
+    tokenizer, want, text = tiny.tokenizer(), [], "<|bos|> <|system|> um <|end|>"
+    for said in ("copy ant", "reverse fox owl", "next bear"):
+        text = "<|bos|> <|system|> um <|end|>" if said == "next bear" else text
+        text += f" <|user|> {said} <|end|> <|assistant|>"
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        answer = policy.generate(ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :].tolist()
+        text += f" {tokenizer.decode(answer, skip_special_tokens=True)} <|end|>"
+        whole = tokenizer(text, return_tensors="pt").input_ids
+        score = models.score(scorer, whole, torch.arange(whole.shape[1])[None] >= ids.shape[1]).item()
+        want += [tokenizer.decode(answer, skip_special_tokens=True), f"score {score:.3f}"]
+    typed = f"copy ant\n{'ant ' * 130}\n\nreverse fox owl\n/reset\nnext bear\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    options = {"scorer": "runs/reward", "system": "um", "temperature": 0, "max_new_tokens": 9}
+    sampler.main(sampler.Args("runs/sft", **options))
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == want
+    assert printed.err.count("no room for an answer") == 1 and "/reset" in printed.err
+    with pytest.raises(ValueError, match="128 positions"):
+        sampler.main(sampler.Args("runs/sft", prompt="ant " * 130))
