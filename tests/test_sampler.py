@@ -400,9 +400,9 @@ def test_prompts_and_responses_are_joined_as_the_losses_want_them():
 
 
 # -- the docs' code, and the file alone ------------------------------------------------------------
-def code_below(heading):
-    page = (processes.ROOT / "docs" / "models.md").read_text()
-    return page.partition(f"\n## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
+def code_below(heading, page="models"):
+    text = (processes.ROOT / "docs" / f"{page}.md").read_text()
+    return text.partition(f"\n## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 
 def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path):
@@ -420,20 +420,25 @@ def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """runs/sft and runs/reward, of random weights."""
+    """runs/sft, runs/ppo and runs/reward, of random weights."""
     folder = tmp_path_factory.mktemp("runs")
     scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1)
-    for name, model in {"sft": tiny.model(), "reward": scorer}.items():
+    for name, model in {"sft": tiny.model(), "ppo": tiny.model(1), "reward": scorer}.items():
         for part in (model, tiny.tokenizer()):
             part.save_pretrained(folder / "runs" / name / "model")
     return folder
 
 
-def test_the_snippet_of_the_docs_runs_as_it_stands(folder, monkeypatch):
+def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
     monkeypatch.chdir(folder)
     exec(code_below("The sampler"), names := {})
     assert names["out"].prompt_index.tolist() == [0] * 8 + [1] * 8
     assert names["action_mask"].sum() == names["out"].sample_mask.sum()
+    exec(code_below("Load it with transformers", "after_training"), names := {})
+    prompt, ids = (names[name]["input_ids"] for name in ("prompt", "answered"))
+    mask = torch.arange(ids.shape[1])[None] >= prompt.shape[1]
+    scorer = loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
+    assert names["score"] == pytest.approx(models.score(scorer, ids, mask).item(), abs=1e-4)
 
 
 @pytest.mark.parametrize(
