@@ -1,9 +1,6 @@
 """common/losses.py against values worked by hand; every loss also against the wrong variants it could be."""
 
 import math
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -1083,24 +1080,3 @@ def test_dpo_stays_finite_far_out(smoothing):
     expected = torch.tensor([smoothing, smoothing - 1]) * 0.1 / 2
     torch.testing.assert_close(chosen.grad, expected)
     assert torch.log(torch.sigmoid(torch.tensor(-1e4))).isinf()
-
-
-# -- the files that may be copied --------------------------------------------------------
-@pytest.mark.parametrize(
-    "name, use",
-    [
-        (
-            "losses",
-            "import torch; x = torch.tensor([[-1., -3.]]); assert losses.sft_loss(x, x < 0)[0] == 2;"
-            "assert losses.ppo_policy_loss(x, x, *losses.gae(x, x, x < 0)[:1], x < 0)[1]['ratio_max'] == 1;"
-            "assert 'transformers' not in sys.modules",
-        ),
-        ("sampler", "assert callable(sampler.sample)"),
-    ],
-)
-def test_file_works_when_copied_alone(name, use, tmp_path):
-    shutil.copy(ROOT / "common" / f"{name}.py", tmp_path)
-    program = f"import sys; sys.path.insert(0, '.'); import {name}; {use}; assert 'common' not in sys.modules"
-    # -I: neither the working directory nor PYTHONPATH can lend it the rest of the project
-    done = subprocess.run([sys.executable, "-I", "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
