@@ -74,7 +74,7 @@ def sample(
     Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
     _check_arguments(n, max_new_tokens, temperature, top_p, top_k, slots)
     prompts, choice = token_ids(prompts, pad_id), (temperature, top_p, top_k)
-    stop_ids = [stop_ids] if isinstance(stop_ids, int) else stop_ids or []
+    stop_ids = [] if stop_ids is None else [stop_ids] if isinstance(stop_ids, int) else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
         return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
@@ -475,6 +475,8 @@ def main(args: Args):
     positions, own = _n_positions(model.config.get_text_config()), model.generation_config.eos_token_id
     stop_ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     chat = args.prompt is None
+    if chat:
+        print("a chat: /reset begins anew, /quit ends it", file=sys.stderr)
     dialogue = opening = [{"role": "system", "content": args.system}] if args.system else []
     for text in filter(None, map(str.strip, sys.stdin)) if chat else [args.prompt]:
         if chat and text == "/quit":
@@ -523,6 +525,7 @@ if __name__ == "__main__":
 
     sys.stdout.reconfigure(errors="replace")  # a console need not know every character
     try:
-        main(tyro.cli(Args))
+        with contextlib.suppress(KeyboardInterrupt):
+            main(tyro.cli(Args))
     except Exception as error:  # a name, a flag or a template that will not do
         raise SystemExit("error: " + str(error).split("\n")[0]) from None

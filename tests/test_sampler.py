@@ -352,19 +352,15 @@ def test_prompts_may_be_what_a_chat_template_gives(llama, side, tensors):
 
 def test_prompts_and_responses_are_joined_as_the_losses_want_them():
     """Response tokens may equal pad_id; at t stands whether token t+1 is one."""
-    responses, mask = (
-        torch.tensor([[7, 0, 9], [8, 0, 0], [0, 6, 0]]),
-        torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]),
-    )
-    rollout = Rollout(torch.tensor([0, 0, 1]), responses, mask.bool(), responses / 10, mask[:, 0].bool())
+    responses = torch.tensor([[7, 0, 9], [8, 0, 0], [0, 6, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+    rollout = Rollout(torch.tensor([0, 0, 1]), responses, mask, responses.float(), mask[:, 0])
     input_ids, attention_mask, action_mask = join([[3, 4], [5]], rollout, pad_id=0)
     assert input_ids.tolist() == [[3, 4, 7, 0, 9], [3, 4, 8, 0, 0], [5, 0, 6, 0, 0]]
     assert attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 0, 0]]
     assert action_mask.int().tolist() == [[0, 1, 1, 1], [0, 1, 0, 0], [1, 1, 0, 0]]
-    laid = torch.zeros(action_mask.shape).masked_scatter(
-        action_mask, rollout.sample_logprobs[rollout.sample_mask]
-    )
-    torch.testing.assert_close(laid * 10, torch.tensor([[0.0, 7, 0, 9], [0, 8, 0, 0], [0, 6, 0, 0]]))
+    laid = torch.zeros(action_mask.shape).masked_scatter(action_mask, rollout.sample_logprobs[mask])
+    assert laid.tolist() == [[0, 7, 0, 9], [0, 8, 0, 0], [0, 6, 0, 0]]
 
 
 # -- the docs' code, and the file alone ------------------------------------------------------------
