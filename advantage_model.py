@@ -26,7 +26,6 @@ counts as its likelier side; the tiny recipe starts from random weights.
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -199,7 +198,7 @@ def update(model, optimizer, batch, args):
 
 
 def main(args: Args):
-    run = Run(args, "advantage_model", check)
+    run = Run(args, "advantage_model", check, plots=[plots.scorer])
     if run.finished:
         return
 
@@ -262,7 +261,6 @@ def main(args: Args):
         samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),
-        plots=[partial(plots.scorer, loss="loss/advantage")],
     )
 
 

@@ -291,7 +291,7 @@ PLOTS = [
 
 
 def main(args: Args):
-    run = Run(args, "dpo_iterative", check)
+    run = Run(args, "dpo_iterative", check, PLOTS)
     if run.finished:
         return
 
@@ -365,7 +365,7 @@ def main(args: Args):
             run.log(row, versions.step + step, iteration, ("loss/dpo", "reward/margin", "train/accuracy"))
         model = optimizer = None  # before another model comes
 
-    versions.finish(PLOTS, {"pool": len(pool.rows)})
+    versions.finish({"pool": len(pool.rows)})
 
 
 RECIPES = {

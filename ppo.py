@@ -351,7 +351,7 @@ PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier]
 
 
 def main(args: Args):
-    run = Run(args, "ppo", check)
+    run = Run(args, "ppo", check, PLOTS)
     if run.finished:
         return
 
@@ -459,7 +459,7 @@ def main(args: Args):
     after = evaluate(policy)
     run.finish(
         policy, tokenizer, after, evaluate.samples, summary={"iterations": state["step"]},
-        shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"), plots=PLOTS,
+        shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ import torch
 
 from common import data, dist, evaluation, generate, loading, models, plots, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
-from common.cli import check_batch_size, check_flags
+from common.cli import check_flags
 from common.losses import sft_loss
 from common.pool import Pool, Versions, answers, take
 from common.run import Run, launch
@@ -110,7 +110,7 @@ class Args:
     batch_size: int = 8
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
     micro_batch_size: int = 8
-    """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
+    """Blocks of a forward on one rank, at most."""
     packing: bool = True
     """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
     gradient_checkpointing: bool = False
@@ -135,7 +135,6 @@ class Args:
 
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    check_batch_size(args)
     rising = list(args.threshold) == sorted(args.threshold)
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     sampled = args.n_samples or (args.pool and args.iterations == 1)
@@ -220,7 +219,7 @@ PLOTS = [
 
 
 def main(args: Args):
-    run = Run(args, "rejection_sampling", check)
+    run = Run(args, "rejection_sampling", check, PLOTS)
     if run.finished:
         return
 
@@ -305,7 +304,7 @@ def main(args: Args):
 
     n = args.n_samples
     kl_bound = math.log(n) - (n - 1) / n if n else None  # nats: KL(best of n || the policy) is no larger
-    versions.finish(PLOTS, {"pool": len(pool.rows), "kl_bound": kl_bound})
+    versions.finish({"pool": len(pool.rows), "kl_bound": kl_bound})
 
 
 RECIPES = {

@@ -24,7 +24,6 @@ times the difference's share of the largest difference; the tiny recipe starts f
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -151,7 +150,7 @@ def update(model, optimizer, batch, args):
 
 
 def main(args: Args):
-    run = Run(args, "reward")
+    run = Run(args, "reward", plots=[plots.scorer])
     if run.finished:
         return
 
@@ -209,7 +208,6 @@ def main(args: Args):
         samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "gold/correlation"),
-        plots=[partial(plots.scorer, loss="loss/reward")],
     )
 
 

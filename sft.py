@@ -23,7 +23,6 @@ from typing import Literal
 
 from common import data, dist, evaluation, loading, models, plots
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
-from common.cli import check_batch_size
 from common.losses import sft_loss
 from common.run import Run, launch
 
@@ -61,7 +60,7 @@ class Args:
     batch_size: int = 16
     """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
     micro_batch_size: int = 8
-    """Blocks of a forward on one rank, at most; it divides a rank's share of batch_size."""
+    """Blocks of a forward on one rank, at most."""
     lora_rank: int = 0
     """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
     gradient_checkpointing: bool = False
@@ -113,7 +112,7 @@ PLOTS = [partial(plots.curves, panels=PANELS)]
 
 
 def main(args: Args):
-    run = Run(args, "sft", check_batch_size)
+    run = Run(args, "sft", plots=PLOTS)
     if run.finished:
         return
 
@@ -166,7 +165,6 @@ def main(args: Args):
         samples=evaluate.samples,
         summary={"steps": total_steps, "documents": len(train), "blocks": len(blocks)},
         shown=("eval/nll", "gold/score"),
-        plots=PLOTS,
     )
 
 

@@ -2,16 +2,14 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
-import math
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
-from common import data, dist, tiny
+from common import data, dist, metrics, tiny
 from common.errors import InputError
-from common.metrics import read_json
 
 LIMITS = {  # what a number may be -> the test, and the names of arguments; all others: 0 or more
     "0 or more": (lambda x: x >= 0, ""),
@@ -26,16 +24,45 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
     "any": (lambda x: True, "seed harmless_from"),
 }
-MOVED = {  # how a flag that left the scripts begins -> what does now what it did
-    "--judge": "python -m common.ai_feedback label",
-    "--compare-with": "python -m common.evaluate --scorers NAME=RUN ... --dataset PAIRS",
-    "--kind": "python -m common.train_pairwise",
-    "--rehearsal-": "python -m common.rehearsal, then --rehearsal-data FILE",
-    "--forget-dataset": "python -m common.evaluate --dataset FORGET --tie-margin X",
-    "--tie-margin": "python -m common.evaluate --dataset FORGET --tie-margin X",
-    "--template": "a change in common/ai_feedback.toml",
-    "--student": "rejection_sampling.py --model MODEL --pool TEACHER/pool.jsonl --n-samples 0 --iterations 1",
+SYNONYMS = [  # of a line, here and elsewhere: they mean the same, and a script has one of them
+    "model model_name_or_path",
+    "reference ref ref_model reference_model",
+    "scorer reward_fn reward_funcs reward_model reward_model_path",
+    "dataset dataset_name train_dataset",
+    "lr learning_rate",
+    "epochs num_train_epochs num_ppo_epochs",
+    "max_steps steps",
+    "batch_size minibatch_size",
+    "micro_batch_size per_device_train_batch_size",
+    "n_samples n num_generations",
+    "max_new_tokens max_completion_length response_length",
+    "temperature temperatures",
+    "kl_coef beta kl",
+    "clip_ratio cliprange epsilon",
+    "eval_every eval_steps",
+    "save_every save_steps",
+]
+ELSEWHERE = {  # a flag of elsewhere that has no synonym -> what to write
+    "gradient_accumulation_steps": "--batch-size or --minibatch-size are all rows of an optimiser step",
+    "max_steps": "--iterations are rounds, of several optimiser steps each",
+    "steps": "--iterations are rounds, of several optimiser steps each",
+    "warmup_steps": "--warmup-ratio is a share of all steps",
+    "template": "the wordings are in common/ai_feedback.toml",
 }
+
+
+@dataclasses.dataclass
+class EveryCommand:
+    config: str | None = None
+    """Defaults: args.json of a run, or a YAML or JSON file of names and values."""
+    columns: str | None = None
+    """Columns of your data under the names that are read: question=prompt,answer_a=chosen."""
+    min_score_ratio: float | None = None
+    """Rows whose score_ratio is less are dropped."""
+    preview: int = 0
+    """Print so many examples as they are trained on, and stop before a model is loaded."""
+    report_to: Literal["tensorboard", "wandb"] | None = None
+    """Where the rows of metrics.jsonl go beside it."""
 
 
 def check_flags(args, *more):
@@ -53,35 +80,89 @@ def check_flags(args, *more):
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
 
 
-def check_batch_size(args):
-    """InputError unless micro-batches of at most --micro-batch-size make up --batch-size over all ranks."""
-    share, left_over = divmod(args.batch_size, dist.world_size())
-    if not share or left_over or share % min(share, args.micro_batch_size):
-        whole = dist.world_size() * args.micro_batch_size
-        why = f"cannot be divided among {dist.world_size()} rank(s) with --micro-batch-size"
-        mend = f"try --batch-size {math.ceil(args.batch_size / whole) * whole}"
-        raise InputError(f"--batch-size {args.batch_size} {why} {args.micro_batch_size}: {mend}")
-
-
 def parse(recipes, argv=None):
     """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`. A command that names no
     recipe takes the first of `recipes`, {name: (description, Args(...))}; where there is a recipe `base`,
-    not_tiny decides between them, and what was taken is printed."""
+    not_tiny decides between them, and what was taken is printed. What EveryCommand asks for is done."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    named = bool(argv) and not argv[0].startswith("-")
-    name, why = (argv.pop(0), "as named") if named else (next(iter(recipes)), "the tiny world alone")
+    named, first = bool(argv) and not argv[0].startswith("-"), next(iter(recipes))
+    name, why = (argv.pop(0), "as named") if named else (first, "the tiny world alone")
     if name not in recipes:
         raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
-    args = _parse_flags(recipes, name, argv)
+    argv = in_our_words(argv, recipes[name][1])
+    args, every = _parse_flags(recipes, name, argv)
+    if every.config:
+        argv = [*config_flags(every.config, args), *argv]  # of a flag that comes twice the last one holds
+        args, every = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
     if strange:
         name, why = "base", f"{strange} is not of the tiny world; for another one, name it first"
-        args = _parse_flags(recipes, name, argv)
+        args, every = _parse_flags(recipes, name, argv)
     if "base" in recipes and dist.is_main():
-        shown = "lr value_lr max_length max_new_tokens batch_size minibatch_size micro_batch_size epochs"
-        values = [f"{key} {getattr(args, key):g}" for key in shown.split() if hasattr(args, key)]
-        print(f"recipe {name} ({why}): model {args.model}, {', '.join(values)}")
+        always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
+        (_, of_first), (_, of_recipe) = recipes[first], recipes[name]
+        changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
+        shown = {key: value for key, value in vars(args).items() if key in [*always.split(), *changed]}
+        values = [f"{key} {x:g}" if type(x) is float else f"{key} {x}" for key, x in shown.items()]
+        print(f"recipe {name} ({why}): {', '.join(values)}")
+    if every.preview:
+        data.preview(every.preview)
+    if every.report_to:
+        metrics.report_to(every.report_to)
+    wanted = [every.columns, every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"]
+    for key, spec in vars(args).items():
+        for columns in filter(None, wanted):
+            if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
+                spec = data.with_columns(spec, columns)
+        setattr(args, key, spec)
     return args
+
+
+def own_name(flag: str, args) -> str:
+    """The argument that a flag is, by its name or by SYNONYMS: --learning-rate is lr."""
+    name = flag.removeprefix("--").replace("-", "_")
+    same = [word for line in SYNONYMS if name in line.split() for word in line.split()]
+    return next((word for word in [name, *same] if hasattr(args, word)), name)
+
+
+def in_our_words(argv, args) -> list[str]:
+    """A command line with the script's own names in place of SYNONYMS, which is said, and with --no-packing
+    in place of --packing false."""
+    words = [""]
+    for word in [part for word in argv for part in re.split("=(?=(?:true|false)$)", word, flags=re.I)]:
+        is_switch = isinstance(getattr(args, own_name(words[-1], args), None), bool)
+        flag, *value = word.split("=", 1)
+        own = f"--{own_name(flag, args).replace('_', '-')}"
+        if is_switch and word.lower() in ("true", "false"):
+            words[-1] = words[-1] if word.lower() == "true" else f"--no-{words[-1][2:]}"
+        elif word.startswith("--") and own != flag.replace("_", "-"):
+            words.append("=".join([own, *value]))
+            if dist.is_main():
+                print(f"{flag} is taken as {own}")
+        else:
+            words.append(word)
+    return words[1:]
+
+
+def config_flags(path: str, args) -> list[str]:
+    """The flags that stand in --config: of a run's args.json all but those of its directory."""
+    try:
+        import yaml
+
+        config = yaml.safe_load(Path(path).read_text())  # JSON is YAML
+    except ImportError:
+        raise InputError("--config needs the package yaml: pip install pyyaml") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"--config {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"--config {path}: wanted names of flags with their values")
+    if isinstance(config.get("args"), dict):
+        config = {k: v for k, v in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
+    flags = []
+    for name, value in config.items():
+        flag = f"--{name.replace('_', '-')}"
+        flags += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+    return in_our_words(flags, args)
 
 
 def not_tiny(args, defaults):
@@ -98,32 +179,35 @@ def not_tiny(args, defaults):
 
 def _is_tiny_model(name) -> bool:
     """True of the model tiny and of what was trained from it: a run's model/, its versions/N."""
-    configs = [read_json(path / "config.json") for path in (Path(name), Path(name, "model"))]
+    configs = [metrics.read_json(path / "config.json") for path in (Path(name), Path(name, "model"))]
     return name == "tiny" or any(config.get("vocab_size") == len(tiny.WORDS) for config in configs)
 
 
 def _parse_flags(recipes, name, argv):
-    """The recipe's Args with the flags of argv; InputError for what is unknown or of a wrong type."""
+    """(the recipe's Args, EveryCommand) with the flags of argv; InputError for what is unknown or of a wrong
+    type."""
     import tyro
 
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
     about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
+    both = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
+    about.update(default=both(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            args, unknown = tyro.cli(
-                type(defaults), default=defaults, args=argv, return_unknown_args=True, **about
-            )
+            given, unknown = tyro.cli(both, args=argv, return_unknown_args=True, **about)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
         raise InputError(" ".join(re.sub("[\u2500-\u257f|]|-{3,}", " ", box.getvalue()).split())) from None
     if unknown:
-        flag = unknown[0].split("=")[0]
-        flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(defaults)]
-        close = difflib.get_close_matches(flag, flags, 1)
-        hint = f"did you mean {close[0]}?" if close else "see --help"
-        moved = [command for start, command in MOVED.items() if flag.startswith(start)]
-        raise InputError(f"unknown argument {unknown[0]!r}: {f'that is {moved[0]}' if moved else hint}")
-    return args
+        unknown = [word for word in unknown if word.startswith("-")] or unknown
+        name = own_name(unknown[0].split("=")[0], defaults)
+        words, shared = [word for word in name.split("_") if len(word) > 2], {}
+        for field in [*vars(given.script), *vars(given.every_command)]:
+            n = sum(word in field for word in words)
+            shared.setdefault(n, []).append(f"--{field.replace('_', '-')}")
+        hint = f"did you mean {' or '.join(shared[max(shared)])}?" if max(shared) else "see --help"
+        raise InputError(f"unknown argument {', '.join(map(repr, unknown))}: {ELSEWHERE.get(name, hint)}")
+    return given.script, given.every_command

@@ -56,6 +56,16 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     return mixed
 
 
+def preview(n: int):
+    """Placeholder."""
+    raise NotImplementedError
+
+
+def with_columns(spec: str, columns: str) -> str:
+    """Placeholder."""
+    raise NotImplementedError
+
+
 def sources(spec: str) -> list[tuple[str, float | None]]:
     """The parts of load_rows' `spec` and their weights."""
     parts = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in spec.split(",")]

@@ -1,5 +1,6 @@
 """Files of rows, what is printed, and measures. Every key is defined by a formula in docs/runs.md."""
 
+import importlib
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from common import dist
+from common.errors import InputError
 
 
 class Metrics:
@@ -19,6 +21,8 @@ class Metrics:
 
     keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones will
       be written again, so they are cut; the clock goes on from the last one kept."""
+
+    begin_report = end_report = report = None  # of report_to
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, self.n_rows = Path(folder) / "metrics.jsonl", keep_rows or 0
@@ -34,8 +38,42 @@ class Metrics:
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
+            if Metrics.begin_report and not self.report:
+                self.report = Metrics.begin_report(self.path.parent)
+            if self.report:
+                self.report(self.n_rows, row)
             with open(self.path, "a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def report_to(kind: str):
+    """From now on the rows of metrics.jsonl go to "tensorboard" or "wandb" too, as a run of their folder's
+    name. InputError if the package is missing, or wandb's log-in."""
+    try:
+        package = importlib.import_module({"tensorboard": "torch.utils.tensorboard"}.get(kind, kind))
+        if kind == "wandb" and dist.is_main():
+            package.login()
+    except Exception as error:  # wandb has its own, for a key that is missing
+        raise InputError(f"--report-to {kind} (pip install {kind}): {error}") from None
+
+    def begin(folder):
+        if kind == "wandb":
+            run = package.init(name=folder.name, dir=folder, resume="auto")  # on with one that was cut short
+            run.define_metric("*", step_metric="step")
+            return lambda number, row: run.log(row, step=number)  # a number that it has is not taken again
+        for old in folder.glob("events.out.tfevents.*"):  # of a resumed run, whose rows go there again
+            old.unlink()
+        writer = package.SummaryWriter(folder)
+        for row in read_jsonl(folder / "metrics.jsonl"):
+            write(writer, row)
+        return lambda _, row: write(writer, row)
+
+    def write(writer, row):
+        for key in row.keys() - {"step"}:
+            writer.add_scalar(key, row[key], row["step"])
+        writer.flush()
+
+    Metrics.begin_report, Metrics.end_report = begin, getattr(package, "finish", None)
 
 
 def read_jsonl(path) -> list[dict]:
@@ -219,23 +257,6 @@ def against(before: list[dict], after: list[dict], tie_margin: float | None, pre
     return figures
 
 
-def regressions(before: list[dict], after: list[dict]) -> list[dict]:
-    """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
-    known) of two policies' responses to the same prompts, with its 95 % interval and whether this excludes 0
-    (by chance one category in twenty does); of fewer than 10 prompts, with their number alone."""
-    table = []
-    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
-        inside = [(b, a) for b, a in zip(before, after) if name in (None, a["category"])]
-        line = {"category": name or "all", "prompts": len(inside)}
-        for column in [column for column in JUDGES if column in after[0]]:
-            figures = gains(*zip(*inside), {column: column})
-            line[column] = interval(figures, column)
-            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
-            line[f"{column} is"] = "worse" if worse else "better" if better else ""
-        table.append(line)
-    return table
-
-
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
 
@@ -259,9 +280,7 @@ def correlation(x, y) -> float:
     """Pearson's; NaN where one of them does not vary."""
     if len(set(x)) < 2 or len(set(y)) < 2:
         return math.nan
-    x, y = (torch.tensor(values, dtype=torch.float64) for values in (x, y))
-    x, y = x - x.mean(), y - y.mean()
-    return (x @ y / (x.norm() * y.norm())).item()
+    return torch.corrcoef(torch.tensor([x, y], dtype=torch.float64))[0, 1].item()
 
 
 # -- measures of a scorer on labelled pairs --------------------------------------------------------
@@ -357,18 +376,13 @@ def known_figures(rows) -> dict[str, float]:
     return figures
 
 
-def by_category(rows) -> dict[str, list[float]]:
-    """category -> the scores of its responses."""
-    of_category = {}
-    for row in rows:
-        of_category.setdefault(str(row["category"]), []).extend(r["score"] for r in row["responses"])
-    return dict(sorted(of_category.items()))
-
-
 def category_spread(rows) -> float:
     """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
     alike. NaN for fewer than two categories, or a scorer that gives all the same."""
-    of_categories = [statistics.fmean(scores) for scores in by_category(rows).values()]
-    scores = [r["score"] for row in rows for r in row["responses"]]
-    overall = statistics.pstdev(scores) if len(of_categories) > 1 else 0.0
-    return statistics.pstdev(of_categories) / overall if overall > 0 else math.nan
+    of_category = {}
+    for row in rows:
+        of_category.setdefault(row["category"], []).extend(r["score"] for r in row["responses"])
+    overall = statistics.pstdev(sum(of_category.values(), [])) if len(of_category) > 1 else 0.0
+    return (
+        statistics.pstdev(map(statistics.fmean, of_category.values())) / overall if overall > 0 else math.nan
+    )

@@ -3,33 +3,18 @@ where there is nothing to draw."""
 
 import itertools
 import math
-from functools import partial
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 import torch
 
 from common import metrics
 from common.metrics import JUDGES, read_jsonl
 
-WORDS = {  # what pictures call a key of metrics.jsonl, or each part of it
-    "loss": "training loss", "train": "training", "eval": "held-out", "gold": "true reward",
-    "optim": "optimiser", "nll": "loss (nats)", "kl": "KL (nats)", "lr": "learning rate",
-    "grad_norm": "gradient norm", "entropy": "entropy (nats per token)", "max": "expected best",
-    "loss/nll": "training: loss (nats)", "kl/per_response": "rollouts: KL (nats)",
-    "reward/score": "rollouts: score", "reward/gold": "rollouts: true reward",
-    "gold/score": "held-out: true reward", "pairs/accuracy": "held-out pairs: accuracy",
-}  # fmt: skip
 STYLE = {
-    "text.parse_math": False,  # a category may hold a $
-    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3,
-    "lines.markersize": 3, "errorbar.capsize": 3, "legend.fontsize": 8,
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "text.parse_math": False,
+    "lines.markersize": 3, "legend.fontsize": 8,
 }  # fmt: skip
-
-
-def in_words(key: str) -> str:
-    """eval/kl -> held-out: KL (nats)."""
-    return WORDS.get(key) or ": ".join(WORDS.get(part, part.replace("_", " ")) for part in key.split("/"))
 
 
 def figure(panels=1, size=(4.8, 3.2), whole=False):
@@ -73,8 +58,8 @@ def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: s
         for key in keys:
             points = [(row[x], row[key]) for row in rows if key in row]
             if points:
-                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=in_words(key))
-        axis.set(title=title, xlabel=in_words(x))
+                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=key)
+        axis.set(title=title, xlabel=x)
     return save(drawing, Path(folder) / name)
 
 
@@ -127,30 +112,26 @@ def best_of_n(folder):
 
 
 # -- of scorers ------------------------------------------------------------------------------------
-def scorer(folder, loss: str):
-    """The pictures of a reward, advantage or preference model. loss: the key of its training loss."""
-    accuracy = ["train/accuracy", "eval/accuracy"]
-    curves(folder, {"loss": [loss, "eval/nll"], "accuracy": accuracy, "norm": ["optim/grad_norm"]})
+def scorer(folder):
+    """The pictures of a reward, advantage or preference model."""
+    loss, accuracy = ["loss/reward", "loss/advantage", "eval/nll"], ["train/accuracy", "eval/accuracy"]
+    curves(folder, {"loss": loss, "accuracy": accuracy, "norm": ["optim/grad_norm"]})
     scores(folder, {str(folder): read_jsonl(Path(folder) / "samples.jsonl")})
 
 
 def scores(folder, scorers: dict[str, list[dict]]):
-    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
-    first scorer) and scores by category. scorers: {name: rows of metrics.pair_figures}; one without labelled
-    pairs is left out."""
+    """`folder`/scores.png: accuracy against score difference, and scores of better and worse responses (of
+    the first scorer). scorers: {name: rows of metrics.pair_figures}; one without labelled pairs is left
+    out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if metrics.pairs_of(rows)}
     if not scorers:
         return None
     name, first = next(iter(scorers.items()))
-    panels = [partial(accuracy_by_difference, scorers)]
-    if "differences" not in first[0]:
-        panels.append(partial(better_and_worse, name, first))
-        scored = {n: metrics.by_category(x) for n, x in scorers.items() if "differences" not in x[0]}
-        if len(scored[name]) > 1:
-            panels.append(partial(by_category, scored))
-    drawing, axes = figure(len(panels), (4.4, 3.2))
-    for draw, axis in zip(panels, axes):
-        draw(axis)
+    compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
+    drawing, axes = figure(1 if compares else 2, (4.4, 3.2))
+    accuracy_by_difference(scorers, axes[0])
+    if not compares:
+        better_and_worse(name, first, axes[1])
     return save(drawing, Path(folder) / "scores.png")
 
 
@@ -174,18 +155,6 @@ def better_and_worse(name, rows, axis):
         values = [pair[side]["score"] for pair in pairs]
         axis.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
     axis.set(title="scores", xlabel="score", ylabel="density")
-
-
-def by_category(scorers: dict[str, dict[str, list[float]]], axis):
-    """Means and standard deviations. scorers: name -> category -> the scores of its responses."""
-    names = sorted(set().union(*scorers.values()))
-    for shift, (name, of_category) in enumerate(scorers.items()):
-        y = [names.index(category) + 0.2 * shift for category in of_category]
-        mean, deviation = (list(map(measure, of_category.values())) for measure in (fmean, pstdev))
-        axis.errorbar(mean, y, xerr=deviation, fmt="o", label=name)
-    axis.set_yticks(range(len(names)), [name[:24] for name in names], fontsize=8)
-    axis.invert_yaxis()  # from top to bottom
-    axis.set(title="scores by category", xlabel="mean and standard deviation")
 
 
 # -- of policies that are compared -----------------------------------------------------------------

@@ -305,7 +305,7 @@ class Versions:
         in_a_row = sum(study["step"] == self.step for study in self.studies.values())
         return self.run.skip(why, in_a_row)
 
-    def finish(self, plots, summary: dict):
+    def finish(self, summary: dict):
         """Study the last version, and write what a finished run holds, summary.json last of all."""
         run, folder = self.run, self.run.folder
         self.study(self.last)
@@ -316,16 +316,13 @@ class Versions:
             curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
             if curves:
                 metrics.write_jsonl(folder / "curves.jsonl", curves)
-            for plot in plots:
-                plot(folder)
-            figures, categories = {str(v): self.figures(v) for v in self.studies}, []
-            same, before = evaluation.comparable(self.studies, self.last), {}
-            if self.first in same:
-                categories = metrics.regressions(same[self.first], same[self.last])
-                before = figures[str(self.first)]
+            run.draw()
+            figures = {str(v): self.figures(v) for v in self.studies}
+            comparable = self.first in evaluation.comparable(self.studies, self.last)
+            before = figures[str(self.first)] if comparable else {}
             samples = [row for row in rows if row["version"] == self.last]
             metrics.print_results(before, figures[str(self.last)], (), samples)
-            summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
+            summary = {**summary, "steps": self.step, "versions": figures}
             write_json(folder / "summary.json", summary)  # last
             loading.report_export(folder / "model", self.args.model, self.args.seed)
         dist.barrier()

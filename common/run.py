@@ -29,9 +29,9 @@ from common.errors import InputError, NotFinite
 from common.metrics import read_json, write_json
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
-OUTPUTS = (  # what a new run removes of an old one, beside *.png
+OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out*
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
-    "pairs.jsonl reference.json rows.jsonl failed.jsonl"
+    "pairs.jsonl reference.json rows.jsonl failed.jsonl wandb"
 )
 INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset
 sft_dataset rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
@@ -45,7 +45,6 @@ def launch(main, recipes):
     sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
     try:
         args = parse(recipes)
-        _say_other_versions()
         main(args)
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         said, where = " ".join(str(error).split()), ""
@@ -70,17 +69,9 @@ def launch(main, recipes):
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
+    if metrics.Metrics.end_report:
+        metrics.Metrics.end_report(code)
     dist.shutdown(code)
-
-
-def _say_other_versions():
-    """One line if torch or transformers is not of the version that the tests pass with."""
-    file = Path(__file__).parents[1] / "requirements.txt"
-    pins = re.findall(r"^(torch|transformers)==(\S+)", file.read_text(), re.M) if file.exists() else ()
-    here = {name: importlib.metadata.version(name).split("+")[0] for name, _ in pins}
-    others = [f"{name} is {here[name]}, tested with {pin}" for name, pin in pins if here[name] != pin]
-    if others and dist.is_main():
-        _say(f"{'; '.join(others)} ({file.name})")
 
 
 def _say(text):
@@ -99,9 +90,11 @@ class Run:
 
     current = None  # the run that this process is in: `launch` says where it stopped
 
-    def __init__(self, args, stage: str, check=None):
-        """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS)."""
+    def __init__(self, args, stage: str, check=None, plots=()):
+        """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
+        functions of the run's folder that draw in it."""
         self.device, self.args, self.stage = dist.setup(), args, stage
+        self.plots, self.drawn = plots, time.time()
         check_flags(args)
         if check:
             check(args)
@@ -169,8 +162,16 @@ class Run:
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
         """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
         self.metrics.log(step, iteration, **row, **self.laps)
+        if time.time() - self.drawn > 60 and any(key.startswith("eval/") for key in row):
+            self.draw()
         if shown:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
+
+    def draw(self):
+        """The pictures, of what there is. Half a second's work: while training at most once a minute."""
+        for plot in self.plots if dist.is_main() else ():
+            plot(self.folder)
+        self.drawn = time.time()
 
     def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
         """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
@@ -194,11 +195,11 @@ class Run:
         for weight in model.state_dict().values():
             weight.copy_(weight.to(self.dtype))
 
-    def finish(self, model, tokenizer, after, samples, *, summary, shown, plots):
+    def finish(self, model, tokenizer, after, samples, *, summary, shown):
         """Export the model and write what a finished run holds, summary.json last of all.
 
         after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
-        says. shown: the figures that are printed, before and after. plots: functions of the run's folder."""
+        says. shown: the figures that are printed, before and after."""
         if not math.isfinite(after.get("eval/nll", 0.0)):
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
@@ -208,14 +209,12 @@ class Run:
         if kept:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
-            summary = {**summary, "categories": metrics.regressions(kept, samples)}
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
         self.metrics.log(*self.metrics.last, **after)
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             metrics.write_jsonl(samples_file, samples)
-            for plot in plots:
-                plot(self.folder)
+            self.draw()
             write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
             metrics.print_results(before, after, shown, samples)
             loading.report_export(self.folder / "model", self.args.model, self.args.seed)
@@ -277,13 +276,11 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     files = _data_files(args)
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
     before = dist.gather([read_json(folder / "args.json")])[0]
-    previous, data_before, changed = before.get("args", {}), before.get("data", {}), []
-    for name in sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"}):
-        if previous[name] != now[name]:
-            changed.append(f"{name}: {previous[name]!r} -> {now[name]!r}")
-    for path in files.keys() & data_before.keys():
-        if files[path] != data_before[path]:
-            changed.append(f"{path}: its rows are not those that the run began with")
+    previous, data_before = before.get("args", {}), before.get("data", {})
+    names = sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"})
+    changed = [f"{x}: {previous[x]!r} -> {now[x]!r}" for x in names if previous[x] != now[x]]
+    other = [path for path in files.keys() & data_before.keys() if files[path] != data_before[path]]
+    changed += [f"{path}: its rows are not those that the run began with" for path in other]
     if resume and before.get("stage", stage) != stage:
         raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
     if resume and before.get("held_out", fingerprint) != fingerprint:
@@ -326,7 +323,7 @@ def _data_files(args):
 
 
 def _outputs(folder):
-    paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png")]
+    paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png"), *folder.glob("events.out*")]
     return [path for path in paths if path.exists()]
 
 

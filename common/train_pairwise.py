@@ -17,7 +17,6 @@ the model is asked; a soft label counts as its likelier side; AdamW's betas are 
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from common import comparisons, dist, evaluation, loading, models, pairwise, plots
@@ -100,7 +99,7 @@ def update(model, optimizer, documents, args):
 
 
 def main(args: Args):
-    run = Run(args, "train_pairwise")
+    run = Run(args, "train_pairwise", plots=[plots.scorer])
     if run.finished:
         return
 
@@ -146,7 +145,6 @@ def main(args: Args):
         model, tokenizer, after=after, samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy"),
-        plots=[partial(plots.scorer, loss="loss/reward")],
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """What a reader needs of any picture, asked of the figure."""
 
 import itertools
-import re
 
 
 def tick_labels(axis) -> list:
@@ -15,7 +14,7 @@ def legend_texts(axes) -> list[str]:
 
 
 def assert_readable(figure):
-    """Ticks stand apart and are no TeX, legends cover no curve, words stand for keys, nothing is cut off."""
+    """Ticks stand apart and are no TeX, legends cover no curve, nothing is cut off."""
     figure.draw_without_rendering()
     for axes in figure.axes:
         for axis in (axes.xaxis, axes.yaxis):
@@ -28,7 +27,5 @@ def assert_readable(figure):
             legend = axes.get_legend().get_window_extent()
             assert not any(legend.overlaps(box) for box in (*covered, axes.xaxis.label.get_window_extent()))
         assert axes.get_title() and axes.get_xlabel()
-        drawn = {axes.get_xlabel(), axes.get_ylabel(), *legend_texts(axes)}
-        assert not [text for text in drawn if re.match("(loss|train|eval|optim|gold|reward|kl|pool)/", text)]
     box, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
     assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height

@@ -12,17 +12,16 @@ def points_of(axes):
     return [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines]
 
 
-def test_metrics_are_drawn_in_words_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
+def test_metrics_are_drawn_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
     log = metrics.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
     panels = {"loss": ["loss/nll", "eval/nll"], "mine": ["my/own"], "none": ["nowhere"]}
     figure = plots.curves(tmp_path, panels, name="x.png")
     assert_readable(figure)
-    loss, mine, none = figure.axes
+    loss, _, none = figure.axes
     assert points_of(loss) == [([1, 2, 3], [10, 20, 30]), ([2], [5])]
-    assert legend_texts(loss) == ["training: loss (nats)", "held-out: loss (nats)"]
-    assert legend_texts(mine) == ["my: own"] and not none.lines  # a key without words is drawn all the same
+    assert legend_texts(loss) == ["loss/nll", "eval/nll"] and not none.lines
     assert [axes.get_title() for axes in figure.axes] == list(panels)
     assert [label.get_text() for label in tick_labels(loss.xaxis)] == ["1", "2", "3"]  # no half steps
     assert (tmp_path / "x.png").exists()
@@ -38,8 +37,8 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert_readable(figure)
     (axes,) = figure.axes
     assert points_of(axes) == [([0, 1], [1, 3]), ([1], [1])]
-    assert legend_texts(axes) == ["held-out: score", "held-out: true reward"]
-    assert axes.get_xlabel() == "held-out: KL (nats)"
+    assert legend_texts(axes) == ["eval/score", "gold/score"]
+    assert axes.get_xlabel() == "eval/kl"
 
 
 def test_lengths_of_the_first_and_the_last_version_stand_beside_each_other(tmp_path):
@@ -85,12 +84,12 @@ def pairs(n, seed):
 def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     first, second = pairs(400, 1), pairs(300, 2)
     compares = [{**row, "differences": [1.0]} for row in second]
-    three = ["accuracy", "scores", "scores by category"]
+    both = ["accuracy", "scores"]
     for scorers, titles in (
-        ({"runs/reward": first, "runs/advantage_model": second}, three),
-        ({"pairwise": compares, "reward": first}, three[:1]),
-        ({"reward": first, "pairwise": compares}, three),
-        ({"x" * 200: first[:1]}, three[:2]),  # one category needs no panel
+        ({"runs/reward": first, "runs/advantage_model": second}, both),
+        ({"pairwise": compares, "reward": first}, both[:1]),
+        ({"reward": first, "pairwise": compares}, both),
+        ({"x" * 200: first[:1]}, both),
     ):
         figure = plots.scores(tmp_path, scorers)
         assert_readable(figure)

@@ -1,6 +1,7 @@
 """common/cli.py and common/run.py, and the files of common/metrics.py: the command line, how errors end, the run
 directory, metrics.jsonl."""
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.metadata
@@ -16,12 +17,13 @@ from types import SimpleNamespace
 import processes
 import pytest
 
+import ppo
 import sft
-from common import dist, metrics, tiny
+from common import cli, data, dist, metrics, tiny
 from common.errors import InputError
 from common.cli import check_flags, parse
 from common.metrics import write_json
-from common.run import find_run, launch, start_run
+from common.run import Run, find_run, launch, start_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -58,45 +60,68 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
         (["xyz"], ["'xyz'", "tiny, large"]),
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
         (["--max-step=3"], ["--max-step", "did you mean --max-steps"]),
-        (["large", "--maxsteps", "3"], ["did you mean --max-steps"]),
-        (["--zzz"], ["'--zzz'", "--help"]),
+        (["large", "--output-rate", "3"], ["did you mean --output-dir?"]),
+        (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz', '--lr-max=1': see --help"]),
+        (["--gradient-accumulation-steps", "3"], ["': --batch-size or --minibatch-size are all rows"]),
         (["tiny", "large"], ["'large'"]),
     ],
 )
-def test_what_is_unknown_is_named_with_the_nearest_name(argv, words):
+def test_what_is_unknown_is_named_with_the_flags_that_share_its_words(argv, words):
     with pytest.raises(InputError) as error:
         parse(RECIPES, argv)
     assert all(word in str(error.value) for word in words)
 
 
-def test_a_far_name_gets_no_suggestion():
-    with pytest.raises(InputError, match="^(?!.*did you mean)"):
-        parse(RECIPES, ["--zzz"])
+@pytest.mark.parametrize(
+    "script, argv, own, value",
+    [
+        ("ppo", "--kl 0.5", "--kl-coef", 0.5),
+        ("ppo", "--beta=0.5", "--kl-coef", 0.5),
+        ("dpo_iterative", "--kl_coef 0.5", "--beta", 0.5),
+        ("ppo", "--ref a", "--reference", "a"),
+        ("dpo_iterative", "--ref-model a", "--reference", "a"),
+        ("sft", "--learning-rate 1e-6", "--lr", 1e-6),
+        ("ppo", "--reward-fn a:b", "--scorer", "a:b"),
+        ("rejection_sampling", "--reward-model a", "--scorer", "a"),
+        ("reward", "--model-name-or-path a", "--model", "a"),
+        ("reward", "--dataset-name a", "--dataset", "a"),
+        ("sft", "--num-train-epochs 7", "--epochs", 7.0),
+        ("sft", "--per-device-train-batch-size 7", "--micro-batch-size", 7),
+        ("reward", "--steps 7", "--max-steps", 7),
+        ("ppo", "--temperatures 0.5", "--temperature", 0.5),
+        ("dpo_iterative", "--temperature 0.5", "--temperatures", (0.5,)),
+        ("ppo", "--batch-size 7", "--minibatch-size", 7),
+        ("sft", "--minibatch-size 7", "--batch-size", 7),
+        ("dpo_iterative", "--num-generations 7", "--n-samples", 7),
+    ],
+)
+def test_a_flag_that_means_the_same_is_taken_and_said(script, argv, own, value, capsys):
+    args = parse(importlib.import_module(script).RECIPES, ["tiny", *argv.split()])
+    assert getattr(args, own[2:].replace("-", "_")) == value
+    said, recipe = capsys.readouterr().out.splitlines()
+    assert said == f"{argv.split('=')[0].split()[0]} is taken as {own}" and recipe.startswith("recipe tiny")
+
+
+COMMANDS = [
+    *processes.SCRIPTS,
+    *(f"common.{x}" for x in "ai_feedback rehearsal train_pairwise evaluate".split()),
+]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_has_two_flags_that_are_said_to_mean_the_same(name):
+    fields = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
+    assert all(len(fields & set(line.split())) < 2 for line in cli.SYNONYMS)
+    assert not fields & set(vars(cli.EveryCommand()))
 
 
 @pytest.mark.parametrize(
-    "script, flags, command",
-    [
-        ("reward", "--judge --judge=x", "python -m common.ai_feedback label"),
-        ("advantage_model", "--judge", "python -m common.ai_feedback label"),
-        ("reward", "--compare-with", "python -m common.evaluate --scorers NAME=RUN ... --dataset PAIRS"),
-        ("advantage_model", "--compare-with", "common.evaluate --scorers NAME=RUN ... --dataset PAIRS"),
-        ("reward", "--kind", "python -m common.train_pairwise"),
-        (
-            "ppo",
-            "--rehearsal-clusters --rehearsal-per-cluster --rehearsal-prompts --rehearsal-by --rehearsal-encoder",
-            "python -m common.rehearsal, then --rehearsal-data FILE",
-        ),
-        ("ppo", "--forget-dataset --tie-margin", "common.evaluate --dataset FORGET --tie-margin X"),
-        ("dpo_iterative", "--tie-margin", "python -m common.evaluate --dataset FORGET --tie-margin X"),
-        ("rejection_sampling", "--student", "--pool TEACHER/pool.jsonl --n-samples 0 --iterations 1"),
-    ],
+    "argv, packing",
+    [("--packing false", False), ("--packing=False", False), ("large --packing true", True)]
+    + [("large --packing=TRUE --lr 3", True), ("--packing", True), ("--no-packing", False)],
 )
-def test_a_flag_that_left_a_script_names_the_command_that_does_it_now(script, flags, command):
-    for flag in flags.split():
-        with pytest.raises(InputError, match=f"unknown argument '{flag}': that is ") as error:
-            parse(importlib.import_module(script).RECIPES, ["tiny", flag, "x"])
-        assert str(error.value).endswith(command)
+def test_a_flag_that_is_on_or_off_takes_true_and_false_too(argv, packing):
+    assert parse(RECIPES, argv.split()).packing is packing
 
 
 def test_a_value_of_the_wrong_type_is_an_error_that_names_the_flag(capsys):
@@ -113,6 +138,70 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
     help_text = capsys.readouterr().out
     assert stop.value.code == 0 and all(name in help_text for name in sft.RECIPES)
     assert "--batch-size" in help_text and "Blocks of an optimiser step" in help_text
+    every = "--config --columns --min-score-ratio --preview --report-to"
+    assert all(flag in help_text for flag in every.split())
+
+
+# -- what every command takes ------------------------------------------------------------
+def test_config_takes_the_args_of_a_run_but_for_its_directory(tmp_path, capsys):
+    begin(tmp_path / "run", lr=0.5, max_steps=3, layers=(3, 4), packing=False, overwrite=True)
+    config = ["--config", str(tmp_path / "run" / "args.json")]
+    assert parse(RECIPES, config) == Args(lr=0.5, max_steps=3, layers=(3, 4), packing=False)
+    assert parse(RECIPES, ["large", *config, "--lr", "7", "--packing"]) == Args(
+        lr=7.0, max_steps=3, layers=(3, 4)
+    )
+
+
+def test_config_takes_names_and_values_as_yaml_or_json_in_place_of_a_recipes(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("learning-rate: 1e-5\nlayers: [5]\npacking: true\nmax_steps: null\noutput_dir: x y\n")
+    want = Args(lr=1e-5, layers=(5,), output_dir="x y")
+    assert parse(RECIPES, ["large", f"--config={path}"]) == want
+    path.write_text(json.dumps({"lr": 1e-5, "layers": [5], "packing": True, "output_dir": "x y"}))
+    assert parse(RECIPES, ["large", f"--config={path}"]) == want
+    path.write_text("lr: 3\n")
+    assert parse(RECIPES, ["large", "--config", str(path)]) == Args(
+        lr=3.0, packing=False
+    )  # else the recipe's
+    path.write_text("dataset: rows.jsonl\n")  # and it counts where base is chosen
+    assert parse(sft.RECIPES, ["--config", str(path)]).lr == sft.RECIPES["base"][1].lr
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("lr: 3\nfoo: 4\nbar: [1, 2]", ["'--foo=4', '--bar'"]),
+        ("lr: fast", ["--lr", "'fast'"]),
+        ("- lr", ["my.yaml", "wanted names"]),
+        ("{", ["my.yaml", "line"]),
+    ],
+)
+def test_a_config_that_cannot_be_used_is_one_line(text, words, tmp_path, monkeypatch):
+    (tmp_path / "my.yaml").write_text(text)
+    for yaml_is_there in (True, False):
+        with pytest.raises(InputError) as error:
+            parse(RECIPES, ["--config", str(tmp_path / "my.yaml")])
+        assert all(word in str(error.value) for word in (words if yaml_is_there else ["pip install pyyaml"]))
+        monkeypatch.setitem(sys.modules, "yaml", None)
+
+
+def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_path):
+    monkeypatch.setattr(data, "with_columns", lambda spec, columns: f"{spec}<{columns}>")
+    argv = "tiny --dataset a.csv:0.5,b:0.5 --ptx-dataset tiny:kind=text --rehearsal-data c --columns x=prompt"
+    args = parse(ppo.RECIPES, [*argv.split(), "--min-score-ratio", "2"])
+    assert args.dataset == "a.csv:0.5,b:0.5<x=prompt><score_ratio>=2>" and args.eval_dataset is None
+    assert args.ptx_dataset == "tiny:kind=text" and args.rehearsal_data == "c<x=prompt><score_ratio>=2>"
+    assert ppo.RECIPES["tiny"][1] == ppo.Args()  # parsing changes no recipe
+
+
+def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
+    seen = []
+    monkeypatch.setattr(data, "preview", seen.append)
+    monkeypatch.setattr(metrics, "report_to", seen.append)
+    parse(RECIPES, [])
+    assert seen == []
+    parse(RECIPES, ["--preview", "3", "--report-to", "wandb"])
+    assert seen == [3, "wandb"]
 
 
 # -- recipes -----------------------------------------------------------------------------
@@ -153,8 +242,11 @@ def test_own_data_or_an_own_model_take_the_recipe_base(runs, capsys, name, argv,
     assert {f"--{key.replace('_', '-')}" for key in moved} <= set(argv.split())
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"recipe {recipe} (") and "base" in recipes
-    shown = {key: want[key] for key in ("lr", "max_length", "batch_size", "minibatch_size") if key in want}
-    assert all(f" {key} {value:g}" in line for key, value in shown.items())
+    first = vars(recipes["tiny"][1])
+    always = {"lr", "max_length", "batch_size", "minibatch_size"} & set(want)
+    shown = {key: value for key, value in vars(args).items() if key in always or want[key] != first[key]}
+    text = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in shown.items()}
+    assert all(f" {key} {value}" in line for key, value in text.items()) and "seed" not in line
 
 
 @pytest.mark.parametrize(
@@ -286,16 +378,6 @@ def test_a_text_that_the_console_cannot_encode_ends_no_run(monkeypatch, capsys):
     assert code == 0 and console.buffer.getvalue() == b"? done\n"
 
 
-@pytest.mark.parametrize("rank, n_lines", [(0, 1), (1, 0)])
-def test_other_versions_than_the_pinned_ones_are_named_in_one_line(rank, n_lines, monkeypatch, capsys):
-    installed = {"torch": "2.9.1", "transformers": "5.23.0+local"}
-    monkeypatch.setattr(importlib.metadata, "version", installed.get)
-    monkeypatch.setattr(dist, "rank", lambda: rank)
-    code, output = ends_with(monkeypatch, capsys, lambda args: None)
-    lines = ["torch is 2.9.1, tested with 2.13.0 (requirements.txt)"]
-    assert code == 0 and output.err.splitlines() == lines[:n_lines]
-
-
 @pytest.mark.parametrize("argv, code", [(["--help"], 0), (["--lr", "fast"], 2)])
 def test_help_ends_with_0_and_usage_errors_with_2(monkeypatch, capsys, argv, code):
     assert ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), *argv)[0] == code
@@ -355,8 +437,8 @@ def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(
     two.write_bytes(b"22")
     given = {"output_dir": run, "offline_data": f"{one}:0.7, {two}:.3,org/name[train]", "model": str(one)}
     start_run(Inputs(**given), "dpo_iterative", None)
-    data = json.loads((tmp_path / "run/args.json").read_text())["data"]
-    assert data == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)}
+    hashes = json.loads((tmp_path / "run/args.json").read_text())["data"]
+    assert hashes == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)}
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
     assert capsys.readouterr().out == ""
     one.write_text("2\n")
@@ -647,3 +729,90 @@ def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     log.log(1, 0, x=1)
     metrics.progress(10, 0, "sft").update()
     assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""
+
+
+# -- --report-to -------------------------------------------------------------------------
+class Writer:
+    """In place of tensorboard's SummaryWriter and of wandb: what it is told, beside the events it writes."""
+
+    told = []
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        (self.folder / f"events.out.tfevents.{len(self.told)}").touch()
+
+    def add_scalar(self, key, value, step):
+        self.told.append((self.folder.name, key, value, step))
+
+    def flush(self):
+        self.told.append("on the disk")
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    told = Writer.told = []
+    say = lambda name: lambda *given, **named: told.append((name, *given, *named.items()))
+    run = SimpleNamespace(define_metric=say("axis"), log=say("log"))
+    init = lambda **named: told.append(("init", *named.items())) or run
+    wandb = SimpleNamespace(login=say("login"), init=init, finish=say("finish"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    for name in ("begin_report", "end_report"):
+        monkeypatch.setattr(metrics.Metrics, name, None)
+    return told
+
+
+def test_tensorboard_has_each_row_once_also_after_a_resumed_run(reports, tmp_path):
+    folder = tmp_path / "my_run"
+    folder.mkdir()
+    metrics.report_to("tensorboard")
+    log = metrics.Metrics(folder)
+    for step in (10, 20, 30):
+        log.log(step, step // 10, **{"loss/nll": step / 2})
+    losses = [told for told in reports if told[1] == "loss/nll"]
+    assert losses == [("my_run", "loss/nll", step / 2, step) for step in (10, 20, 30)]
+    assert ("my_run", "iteration", 3, 30) in reports and reports[-1] == "on the disk"
+    (old,) = folder.glob("events*")
+    del reports[:]
+    again = metrics.Metrics(folder, keep_rows=2)
+    again.log(30, 3, **{"loss/nll": 7.0})
+    assert [told[2:] for told in reports if told[1] == "loss/nll"] == [(5.0, 10), (10.0, 20), (7.0, 30)]
+    assert not old.exists() or len(list(folder.glob("events*"))) == 1
+
+
+def test_wandb_goes_on_with_the_run_and_knows_a_row_by_its_number(reports, tmp_path, monkeypatch, capsys):
+    metrics.report_to("wandb")
+    metrics.Metrics(tmp_path).log(10, 1, **{"loss/nll": 0.5})
+    metrics.Metrics(tmp_path, keep_rows=1).log(20, 2, **{"loss/nll": 0.25})
+    begun = ("init", ("name", tmp_path.name), ("dir", tmp_path), ("resume", "auto"))
+    rows = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+    logged = [("log", row, ("step", number)) for number, row in enumerate(rows, 1)]
+    axis = ("axis", "*", ("step_metric", "step"))
+    assert reports == [("login",), begun, axis, logged[0], begun, axis, logged[1]] and len(rows) == 2
+    ends_with(monkeypatch, capsys, raises(KeyboardInterrupt()))
+    assert reports[-1] == ("finish", 130)
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+def test_a_missing_package_ends_a_command_before_any_work(kind, reports, monkeypatch, capsys):
+    name = "torch.utils.tensorboard" if kind == "tensorboard" else kind
+    monkeypatch.setitem(sys.modules, name, None)
+    code, output = ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), "--report-to", kind)
+    (line,) = output.err.splitlines()
+    assert code == 2 and line.startswith(f"error: --report-to {kind} (pip install {kind}): ")
+
+
+# -- pictures ----------------------------------------------------------------------------
+def test_pictures_are_drawn_at_an_evaluation_at_most_once_a_minute(tmp_path, monkeypatch):
+    clock, drawn = [1000.0], []
+    monkeypatch.setattr("common.run.time.time", lambda: clock[0])
+    drawing = lambda folder: drawn.append((clock[0], len(metrics.read_jsonl(folder / "metrics.jsonl"))))
+    run = Run(Args(output_dir=str(tmp_path)), "sft", plots=[drawing])
+    run.metrics = metrics.Metrics(tmp_path)
+    for n in range(1, 17):
+        clock[0] += 10
+        run.log({"loss/nll": 1.0, **({"eval/nll": 2.0} if n % 4 == 0 else {})}, n)
+    assert drawn == [(1080.0, 8), (1160.0, 16)]
+    monkeypatch.setenv("RANK", "1")
+    run.draw()
+    assert len(drawn) == 2
