@@ -204,9 +204,9 @@ def _parse_flags(recipes, name, argv):
     if unknown:
         unknown = [word for word in unknown if word.startswith("-")] or unknown
         name = own_name(unknown[0].split("=")[0], defaults)
-        words, shared = [word for word in name.split("_") if len(word) > 2], {}
+        shared = {}  # number of words that a flag shares with the unknown one, but for a last letter -> flags
         for field in [*vars(given.script), *vars(given.every_command)]:
-            n = sum(word in field for word in words)
+            n = sum(word in (part, part[:-1]) for word in name.split("_") for part in field.split("_"))
             shared.setdefault(n, []).append(f"--{field.replace('_', '-')}")
         hint = f"did you mean {' or '.join(shared[max(shared)])}?" if max(shared) else "see --help"
         raise InputError(f"unknown argument {', '.join(map(repr, unknown))}: {ELSEWHERE.get(name, hint)}")

@@ -430,7 +430,7 @@ BAD = [
     ({"dataset": "words.jsonl", "n_others": 1}, ["words.jsonl:4", "behavior_logprobs"]),
     ({"dataset": "holes.jsonl", "n_others": 1}, ["holes.jsonl:4", "behavior_logprobs"]),
     ({"max_length": 256}, ["--max-length 256", "128 positions"]),
-    ({"n_othres": 1}, ["--n-othres", "did you mean --n-others"]),
+    ({"other": 1}, ["--other", "did you mean --n-others"]),
 ]
 
 

@@ -658,7 +658,6 @@ BAD = [
     ({"dataset": "same.jsonl"}, ["same.jsonl", "the prompt is in the held-out set"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "longer than 56 tokens"]),
     ({"sft_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-    ({"batch_size": 3, "micro_batch_size": 2}, ["--batch-size 3", "--micro-batch-size 2"]),
 ]
 
 
