@@ -42,7 +42,7 @@ SYNONYMS = [  # of a line, here and elsewhere: they mean the same, and a script 
     "eval_every eval_steps",
     "save_every save_steps",
 ]
-ELSEWHERE = {  # a flag of elsewhere that has no synonym -> what to write
+ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
     "gradient_accumulation_steps": "--batch-size or --minibatch-size are all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",
     "steps": "--iterations are rounds, of several optimiser steps each",
@@ -109,12 +109,10 @@ def parse(recipes, argv=None):
         data.preview(every.preview)
     if every.report_to:
         metrics.report_to(every.report_to)
-    wanted = [every.columns, every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"]
-    for key, spec in vars(args).items():
-        for columns in filter(None, wanted):
-            if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
-                spec = data.with_columns(spec, columns)
-        setattr(args, key, spec)
+    ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"
+    for key, spec in vars(args).items() if every.columns or ratio else ():
+        if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
+            setattr(args, key, data.with_columns(spec, ",".join(filter(None, [every.columns, ratio]))))
     return args
 
 
@@ -149,10 +147,10 @@ def config_flags(path: str, args) -> list[str]:
     try:
         import yaml
 
-        config = yaml.safe_load(Path(path).read_text())  # JSON is YAML
+        config = yaml.safe_load(Path(path).read_bytes())  # JSON is YAML
     except ImportError:
         raise InputError("--config needs the package yaml: pip install pyyaml") from None
-    except yaml.YAMLError as error:
+    except (OSError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"--config {path}: wanted names of flags with their values")
@@ -160,7 +158,7 @@ def config_flags(path: str, args) -> list[str]:
         config = {k: v for k, v in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
     flags = []
     for name, value in config.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--{str(name).replace('_', '-')}"
         flags += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
     return in_our_words(flags, args)
 

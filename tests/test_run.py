@@ -157,6 +157,7 @@ def test_config_takes_names_and_values_as_yaml_or_json_in_place_of_a_recipes(tmp
         ("lr: fast", ["--lr", "'fast'"]),
         ("- lr", ["my.yaml", "wanted names"]),
         ("{", ["my.yaml", "line"]),
+        ("\0", ["my.yaml"]),
     ],
 )
 def test_a_config_that_cannot_be_used_is_one_line(text, words, tmp_path, monkeypatch):
@@ -172,8 +173,8 @@ def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_pat
     monkeypatch.setattr(data, "with_columns", lambda spec, columns: f"{spec}<{columns}>")
     argv = "tiny --dataset a.csv:0.5,b:0.5 --ptx-dataset tiny:kind=text --rehearsal-data c --columns x=prompt"
     args = parse(ppo.RECIPES, [*argv.split(), "--min-score-ratio", "2"])
-    assert args.dataset == "a.csv:0.5,b:0.5<x=prompt><score_ratio>=2>" and args.eval_dataset is None
-    assert args.ptx_dataset == "tiny:kind=text" and args.rehearsal_data == "c<x=prompt><score_ratio>=2>"
+    assert args.dataset == "a.csv:0.5,b:0.5<x=prompt,score_ratio>=2>" and args.eval_dataset is None
+    assert args.ptx_dataset == "tiny:kind=text" and args.rehearsal_data == "c<x=prompt,score_ratio>=2>"
     assert ppo.RECIPES["tiny"][1] == ppo.Args()  # parsing changes no recipe
 
 
