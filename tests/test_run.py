@@ -610,12 +610,6 @@ def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys
     assert lines == [f"resuming with another {change}" for change in changes]
 
 
-def test_a_file_in_the_way_of_the_output_dir_is_an_os_error_that_names_it(tmp_path):
-    leave(tmp_path, "file")
-    with pytest.raises(OSError, match="file"):
-        begin(tmp_path / "file")
-
-
 # -- whole files -------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
