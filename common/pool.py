@@ -317,12 +317,14 @@ class Versions:
             if curves:
                 metrics.write_jsonl(folder / "curves.jsonl", curves)
             run.draw()
-            figures = {str(v): self.figures(v) for v in self.studies}
-            comparable = self.first in evaluation.comparable(self.studies, self.last)
-            before = figures[str(self.first)] if comparable else {}
+            figures, categories = {str(v): self.figures(v) for v in self.studies}, []
+            same, before = evaluation.comparable(self.studies, self.last), {}
+            if self.first in same:
+                categories = metrics.regressions(same[self.first], same[self.last])
+                before = figures[str(self.first)]
             samples = [row for row in rows if row["version"] == self.last]
             metrics.print_results(before, figures[str(self.last)], (), samples)
-            summary = {**summary, "steps": self.step, "versions": figures}
+            summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
             write_json(folder / "summary.json", summary)  # last
             loading.report_export(folder / "model", self.args.model, self.args.seed)
         dist.barrier()

@@ -309,3 +309,47 @@ def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
     got = metrics.against(before, after, None)
     assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
     assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)
+
+
+def samples(category, changes, gold=None):
+    """Rows before and after: scores change from 1 by `changes`, gold from 0 by `gold`."""
+    before = [{"category": category, "score": 1.0} for _ in changes]
+    after = [{"category": category, "score": 1.0 + change} for change in changes]
+    for b, a, g in zip(before, after, gold or ()):
+        b["gold"], a["gold"] = 0.0, g
+    return list(zip(before, after))
+
+
+def test_regressions_by_hand():
+    pairs = samples("reverse", [-1.0, -2.0] * 5, gold=[1.0] * 10) + samples(None, [0.0], gold=[0.0])
+    pairs += samples("copy", [-1.0] * 9, gold=[-1.0] * 9) + samples("ends", [1.0, -1.0] * 6, gold=[0.0] * 12)
+    pairs += samples("next", [2.0] * 10, gold=[-1.0] * 10)
+    random.Random(0).shuffle(pairs)
+    table = metrics.regressions(*zip(*pairs))
+    assert [(line["category"], line["prompts"]) for line in table] == [
+        ("all", 42),
+        ("copy", 9),
+        ("ends", 12),
+        ("next", 10),
+        ("reverse", 10),
+    ]
+    assert [line["score is"] for line in table] == ["", "", "", "better", "worse"]
+    assert [line["gold is"] for line in table] == ["", "", "", "worse", "better"]
+    every, copy, ends, _, reverse = table
+    # -1 and -2 in turn: deviation sqrt(10 / 4 / 9) = 0.527, so 1.96 * 0.527 / sqrt(10) = 0.327 to each side
+    assert (reverse["score"], reverse["gold"]) == ("-1.50 [-1.83, -1.17]", "+1.00 [+1.00, +1.00]")
+    assert copy["score"] == copy["gold"] == "-1.00 (n = 9)"  # of so few nothing more is said
+    assert ends["score"] == "+0.00 [-0.59, +0.59]"  # deviation sqrt(12 / 11): 1.96 * 1.044 / sqrt(12)
+    assert every["score"].startswith("-0.10 [") and every["gold"].startswith("-0.21 [")  # -4 / 42, -9 / 42
+
+
+def test_regressions_without_gold_have_no_such_column_and_of_nothing_no_line():
+    (every, line) = metrics.regressions(*zip(*samples("copy", [0.5] * 10)))
+    assert list(line) == ["category", "prompts", "score", "score is"]
+    assert every == {**line, "category": "all"} and line["score is"] == "better"
+    assert metrics.regressions([], []) == []
+
+
+def test_a_category_named_all_has_its_own_prompts_only():
+    table = metrics.regressions(*zip(*samples("all", [1.0] * 3), *samples("copy", [1.0] * 2)))
+    assert [line["prompts"] for line in table] == [5, 3, 2]

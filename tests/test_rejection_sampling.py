@@ -363,6 +363,7 @@ def test_the_figures_are_those_of_pool_and_samples(small, whole):
     assert (summary["steps"], summary["pool"]) == (first + second, len(pool))
     assert summary["kl_bound"] == pytest.approx(math.log(4) - 0.75) and set(summary["versions"]) == {*"012"}
     assert summary["versions"]["2"] == without(evals[2], *PLACE)
+    assert summary["categories"][0]["prompts"] == ASKED
 
 
 def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
