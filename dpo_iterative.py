@@ -338,7 +338,7 @@ def main(args: Args):
             # 3. pair: of each prompt the best against the worst
             new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
             pairs = pairs + new_pairs
-            row = evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)
+            row = {**pool.parts, **evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):

@@ -443,7 +443,7 @@ def main(args: Args):
                 state["policy_steps"] += policy_learns
         run.lap("update")
 
-        row = {**figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
+        row = {**scorer.parts, **figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
         row.update(evaluation.true_rewards(pairs, args))
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every):

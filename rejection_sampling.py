@@ -266,7 +266,7 @@ def main(args: Args):
         # 3. select: of each prompt the best, or with thresholds (ReST) for each all that reach it
         thresholds = args.threshold or [None]
         selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
-        row = evaluation.selection_figures(pool.rows, selected[0], iteration)
+        row = {**pool.parts, **evaluation.selection_figures(pool.rows, selected[0], iteration)}
         selected = [rows for rows in selected if rows]  # thresholds rise: only the last may be out of reach
         if len(selected) < len(thresholds):
             why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)

@@ -126,13 +126,14 @@ class Pool:
 
     def score(self, scorer, prompts):
         """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
-        The file is replaced whole."""
-        keys = {prompt.key for prompt in prompts}
+        The file is replaced whole. `parts` are then the means of the parts of these scores."""
+        self.parts, keys = {}, {prompt.key for prompt in prompts}
         others = [row for row in self.rows if row["scorer"] != scorer.version]
         old = [row for row in others if turns_key(row["prompt"]) in keys]
         if not old:
             return
-        scores = scorers.score(scorer, answers(old, prompts), self.args.score_batch_size, self.device)
+        size, pairs = self.args.score_batch_size, answers(old, prompts)
+        scores, self.parts = scorers.score_and_parts(scorer, pairs, size, self.device)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
         self.write()

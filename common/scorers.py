@@ -1,23 +1,27 @@
 """What scores a response.
 
-A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or `module:function`,
-called on each rank with its own rows: fn(prompts: list[str], responses: list[str], rows: list[dict]) ->
-list[float]. A prompt's str is its last message; its row has all columns of the data set, and `messages`.
-`module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge.
-Where responses are only ranked it may be a pairwise preference model (common/pairwise.py).
+A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or a function,
+`FILE.py:function` or `module:function`, called on each rank with its own rows (docs/scorers.md):
+fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
+`module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge;
+`f.py:a*0.7+f.py:b` is a weighted sum. Where responses are only ranked a scorer may be a pairwise preference
+model (common/pairwise.py).
 """
 
 import collections
 import contextlib
-import importlib
+import functools
+import importlib.util
 import inspect
 import itertools
 import json
 import math
 import os
 import re
+import statistics
 import sys
 import zlib
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,11 +33,111 @@ from common.errors import InputError
 from common.losses import safety_gated_score
 
 
+# -- functions -------------------------------------------------------------------------------------
+NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
+TERM = re.compile(rf"\s*({NAMED})(?:=(.+?))?(?:\s*\*\s*(-?\d*\.?\d+))?\s*(?:\+(?=\s*{NAMED})|$)")
+WANTED = "wanted module:function or FILE.py:function"
+
+
+class Term(NamedTuple):
+    function: object
+    weight: float = 1.0
+    name: str = ""  # as --scorer has it, without the weight
+    text: str | None = None  # what scores is function(text)
+
+
+def terms_of(spec) -> list[Term]:
+    """The functions whose weighted sum is the score of this name; of a model's name none."""
+    matches = list(TERM.finditer(spec))
+    if "".join(match[0] for match in matches) == spec:
+        return [Term(named_function("--scorer", m[1]), float(m[3] or 1), m[1], m[2]) for m in matches]
+    if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
+        raise InputError(f"--scorer {spec}: {WANTED}, or a sum of functions, f.py:a*0.7+f.py:b")
+    return []
+
+
+def named_function(flag, spec):
+    """What `FILE.py:function` or `module:function` names; modules of the working directory are found too."""
+    place, _, name = spec.rpartition(":")
+    sys.path.append(os.getcwd())
+    try:
+        module = _run(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
+        function = getattr(module, name)
+    except Exception as error:  # whatever a user's module raises
+        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}; {WANTED}") from error
+    if not callable(function):
+        raise InputError(f"{flag} {spec} is {type(function).__name__}, {WANTED}")
+    return function
+
+
+@functools.cache
+def _run(file):
+    """The module of a file, whose imports find the files beside it."""
+    sys.path.append(str(file.parent))
+    about = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(about)
+    sys.modules.setdefault(file.stem, module)  # dataclasses look for it there
+    about.loader.exec_module(module)
+    return module
+
+
+def try_functions(args):
+    """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt of
+    --dataset's first row: a mistake costs seconds. Not what function(text) gives, for it may hold a model."""
+    asks = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO of given pairs need not
+    for spec in [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer") if asks]:
+        terms, pairs = [term for term in terms_of(spec) if term.text is None], []
+        if terms:
+            row = data.load_rows(args.dataset, "prompts", getattr(args, "split", "train"))[0]
+            with contextlib.suppress(ValueError):  # it has no prompt
+                prompt = generate.Prompt([], generate.prompt_turns(row.data), row)
+                answers = [generate.Response([], text, True) for text in ("The answer is 1.", "")]
+                pairs = [(prompt, answer) for answer in answers for _ in range(dist.world_size())]
+            score(Scorer(spec, "", terms), pairs, 2, None)
+
+
+def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]:
+    """(scores, {part: its numbers}) by functions, in batches. A sum's parts are its functions and theirs."""
+    scores, parts = [], collections.defaultdict(list)
+    for batch in split(pairs, batch_size):
+        totals = [0.0] * len(batch)
+        for term in terms:
+            by_part = _call(term, batch)
+            values = [sum(numbers) for numbers in zip(*by_part.values())]
+            totals = [total + term.weight * x for total, x in zip(totals, values)]
+            name = [term.name] if len(terms) > 1 else []
+            for part, numbers in {**by_part, "": values}.items():
+                parts["/".join([*name, *filter(None, [part])])] += numbers
+        scores += totals
+    return scores, parts
+
+
+def _call(term, batch) -> dict[str, list[float]]:
+    """{part: a number for each} of what a function gives; of a list {"": a number for each}."""
+    questions = [prompt.question for prompt, _ in batch]
+    texts = [response.text for _, response in batch]
+    rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in batch]
+    did, n = "raised", len(batch)
+    try:
+        given = term.function(questions, texts, rows)
+        did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
+        parts = given if isinstance(given, dict) else {"": given}
+        parts = {str(part): [float(x) for x in numbers] for part, numbers in parts.items()}
+        lengths = [len(numbers) for numbers in parts.values()]
+        if set(lengths) != {n}:
+            raise ValueError(f"of lengths {lengths}")
+    except Exception as error:  # whatever a user's function raises
+        asked = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
+        why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({batch[0][0].row.where})"
+        raise InputError(f"--scorer {term.name} {why}") from error
+    return parts
+
+
 # -- scores ----------------------------------------------------------------------------------------
 class Scorer(NamedTuple):
     name: str
-    version: str  # name and a fingerprint of the model's files, or of the function's own source
-    function: object = None  # or
+    version: str  # name and a fingerprint of the model's files, or of the functions' own source
+    functions: list[Term] | tuple = ()  # or
     model: object = None  # with its
     tokenizer: object = None
     same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
@@ -41,42 +145,28 @@ class Scorer(NamedTuple):
     gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
 
 
-NAMED = r"[\w.]+:\w+"  # module:function
-
-
-def named_function(flag, spec):
-    """What `module:function` names; modules of the working directory are found too."""
-    module, _, name = spec.partition(":")
-    sys.path.append(os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{flag} {spec}: {error}; wanted module:function") from None
-
-
 def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer:
     """spec: see the module. tokenizer: the policy's. pairwise: whether a pairwise preference model will do.
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
-    named = re.fullmatch(f"({NAMED})(?:=(.+))?", spec)
-    if named:
-        name, argument = named.groups()
-        function, code = named_function("--scorer", name), ""
+    terms, sources = terms_of(spec), []
+    for i, term in enumerate(terms):
+        code = ""
         with contextlib.suppress(OSError, TypeError):  # of what is not written in Python there is none
-            code = inspect.getsource(function)
-        with contextlib.suppress(InputError):  # the argument may be a model, which can change
-            code = [code, loading.identity(argument)] if argument else code
-        if argument and callable(function):
-            function = function(argument)
-        if not callable(function):
-            raise InputError(f"--scorer {spec} is {type(function).__name__}, wanted module:function")
-        return Scorer(spec, version_of(spec, code), function=function)
+            code = inspect.getsource(term.function)
+        with contextlib.suppress(InputError):  # the text may name a model, which can change
+            code = [code, loading.identity(term.text)] if term.text else code
+        sources.append(code)
+        if term.text is not None:
+            terms[i] = term._replace(function=term.function(term.text))
+    if terms:
+        return Scorer(spec, version_of(spec, sources if len(terms) > 1 else sources[0]), terms)
     pairwise = pairwise and loading.is_preference_model(spec)
     n_outputs = 0 if pairwise else loading.n_outputs(spec)
     own = loading.load_tokenizer(spec, quiet=True)
     model = loading.load_policy(spec, own) if pairwise else loading.load_scorer(spec, own, n_outputs)
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version_of(spec, loading.identity(spec)), None, model, own, pairwise=pairwise)
+    scorer = Scorer(spec, version_of(spec, loading.identity(spec)), (), model, own, pairwise=pairwise)
     scorer = for_tokens(scorer, tokenizer)
     if scorer.same_tokens and not pairwise:
         loading.check_room(max_length, spec, model.config)
@@ -105,22 +195,28 @@ def same_tokens(a, b) -> bool:
 
 def for_tokens(scorer, tokenizer) -> Scorer:
     """The scorer for a policy with this tokenizer. One that compares reads texts, whatever the tokens."""
-    if scorer.function is not None or scorer.pairwise:
+    if scorer.functions or scorer.pairwise:
         return scorer
     return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
 
 
-@torch.no_grad()
 def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. A pairwise preference model gives the mean probability
     that a response beats the prompt's other responses among the pairs."""
-    mine = range(len(pairs))[dist.rank() :: dist.world_size()]
+    return score_and_parts(scorer, pairs, batch_size, device)[0]
+
+
+@torch.no_grad()
+def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dict[str, float]]:
+    """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
+    mine, parts = range(len(pairs))[dist.rank() :: dist.world_size()], {}
     if scorer.pairwise:
         scores = _round_robin(scorer, pairs, batch_size, device)
         found = [(i, scores[i]) for i in mine]
-    elif scorer.function is not None:
-        found = list(zip(mine, _ask(scorer, [pairs[i] for i in mine], batch_size)))
+    elif scorer.functions:
+        scores, parts = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
+        found = list(zip(mine, scores))
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
@@ -138,7 +234,11 @@ def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    return scores
+    by_name = collections.defaultdict(list)
+    for name, numbers in dist.gather(list(parts.items())):
+        by_name[f"reward/{name}"] += numbers
+    by_name.pop("reward/", None)  # what has no parts
+    return scores, {name: statistics.fmean(numbers) for name, numbers in by_name.items()}
 
 
 def load_safety_scorer(spec, tokenizer, device, max_length=0) -> Scorer:
@@ -208,25 +308,6 @@ def _encode(scorer, prompt, response, end):
     return prompt_ids, ids or [eos]  # to an empty response a template may add nothing
 
 
-def _ask(scorer, pairs, batch_size):
-    """What a function gives, in batches."""
-    scores = []
-    for batch in split(pairs, batch_size):
-        questions = [prompt.question for prompt, _ in batch]
-        texts = [response.text for _, response in batch]
-        rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in batch]
-        try:
-            given = [float(x) for x in scorer.function(questions, texts, rows)]
-        except Exception as error:  # whatever a user's function raises
-            what = f"{len(batch)} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
-            why = f"{type(error).__name__}: {error}; asked of {what} ({batch[0][0].row.where})"
-            raise InputError(f"--scorer {scorer.name} raised {why}") from error
-        if len(given) != len(batch):
-            raise InputError(f"--scorer {scorer.name} gave {len(given)} scores for {len(batch)} responses")
-        scores += given
-    return scores
-
-
 class Gated:
     """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
     counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
@@ -238,14 +319,16 @@ class Gated:
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
-        model)."""
+        model). `parts` are then the means of --scorer's parts."""
         args, device, results = self.args, self.device, []
         for scorer in filter(None, (self.scorer, self.safety)):
             with dist.at_hand(device, args.offload, scorer.model):
-                results.append(torch.tensor(score(scorer, pairs, args.score_batch_size, device)))
-        if self.safety is None:
-            return results[0], 0.0
-        scores, safety = results
+                results.append(score_and_parts(scorer, pairs, args.score_batch_size, device))
+        self.parts = results[0][1]
+        scores, *safety = [torch.tensor(x) for x, _ in results]
+        if not safety:
+            return scores, 0.0
+        [safety] = safety
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
         gated = tagged | (safety.sigmoid() < args.safety_threshold)
         scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
@@ -269,7 +352,7 @@ def load_value_model(scorer, tokenizer, prompts, args, device):
     the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's
     body and a head of 0."""
     scorer, checkpointing = scorer.scorer, args.gradient_checkpointing
-    if scorer.function is not None or not scorer.same_tokens:
+    if scorer.functions or not scorer.same_tokens:
         model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         torch.nn.init.zeros_(model.score.weight)
     else:

@@ -70,7 +70,7 @@ def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens(monkeypatch):
     pairs = {"first": answers("ant ant", "cat", "ant"), "ref": answers("eel", "eel eel", "ant")}
     word = {"tokens of first": "ant", "tokens of ref": "eel"}
     count = lambda word: lambda prompts, texts, rows: [text.split().count(word) for text in texts]
-    own = lambda oracle, tokens: oracle._replace(function=count(word[tokens]))
+    own = lambda oracle, tokens: oracle._replace(functions=[scorers.Term(count(word[tokens]))])
     monkeypatch.setattr(scorers, "for_tokens", own)
     args, tokenizers = (
         args_of(score_batch_size=2, reference="ref"),

@@ -122,5 +122,5 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
 
     held = pool_of(tmp_path, [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)])
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        held.score(scorers.Scorer("b", "b@1", function=score), [A, B])
+        held.score(scorers.Scorer("b", "b@1", [scorers.Term(score)]), [A, B])
     assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2

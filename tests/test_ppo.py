@@ -60,7 +60,7 @@ def scorer(n_outputs=1):
 
 
 def of_function(function):
-    return scorers.Scorer("a function", "1", function=function)
+    return scorers.Scorer("a function", "1", [scorers.Term(function)])
 
 
 # -- normalise ---------------------------------------------------------------------------

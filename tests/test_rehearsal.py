@@ -99,7 +99,7 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
     monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [[response] for response in responses])
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge = scorers.Scorer("length", "1", function=count)
+    judge = scorers.Scorer("length", "1", [scorers.Term(count)])
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
     args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8, **options)
     return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)

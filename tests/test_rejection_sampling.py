@@ -188,7 +188,8 @@ FILES += " samples.jsonl summary.json versions"
 ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 SCORERS = """
 def nan(prompts, responses, rows):
-    return [float("nan") if row["split"] == "train" else 0.0 for row in rows]
+    tried = len(rows) == 2  # before the run begins
+    return [float("nan") if row["split"] == "train" and not tried else 0.0 for row in rows]
 
 def shortest(prompts, responses, rows):
     return [-float(len(response.split())) for response in responses]

@@ -3,8 +3,10 @@
 import importlib
 import math
 import os
+import re
 import sys
 
+import processes
 import pytest
 import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, user, write_rows
@@ -13,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification,
 )  # fmt: skip
 
+import ppo
 from common import data, dist, generate, loading, pairwise, scorers, tiny
 from common.batches import Row
 from common.errors import InputError
@@ -358,17 +361,88 @@ def test_the_tiny_worlds_true_reward_is_a_function(pairs):
 @pytest.mark.parametrize(
     "code, says",
     [
-        ("return [1.0] * (len(rows) - 1)", r"my_scores:f gave 1 scores for 2 responses"),
-        ("return [1.0] * 3", r"my_scores:f gave 3 scores for 2 responses"),
-        ("return [float('nan')] * len(rows)", r"my_scores:f gives nan for 'ant cat', to 'copy ant cat'"),
-        ("return [float('inf')] * len(rows)", r"my_scores:f gives inf"),
-        ("return None", r"my_scores:f raised TypeError"),
-        ("return ['high'] * len(rows)", r"my_scores:f raised ValueError.*'high'"),
+        ("return [1.0] * (len(rows) - 1)", r"gave \[1.0\], wanted 2 numbers or .*: of lengths \[1\];"),
+        ("return [1.0] * 3", r"gave \[1.0, 1.0, 1.0\], wanted 2 numbers .*: of lengths \[3\]"),
+        ("return {'a': [1.0] * len(rows), 'b': [1.0]}", r"gave {'a': .*: of lengths \[2, 1\]"),
+        ("return {}", r"gave {}, wanted 2 numbers"),
+        ("return [{'a': 1.0}] * len(rows)", r"gave \[{'a': 1.0}, .*wanted 2 numbers or {part: 2 numbers}"),
+        ("return [float('nan')] * len(rows)", r"gives nan for '(ant cat|The answer.*)', to 'copy ant cat'"),
+        ("return [float('inf')] * len(rows)", r"gives inf"),
+        ("return None", r"gave None, wanted 2 numbers"),
+        ("return ['high'] * len(rows)", r"gave \['high', 'high'\], wanted 2 numbers"),
+        ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; asked .*p.jsonl:1"),
     ],
 )
-def test_what_a_function_gives_is_checked(code, says, write, pairs):
-    with pytest.raises(InputError, match=says):
+def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
+    code, says, write, pairs, tmp_path
+):
+    with pytest.raises(InputError, match=f"my_scores:f {says}"):
         scorers.score(write(code), pairs, 2, CPU)
+    for flags in ({"scorer": "my_scores.py:f"}, {"scorer": "tiny", "safety_scorer": "my_scores.py:f"}):
+        files = {"dataset": str(tmp_path / "p.jsonl"), "output_dir": str(tmp_path / "run")}
+        with pytest.raises(InputError, match=f"my_scores.py:f {says}"):
+            ppo.main(ppo.Args(model="is/not/read", **flags, **files))
+
+
+def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
+    args = ppo.Args(scorer="common.tiny:gold_scorer+common.ai_feedback:rater=no/such")
+    scorers.try_functions(args)
+    with pytest.raises(InputError, match="no/such"):
+        scorers.load_scorer(args.scorer, TOKENIZER, CPU)
+
+
+def test_a_sum_has_weights_and_its_functions_and_their_parts_are_logged_by_mean(tmp_path, pairs):
+    """Of the words of five responses, 2, 6, 1, 1, 2, and of those that are owl."""
+    code = "def owl(prompts, responses, rows):\n    return [r == 'owl' for r in responses]\n\n\n"
+    code += "def long(prompts, responses, rows):\n    n = [len(r.split()) for r in responses]\n"
+    code += "    return {'n': n, 'square': [x * x for x in n]}\n"
+    (tmp_path / "c++ x").mkdir()
+    (tmp_path / "c++ x" / "reward.py").write_text(code)  # a script here has this name
+    file = str(tmp_path / "c++ x" / "reward.py")
+    squares = {"n": 12 / 5, "square": 46 / 5}
+    several = {"": 58 / 5, **{f"/{part}": x for part, x in squares.items()}}
+    means = {f"{file}:owl": 2 / 5, **{f"{file}:long{part}": x for part, x in several.items()}}
+    for spec, scores, parts in (
+        (f"{file}:long", [6, 42, 2, 2, 6], squares),
+        (f"{file}:owl*3", [0, 0, 3, 3, 0], {}),
+        (f" {file}:owl * 3 + {file}:long*-.5", [-3, -21, 2, 2, -3], means),
+    ):
+        scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
+        for size in (2, 64):
+            assert scorers.score(scorer, pairs, size, CPU) == scores
+            got = scorers.score_and_parts(scorer, pairs, size, CPU)[1]
+            assert got == pytest.approx({f"reward/{name}": x for name, x in parts.items()})
+
+
+def test_files_modules_texts_and_weights_are_told_apart(monkeypatch):
+    monkeypatch.setattr(scorers, "named_function", lambda flag, spec: spec)
+    windows, unix = r"C:\x y\a.py:f", "../c++/b.py:g"
+    got = scorers.terms_of(f"{windows}*0.7+{unix}+m.n:h=org/a+b*-2")
+    want = [(windows, 0.7, windows, None), (unix, 1, unix, None), ("m.n:h", -2, "m.n:h", "org/a+b")]
+    assert got == want
+    models = ["tiny", "runs/reward", "org/a+b", r"C:\runs\reward", "../a-b.c"]
+    assert [scorers.terms_of(name) for name in models] == [[]] * 5
+
+
+def test_the_functions_of_the_docs_score_as_the_page_says(tmp_path, monkeypatch):
+    page = (processes.ROOT / "docs" / "scorers.md").read_text()
+    own, checked = (block.partition("```")[0] for block in page.split("```python\n")[1:])
+    (tmp_path / "myreward.py").write_text(own)
+    (tmp_path / "gsm8k.py").write_text(checked)
+    monkeypatch.chdir(tmp_path)
+    row = Row("f:1", {"question": "how many?", "answer": "600 * 2 = 1200\n#### 1,200"})
+    prompt = generate.Prompt([], [user("how many?")], row)
+    texts = ["1200", "It is 2 x 600, because I counted: 1,200.", "1201", "1200 or 12", "", "because " * 90]
+    asked = [(prompt, generate.Response([], text, True)) for text in texts]
+    for spec, scores in (
+        ("gsm8k.py:correct", [1, 1, 0, 0, 0, 0]),
+        ("myreward.py:good", [0, 1, 0, 0, 0, 1]),
+        ("myreward.py:short", [0, 0, 0, 0, -1, -0.5]),
+        ("myreward.py:good*0.7+myreward.py:short*0.3", [0, 0.7, 0, 0, -0.3, 0.55]),
+    ):
+        assert scorers.score(scorers.load_scorer(spec, TOKENIZER, CPU), asked, 4, CPU) == pytest.approx(
+            scores
+        )
 
 
 def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first_row(write, pairs):
@@ -383,11 +457,17 @@ def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first
 
 @pytest.mark.parametrize(
     "spec",
-    "no_such_module:f common.tiny:no_such common.tiny.no:f math.py:sqrt common:no common.tiny:RIGHT".split(),
+    """no_such_module:f common.tiny:no_such common.tiny.no:f math.py:sqrt common:no common.tiny:RIGHT lacks.py:f
+    broken.py:f broken.py common:f*x runs/reward*0.5+math:sqrt math:sqrt+runs/reward""".split(),
 )
-def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch):
+def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lacks.py").write_text("import numpy\nimport no_such_package\n")
+    (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(InputError, match=f"--scorer {spec}(: .*no.*;| is float,) wanted module:function"):
+    why = {"lacks.py:f": ": .*named 'no_such_package';", "broken.py:f": ": SyntaxError: .*line 1.;"}
+    why = why.get(spec, "(: .*(no|No such file).*;| is float,|:)")
+    with pytest.raises(InputError, match=f"--scorer {re.escape(spec)}{why} wanted module:function"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
@@ -482,7 +562,7 @@ def oracle(tmp_path_factory):
 
 def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, load):
     scorer = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and scorer.function is None and scorer.version.startswith(f"{oracle}@")
+    assert scorer.pairwise and not scorer.functions and scorer.version.startswith(f"{oracle}@")
     assert not any(p.requires_grad for p in scorer.model.parameters())
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
@@ -537,7 +617,7 @@ def test_where_an_oracle_may_be_pairwise_other_scorers_stay_what_they_are(n_outp
     assert not one.pairwise and one.same_tokens and one.version == other.version
     assert scorers.score(one, pairs, 8, CPU) == scorers.score(other, pairs, 8, CPU)
     function = scorers.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU, pairwise=True)
-    assert function.function is tiny.gold_scorer and not function.pairwise
+    assert function.functions[0].function is tiny.gold_scorer and not function.pairwise
 
 
 # -- versions ------------------------------------------------------------------------------------
