@@ -9,7 +9,7 @@ import torch
 
 from common import comparisons, data, dist, generate, loading, metrics, models, pairwise, scorers, tiny
 from common.batches import (
-    a_part, labelled_pairs, make_blocks, of_each_comparison, response_mask, turns_key,
+    a_part, labelled_pairs, make_blocks, of_each_comparison, response_mask, split, turns_key,
 )  # fmt: skip
 from common.errors import InputError
 from common.losses import kl_estimate
@@ -216,11 +216,12 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     """n responses of a policy to each comparison's prompt, as ids, on every rank, without those that did not
     end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
     room, samples = models.n_positions(model.config) - max_new_tokens, [()] * len(prompts)
-    fits = {i: c.prompt_ids.tolist() for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
+    fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
+    asked = [generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
     options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
-    answers = generate.sample_responses(model, tokenizer, list(fits.values()), **options)
-    for i, responses in zip(fits, answers):
-        ended = [[*response.ids[:-1], tokenizer.eos_token_id] for response in responses if response.finished]
+    pairs = generate.sample_pairs(model, tokenizer, asked, **options)
+    for i, of_prompt in zip(fits, split(pairs, n)):
+        ended = [[*r.ids[:-1], tokenizer.eos_token_id] for _, r in of_prompt if r.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
     n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():

@@ -131,18 +131,24 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     return responses
 
 
-def sample_responses(model, tokenizer, prompts, *, n, seed=0, **options) -> list[list[Response]]:
-    """n responses to each prompt (ids): a list of n Responses for each, the same on every rank. Every rank
-    must call it. The weights are gathered once and freed afterwards (dist.consolidated): prompts are divided
-    among ranks, which decode in their own time. seed: an integer for this call; ranks draw differently.
-    options: sampler.sample's."""
+def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
+    """[(prompt, response)], the n of a prompt in a row, the same on every rank. Every rank must call it. The
+    weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among ranks, which
+    decode in their own time. seed: an integer for this call; ranks draw differently. options:
+    sampler.sample's."""
     mine = range(len(prompts))[dist.rank() :: dist.world_size()]
     options["seed"] = seed * 1000 + dist.rank()
     with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=False) as progress:
-        my_prompts = [prompts[i] for i in mine]
+        my_prompts = [prompts[i].ids for i in mine]
         responses = my_responses(model, tokenizer, my_prompts, n=n, progress=progress, **options)
     numbered = sorted(dist.gather(list(zip(mine, split(responses, n)))))  # ranks have other prompts
-    return [of_prompt for _, of_prompt in numbered]
+    return [(prompts[i], response) for i, of_prompt in numbered for response in of_prompt]
+
+
+def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
+    """sample_pairs with --max-new-tokens and --slots of a command."""
+    limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
+    return sample_pairs(policy, tokenizer, prompts, seed=seed, **limits, **options)
 
 
 def check_sampled(name, mend=""):
@@ -153,18 +159,6 @@ def check_sampled(name, mend=""):
             sampler.check_attention(loading._read_config(name).get_text_config())
     except ValueError as error:
         raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
-
-
-def sample_pairs(model, tokenizer, prompts, *, n=1, **options) -> list[tuple[Prompt, Response]]:
-    """[(prompt, response)], the n of a prompt in a row, on every rank. options: sample_responses'."""
-    answers = sample_responses(model, tokenizer, [prompt.ids for prompt in prompts], n=n, **options)
-    return [(prompt, response) for prompt, responses in zip(prompts, answers) for response in responses]
-
-
-def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
-    """sample_pairs with --max-new-tokens and --slots of a command."""
-    limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
-    return sample_pairs(policy, tokenizer, prompts, seed=seed, **limits, **options)
 
 
 def documents(pairs) -> list[Document]:

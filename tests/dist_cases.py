@@ -661,7 +661,7 @@ def rs_run(folder):
 @case
 def rs_stopped(folder):
     """In the middle of an iteration's chunks, and after the first checkpoint."""
-    with stopped(generate, "sample_responses", 5):  # 2 of version 0's study, then chunks
+    with stopped(generate, "sample_pairs", 5):  # 2 of version 0's study, then chunks
         rs_main(folder, "rs stopped")
     sampled = len(pool.read(folder / "rs stopped" / "pool.jsonl"))
     with stopped(dist, "save_checkpoint", 1, after=True):
@@ -702,7 +702,7 @@ def dpo_run(folder):
 @case
 def dpo_stopped(folder):
     """In the middle of an iteration's chunks, after the first checkpoint, and in the second iteration."""
-    with stopped(generate, "sample_responses", 7):  # 1 of version 0's study, then chunks
+    with stopped(generate, "sample_pairs", 7):  # 1 of version 0's study, then chunks
         dpo_main(folder, "dpo stopped")
     sampled = len(pool.read(folder / "dpo stopped" / "pool.jsonl"))
     with stopped(dist, "save_checkpoint", 1, after=True):

@@ -9,6 +9,7 @@ from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 from transformers import AutoModelForCausalLM
 
 from common import dist, generate, loading, tiny
+from common.batches import split
 from common.errors import InputError
 from common.sampler import Rollout
 
@@ -154,11 +155,18 @@ def policy():
 
 @pytest.fixture
 def prompts(load):
-    return [p.ids for p in load([{"prompt": q} for q in QUESTIONS])]
+    return load([{"prompt": q} for q in QUESTIONS])
+
+
+def sampled(policy, prompts, n, **options):
+    """The responses to each prompt."""
+    pairs = generate.sample_pairs(policy, TOKENIZER, prompts, n=n, **options)
+    assert [prompt for prompt, _ in pairs] == [prompt for prompt in prompts for _ in range(n)]
+    return split([response for _, response in pairs], n)
 
 
 def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(policy, prompts):
-    found = generate.sample_responses(policy, TOKENIZER, prompts, n=8, max_new_tokens=24)
+    found = sampled(policy, prompts, 8, max_new_tokens=24)
     assert [len(responses) for responses in found] == [8, 8, 8]
     everything = [r for responses in found for r in responses]
     assert {r.finished for r in everything} == {True, False}
@@ -173,8 +181,8 @@ def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(polic
 
 def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
     """At a temperature near 0: those of plain greedy forwards."""
-    found = generate.sample_responses(policy, TOKENIZER, prompts, n=2, max_new_tokens=6, temperature=1e-6)
-    for ids, responses in zip(prompts, found):
+    found = sampled(policy, prompts, 2, max_new_tokens=6, temperature=1e-6)
+    for (ids, *_), responses in zip(prompts, found):
         with torch.no_grad():
             row = list(ids)
             for _ in range(6):  # greedy, by plain forwards
@@ -186,10 +194,7 @@ def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
 
 
 def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
-    one, again, other = (
-        generate.sample_responses(policy, TOKENIZER, prompts, n=4, max_new_tokens=12, seed=s)
-        for s in (3, 3, 4)
-    )
+    one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
     assert one == again and one != other
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
 
@@ -202,10 +207,10 @@ def prefilled(model, prompts, n, slots):
         rows.extend([1] * len(kwargs["input_ids"]) if kwargs["input_ids"].shape[1] > 1 else [])
 
     # the sampler tries a new model on rows of its own
-    generate.sample_responses(model, TOKENIZER, prompts[:1], n=1, max_new_tokens=1)
+    sampled(model, prompts[:1], 1, max_new_tokens=1)
     handle = model.register_forward_pre_hook(look, with_kwargs=True)
     try:
-        generate.sample_responses(model, TOKENIZER, prompts, n=n, max_new_tokens=6, slots=slots)
+        sampled(model, prompts, n, max_new_tokens=6, slots=slots)
     finally:
         handle.remove()
     return len(rows)
@@ -214,17 +219,17 @@ def prefilled(model, prompts, n, slots):
 @pytest.mark.parametrize("slots", [64, 5, 1])
 def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
     assert prefilled(policy, prompts, 8, slots) == 3
-    eight_times = [ids for ids in prompts for _ in range(8)]
+    eight_times = [prompt for prompt in prompts for _ in range(8)]
     assert prefilled(policy, eight_times, 1, slots) == 24  # what it must not be
 
 
 def test_no_prompts_no_responses(policy):
-    assert generate.sample_responses(policy, TOKENIZER, [], n=8, max_new_tokens=4) == []
+    assert generate.sample_pairs(policy, TOKENIZER, [], n=8, max_new_tokens=4) == []
 
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
-        generate.sample_responses(policy, TOKENIZER, prompts, n=1, max_new_tokens=124)
+        generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 
 def test_a_response_with_a_special_token_inside_is_not_clean(monkeypatch):

@@ -96,7 +96,7 @@ def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
 # -- rows --------------------------------------------------------------------------------
 def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
-    monkeypatch.setattr(generate, "sample_responses", lambda *_, **__: [[response] for response in responses])
+    monkeypatch.setattr(generate, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("length", "1", [scorers.Term(count)])
@@ -192,12 +192,12 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     policy = dist.shard(loading.load_policy(str(files / "policy"), TOKENIZER), CPU)
     prompts = generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54)
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
-    answers = generate.sample_responses(policy, TOKENIZER, ids, n=1, max_new_tokens=10, slots=256, seed=seed)
+    answers = generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
     with torch.no_grad():
         hidden = [policy.base_model(input_ids=torch.tensor([x])).last_hidden_state[0].mean(0) for x in ids]
     vectors = F.normalize(torch.stack(hidden), dim=1).double().numpy()
     rows = [[], [], []]
-    for p, (r,), cluster in zip(prompts, answers, KMeans(3, n_init=4, random_state=0).fit_predict(vectors)):
+    for p, (_, r), cluster in zip(prompts, answers, KMeans(3, n_init=4, random_state=0).fit_predict(vectors)):
         score = tiny.gold_score(p.turns[-1]["content"], r.text)
         row = {"prompt": p.turns, "completion": r.text, "cluster": int(cluster), "score": score}
         rows[cluster] += [row] if r.finished and r.clean and r.text.strip() else []
@@ -216,7 +216,7 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "sample_responses", None)
+    monkeypatch.setattr(generate, "sample_pairs", None)
     given = {
         "model": str(files / "policy"),
         "dataset": str(files / "prompts.jsonl"),

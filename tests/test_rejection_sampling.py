@@ -148,10 +148,10 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
     """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends."""
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
-    def sample_responses(model, tokenizer, prompts, *, n, temperature, **options):
-        return [[generate.Response([END], *answer) for answer in said[temperature][:n]] for _ in prompts]
+    def sample_pairs(model, tokenizer, prompts, *, n, temperature, **options):
+        return [(p, generate.Response([END], *answer)) for p in prompts for answer in said[temperature][:n]]
 
-    monkeypatch.setattr(generate, "sample_responses", sample_responses)
+    monkeypatch.setattr(generate, "sample_pairs", sample_pairs)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
     sweep = evaluation.Sweep([A, B, C], scorer_that_notes([]), TOKENIZER, args)
     study = sweep(tiny_policy(), 0, {})
@@ -438,13 +438,13 @@ def test_as_many_rows_of_the_sft_dataset_are_learnt_beside_the_selected_ones(sma
 
 
 def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkeypatch):
-    seeds, plain = [], generate.sample_responses
+    seeds, plain = [], generate.sample_pairs
 
     def noted(*args, seed, **options):
         seeds.append(seed)
         return plain(*args, seed=seed, **options)
 
-    monkeypatch.setattr(generate, "sample_responses", noted)
+    monkeypatch.setattr(generate, "sample_pairs", noted)
     run_here(small, tmp_path, epochs=0.1)
     assert len(seeds) == 3 * (1 + 2) + 2 * 3 == len(set(seeds))  # of each version three rounds; three chunks
     run_here(small, tmp_path, overwrite=True, epochs=0.1, seed=1)
