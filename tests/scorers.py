@@ -252,6 +252,14 @@ def scorer_that_notes(asked, version="b@2"):
     return scorers.Scorer("b", version, [scorers.Term(score)])
 
 
+def docs_functions(folder):
+    """The folder, with the two files of docs/scorers.md."""
+    blocks = (ROOT / "docs" / "scorers.md").read_text().split("```python\n")[1:]
+    for name, block in zip(("myreward.py", "gsm8k.py"), blocks, strict=True):
+        (folder / name).write_text(block.partition("```")[0])
+    return folder
+
+
 # -- small models --------------------------------------------------------------------------
 def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
     """A causal LM that costs even less than tiny."""

@@ -51,7 +51,7 @@ def same(prompts, responses, rows):
     return [1.0] * len(responses)
 
 def longest(prompts, responses, rows):
-    return [float(len(response)) for response in responses]
+    return {"length": [float(len(response)) for response in responses]}
 
 def never(prompts, responses, rows):
     raise KeyError("nobody may ask")
@@ -589,6 +589,7 @@ def test_with_a_length_penalty_the_chosen_responses_are_the_shorter_ones(small, 
     succeeds(run(small, tmp_path, **options, **SHORT))
     rows, pairs = (of_iteration(tmp_path, name) for name in ("pool", "pairs"))
     assert all(r["score"] == len(r["response"]) for r in rows)
+    assert column(tmp_path, "reward/length") == pytest.approx(column(tmp_path, "pool/score"))
     want = {asked: best["response"] for asked, (best, _) in best_and_worst(rows, 3.0).items()}
     assert {question(r): r["chosen"] for r in pairs} == want and len(pairs) > 4
     assert all(len(r["chosen"]) < len(r["rejected"]) for r in pairs)

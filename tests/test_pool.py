@@ -114,6 +114,11 @@ def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_pa
     inode = path.stat().st_ino
     held.score(scorer_that_notes(asked), [A, B])
     assert len(asked) == 2 and path.stat().st_ino == inode  # neither scored nor written once more
+    parts = lambda prompts, texts, rows: {"n": [len(t.split()) for t in texts], "one": [1] * len(rows)}
+    held.score(scorers.Scorer("c", "c@1", [scorers.Term(parts)]), [A, B])
+    assert held.parts == {"reward/n": 2.0, "reward/one": 1.0} and held.rows[0]["score"] == 3.0
+    held.score(scorer_that_notes(asked, "d@1"), [A, B])
+    assert held.parts == {}
 
 
 def test_a_scorer_that_fails_changes_no_row(tmp_path):

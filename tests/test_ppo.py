@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
 from scorers import (
-    CPU, PLACE, TOKENIZER, assert_error, assert_files, column, contents, prompt, question, read_json, rows_of,
-    succeeds, weights, without, write_rows,
+    CPU, PLACE, TOKENIZER, assert_error, assert_files, column, contents, docs_functions, prompt, question,
+    read_json, rows_of, succeeds, weights, without, write_rows,
 )  # fmt: skip
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -1121,6 +1121,25 @@ def test_grpo_runs_without_a_value_model(grpo, small, tmp_path, monkeypatch):
     assert [row["policy/first_ratio_max"] for row in rows] == [1.0, 1.0]
     assert rows[1]["loss/kl"] > 0 and not any(key.startswith("value/") for key in rows[0])
     assert read_json(tmp_path / "args.json")["stage"] == "grpo"
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
+    name, grpo, small, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(docs_functions(tmp_path))
+    rows = [{"prompt": r["prompt"], "answer": "#### 2"} for r in tiny.rows("prompts", "train")[:8]]
+    terms = {"common.tiny:gold_scorer": 2, "gsm8k.py:correct": 1, "myreward.py:short": -0.5}
+    options = {"scorer": "+".join(f"{term}*{weight}" for term, weight in terms.items()), "iterations": 1}
+    options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows)), "eval_prompts": 0}
+    module = grpo if name == "grpo" else ppo
+    monkeypatch.setattr(module, "PLOTS", [])
+    options |= {"value_warmup_steps": None if name == "grpo" else 0}
+    module.main(module.Args(**options_of(small, tmp_path / "run", **options)))
+    [row] = metrics_rows(tmp_path / "run")
+    total = sum(weight * row[f"reward/{term}"] for term, weight in terms.items())
+    assert row["reward/score"] == pytest.approx(total, abs=1e-5) and total and row["reward/gsm8k.py:correct"] == 0
+    assert {"reward/myreward.py:short/words", "reward/myreward.py:short/empty"} < row.keys()
 
 
 def test_the_grpo_patch_is_short():

@@ -192,7 +192,7 @@ def nan(prompts, responses, rows):
     return [float("nan") if row["split"] == "train" and not tried else 0.0 for row in rows]
 
 def shortest(prompts, responses, rows):
-    return [-float(len(response.split())) for response in responses]
+    return {"words": [-float(len(response.split())) for response in responses]}
 """
 
 
@@ -538,6 +538,7 @@ def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_
 def test_a_run_that_goes_on_from_another_resumes_to_the_same_bits(small, whole, tmp_path):
     options = {"scorer": "mine:shortest"}
     succeeds(go_on(small, whole, tmp_path / "whole", **options))
+    assert rows_of(tmp_path / "whole", "reward/words")
     for moment in ("studied 2", "pool 2", "studied 3"):
         assert go_on(small, whole, tmp_path / moment, moment=moment, **options).code == -9
         succeeds(go_on(small, whole, tmp_path / moment, "--resume", **options))

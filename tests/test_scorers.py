@@ -6,10 +6,9 @@ import os
 import re
 import sys
 
-import processes
 import pytest
 import torch
-from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, user, write_rows
+from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, docs_functions, user, write_rows
 from test_data import CHATML, NO_END, byte_tokenizer
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification,
@@ -350,14 +349,6 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
     assert rows[3] == {"prompt": asked[3], "more": 7, "messages": [user(asked[3])]}
 
 
-def test_the_tiny_worlds_true_reward_is_a_function(pairs):
-    scorer = scorers.load_scorer("common.tiny:gold_scorer", TOKENIZER, CPU)
-    asked = [pair for pair in pairs if len(pair[0].turns) == 1]
-    # copy ant cat: 2 right words, or 1 wrong one; first owl ...: 1 right word
-    assert scorers.score(scorer, asked, 8, CPU) == [2.0, -0.3, 1.0]
-    assert scorers.for_tokens(scorer, None) is scorer
-
-
 @pytest.mark.parametrize(
     "code, says",
     [
@@ -391,29 +382,6 @@ def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
         scorers.load_scorer(args.scorer, TOKENIZER, CPU)
 
 
-def test_a_sum_has_weights_and_its_functions_and_their_parts_are_logged_by_mean(tmp_path, pairs):
-    """Of the words of five responses, 2, 6, 1, 1, 2, and of those that are owl."""
-    code = "def owl(prompts, responses, rows):\n    return [r == 'owl' for r in responses]\n\n\n"
-    code += "def long(prompts, responses, rows):\n    n = [len(r.split()) for r in responses]\n"
-    code += "    return {'n': n, 'square': [x * x for x in n]}\n"
-    (tmp_path / "c++ x").mkdir()
-    (tmp_path / "c++ x" / "reward.py").write_text(code)  # a script here has this name
-    file = str(tmp_path / "c++ x" / "reward.py")
-    squares = {"n": 12 / 5, "square": 46 / 5}
-    several = {"": 58 / 5, **{f"/{part}": x for part, x in squares.items()}}
-    means = {f"{file}:owl": 2 / 5, **{f"{file}:long{part}": x for part, x in several.items()}}
-    for spec, scores, parts in (
-        (f"{file}:long", [6, 42, 2, 2, 6], squares),
-        (f"{file}:owl*3", [0, 0, 3, 3, 0], {}),
-        (f" {file}:owl * 3 + {file}:long*-.5", [-3, -21, 2, 2, -3], means),
-    ):
-        scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
-        for size in (2, 64):
-            assert scorers.score(scorer, pairs, size, CPU) == scores
-            got = scorers.score_and_parts(scorer, pairs, size, CPU)[1]
-            assert got == pytest.approx({f"reward/{name}": x for name, x in parts.items()})
-
-
 def test_files_modules_texts_and_weights_are_told_apart(monkeypatch):
     monkeypatch.setattr(scorers, "named_function", lambda flag, spec: spec)
     windows, unix = r"C:\x y\a.py:f", "../c++/b.py:g"
@@ -424,25 +392,27 @@ def test_files_modules_texts_and_weights_are_told_apart(monkeypatch):
     assert [scorers.terms_of(name) for name in models] == [[]] * 5
 
 
-def test_the_functions_of_the_docs_score_as_the_page_says(tmp_path, monkeypatch):
-    page = (processes.ROOT / "docs" / "scorers.md").read_text()
-    own, checked = (block.partition("```")[0] for block in page.split("```python\n")[1:])
-    (tmp_path / "myreward.py").write_text(own)
-    (tmp_path / "gsm8k.py").write_text(checked)
-    monkeypatch.chdir(tmp_path)
+def test_the_functions_of_the_docs_score_and_are_logged_as_the_page_says(tmp_path, monkeypatch):
+    (tmp_path / "c++ x").mkdir()
+    monkeypatch.chdir(docs_functions(tmp_path / "c++ x"))
     row = Row("f:1", {"question": "how many?", "answer": "600 * 2 = 1200\n#### 1,200"})
     prompt = generate.Prompt([], [user("how many?")], row)
     texts = ["1200", "It is 2 x 600, because I counted: 1,200.", "1201", "1200 or 12", "", "because " * 90]
     asked = [(prompt, generate.Response([], text, True)) for text in texts]
-    for spec, scores in (
-        ("gsm8k.py:correct", [1, 1, 0, 0, 0, 0]),
-        ("myreward.py:good", [0, 1, 0, 0, 0, 1]),
-        ("myreward.py:short", [0, 0, 0, 0, -1, -0.5]),
-        ("myreward.py:good*0.7+myreward.py:short*0.3", [0, 0.7, 0, 0, -0.3, 0.55]),
+    good, short = f"{tmp_path}/c++ x/myreward.py:good", "myreward.py:short"
+    of_short, means = {"words": -0.5 / 6, "empty": -1 / 6}, {good: 2 / 6, short: -1.5 / 6}
+    for spec, scores, parts in (
+        ("gsm8k.py:correct", [1, 1, 0, 0, 0, 0], {}),
+        (f"{good}*2", [0, 2, 0, 0, 0, 2], {}),
+        (short, [0, 0, 0, 0, -1, -0.5], of_short),
+        (f" {good} * 0.7 + {short}*-.3", [0, 0.7, 0, 0, 0.3, 0.85], means),
     ):
-        assert scorers.score(scorers.load_scorer(spec, TOKENIZER, CPU), asked, 4, CPU) == pytest.approx(
-            scores
-        )
+        scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
+        for size in (4, 64):
+            assert scorers.score(scorer, asked, size, CPU) == pytest.approx(scores)
+            got = scorers.score_and_parts(scorer, asked, size, CPU)[1]
+            of_terms = {f"{short}/{part}": x for part, x in of_short.items()} if parts is means else {}
+            assert got == pytest.approx({f"reward/{name}": x for name, x in {**parts, **of_terms}.items()})
 
 
 def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first_row(write, pairs):
@@ -512,14 +482,6 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(g
     assert [turns for turns, _, _ in asked] == [a.turns] * 3 + [b.turns]
     pairs = {frozenset(pair[1:]) for pair in asked}
     assert len(asked) == len(pairs) == 4 and frozenset(("ant", "goat")) not in pairs
-
-
-def test_mean_probabilities_of_a_prompts_responses_have_the_mean_one_half(games, load):
-    prompts = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
-    pairs = [(prompts[0], response(text)) for text in ("dog", "ant", "cat")]
-    assert sum(scorers.score(ORACLE, pairs, 8, CPU)) == pytest.approx(3 / 2)
-    assert scorers.score(ORACLE, pairs[:1], 8, CPU) == [0.5]
-    assert scorers.score(ORACLE, [], 8, CPU) == []
 
 
 def test_special_tokens_in_a_text_are_left_out_for_the_oracle(monkeypatch, load):
