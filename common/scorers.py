@@ -82,8 +82,8 @@ def _run(file):
 
 
 def try_functions(args):
-    """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt of
-    --dataset's first row: a mistake costs seconds. Not what function(text) gives, for it may hold a model."""
+    """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
+    of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
     asks = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO of given pairs need not
     for spec in [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer") if asks]:
         terms, pairs = [term for term in terms_of(spec) if term.text is None], []
@@ -105,9 +105,9 @@ def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]
             by_part = _call(term, batch)
             values = [sum(numbers) for numbers in zip(*by_part.values())]
             totals = [total + term.weight * x for total, x in zip(totals, values)]
-            name = [term.name] if len(terms) > 1 else []
+            name = term.name if len(terms) > 1 else ""
             for part, numbers in {**by_part, "": values}.items():
-                parts["/".join([*name, *filter(None, [part])])] += numbers
+                parts["/".join(filter(None, (name, part)))] += numbers
         scores += totals
     return scores, parts
 
@@ -157,8 +157,10 @@ def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer
         with contextlib.suppress(InputError):  # the text may name a model, which can change
             code = [code, loading.identity(term.text)] if term.text else code
         sources.append(code)
-        if term.text is not None:
-            terms[i] = term._replace(function=term.function(term.text))
+        try:
+            terms[i] = term if term.text is None else term._replace(function=term.function(term.text))
+        except TypeError as error:
+            raise InputError(f"--scorer {spec}: {error}; wanted a function of one text") from error
     if terms:
         return Scorer(spec, version_of(spec, sources if len(terms) > 1 else sources[0]), terms)
     pairwise = pairwise and loading.is_preference_model(spec)

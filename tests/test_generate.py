@@ -223,10 +223,6 @@ def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
     assert prefilled(policy, eight_times, 1, slots) == 24  # what it must not be
 
 
-def test_no_prompts_no_responses(policy):
-    assert generate.sample_pairs(policy, TOKENIZER, [], n=8, max_new_tokens=4) == []
-
-
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
         generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
