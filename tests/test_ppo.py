@@ -975,6 +975,8 @@ def test_arguments_outside_their_limits_are_named(words, options):
         ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
         ({"rehearsal_data": "no.jsonl"}, ["no.jsonl", "no such file"]),
         ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
+        ({"scorer": "sft"}, ["sft is a LlamaForCausalLM", "reward.py or advantage_model.py"]),
+        ({"model": "reward"}, ["reward is a", "wanted a causal language model"]),
         ({"minibatch_size": 5}, ["--minibatch-size 5", "16 responses", "try 1"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
