@@ -426,6 +426,44 @@ RECIPES = {
             gradient_checkpointing=True,
         ),
     ),
+    "rlhf_workflow_offline": (
+        "RLHF Workflow's baseline, offline DPO on Nectar; docs/recipes.md makes its file",
+        Args(
+            model="RLHFlow/LLaMA3-SFT",
+            offline_data="nectar.jsonl",  # appendix B, as epochs, batch_size, lr and its schedule
+            dataset="RLHFlow/prompt-collection-v0.1",  # prompts for the evaluation alone
+            iterations=0,
+            epochs=1.0,
+            batch_size=128,
+            lr=5e-7,
+            beta=0.1,  # section 3.3, of its iterative DPO, as the default warm-up of 0.03
+            micro_batch_size=2,  # ours, as all below
+            max_new_tokens=512,
+            max_length=4096,
+            eval_prompts=0,
+            gradient_checkpointing=True,
+        ),
+    ),
+    "dpo": (
+        "the DPO paper's dialogues; python sft.py dpo comes first",
+        Args(
+            offline_data="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
+            dataset="Anthropic/hh-rlhf[test]",  # prompts for the evaluation alone
+            iterations=0,
+            beta=0.1,  # appendix B, as the next three; 0.5 for summaries
+            batch_size=64,
+            lr=1e-6,
+            warmup_ratio=0.06,  # 150 of 2,500 steps
+            epochs=1.0,  # the authors' code, as the next three
+            lr_schedule="constant_with_warmup",
+            max_grad_norm=10.0,
+            max_length=512,
+            max_new_tokens=256,  # ours, as all below
+            micro_batch_size=8,
+            eval_prompts=0,
+            gradient_checkpointing=True,
+        ),
+    ),
 }
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses 
 Eq. 9 is of "Stabilizing RLHF through Advantage Model and Selective Rehearsal", arXiv:2309.10202.
 
 Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
-summary.json and checkpoint/: policy, value model and their optimisers, the iterations and steps that
-are done, the statistics of the scores, the best held-out score, and what tells the scorers from others.
+summary.json, with --patience best/, and checkpoint/: policy, value model and their optimisers, the iterations
+and steps that are done, the statistics of the scores, and what tells the scorers from others.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
@@ -28,7 +28,7 @@ ratio is 1 on the first minibatch; a truncated response's value beyond its end i
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -91,6 +91,8 @@ class Args:
     is skipped. 0: responses are scored as they are."""
     kl_coef: float = 0.3
     """beta, of the KL penalty in the reward."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of a token's KL, in the penalty and in kl/per_response; the papers' is k1 (docs/kl.md)."""
     max_kl: float = 100.0
     """Stop with an error when a rollout's mean KL per response (nats) exceeds this."""
     # advantages and their losses
@@ -156,7 +158,7 @@ class Args:
     eval_prompts: int = 1000
     """Held-out prompts to answer once, at temperature 1."""
     patience: int = 0
-    """Stop after so many evaluations without a better held-out reward; 0: never."""
+    """Stop after so many evaluations without a better held-out reward and export the best; 0: never."""
     save_every: int = 10
     """Iterations between checkpoints, of which the last is kept; 0: none."""
     save_dtype: Literal["float32", "bfloat16"] | None = None
@@ -245,7 +247,7 @@ def minibatches_of(n_responses, iteration, args):
 
 def estimate_advantages(rollout, args):
     """Fill in advantages and returns. Returns the mean KL to the reference, nats a response."""
-    kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs)  # k1, (B, R)
+    kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
     rewards = -args.kl_coef * kl
     last = rollout.mask.sum(1) - 1  # the end token, or the last one before the cut
     rewards[torch.arange(len(last)), last] += rollout.rewards
@@ -372,8 +374,7 @@ def main(args: Args):
     policy = dist.shard(models.freeze(policy, args.freeze_layers), run.device)
     reference = loading.load_reference(args, policy, tokenizer, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
-    for model in (policy, reference, value):
-        args.packing = args.packing and models.packs(model)
+    args.packing = args.packing and all(map(models.packs, (policy, reference, value)))
     dist.put_away(args.offload, reference, *scorer.models)  # until they are asked
     optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]
 
@@ -383,10 +384,13 @@ def main(args: Args):
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
     state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint())
     run.log_before(evaluate, policy, keep_samples=True)
-    best = state.setdefault("best", {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0})
+    best, only_policy = run.folder / "best", {"policy": modules["policy"]}
+    if args.patience and "best_version" not in state:  # the first policy, until another one is better
+        state["best_version"] = {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0}
+        dist.save_checkpoint(best, state["step"], only_policy, {"iteration": state["step"]})
 
     for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them
-        if args.patience and best["evaluations_since"] >= args.patience:
+        if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
             break
 
         # 1. sample: n responses to each of this iteration's prompts
@@ -433,39 +437,40 @@ def main(args: Args):
         # 4. update: one optimiser step a minibatch; at first the value model learns alone
         policy_learns = state["value_steps"] >= args.value_warmup_steps
         steps = []
-        for of_epoch in minibatches:
-            for minibatch in of_epoch:
-                extra = data.next_extra(extra_data, state["policy_steps"], args)
-                steps.append(
-                    update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args)
-                )
-                state["value_steps"] += 1
-                state["policy_steps"] += policy_learns
+        for minibatch in sum(minibatches, []):  # of all epochs
+            extra = data.next_extra(extra_data, state["policy_steps"], args)
+            steps.append(update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args))
+            state["value_steps"] += 1
+            state["policy_steps"] += policy_learns
         run.lap("update")
 
         row = {**scorer.parts, **figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
         row.update(evaluation.true_rewards(pairs, args))
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
-        if run.due(args.eval_every):
+        if run.due(args.eval_every) or (args.patience and iteration == args.iterations):
             row.update(evaluate(policy))
-            eval_score = row.get("eval/score", 0.0)
-            better = eval_score > best["score"]
-            best["evaluations_since"] = 0 if better else best["evaluations_since"] + 1
-            best["score"] = max(eval_score, best["score"])
-        shown = ("reward/score", "kl/per_response", "policy/entropy")
-        run.log(row, state["value_steps"], iteration, shown)
+        if args.patience and "eval/score" in row:
+            state["best_version"]["evaluations_since"] += 1
+            if row["eval/score"] > state["best_version"]["score"]:
+                state["best_version"] = {"score": row["eval/score"], "evaluations_since": 0}
+                dist.save_checkpoint(best, iteration, only_policy, {"iteration": iteration})
+        run.log(row, state["value_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
 
+    exported = dist.load_checkpoint(best, only_policy)["iteration"] if args.patience else state["step"]
     run.round_weights(policy)
     after = evaluate(policy)
     run.finish(
-        policy, tokenizer, after, evaluate.samples, summary={"iterations": state["step"]},
+        policy, tokenizer, after, evaluate.samples,
+        summary={"iterations": state["step"], "exported_iteration": exported},
         shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
     )  # fmt: skip
 
 
-LARGE = dict(  # what no paper says, for 7B: lengths and memory
-    missing_eos_penalty=0.0, max_new_tokens=1024, slots=16, micro_batch_size=1, score_batch_size=8,
-    eval_prompts=256, gradient_checkpointing=True,
+LARGE = Args(  # what no paper says, for 7B
+    model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # the papers' own are not public
+    iterations=200, prompts_per_iteration=256, n_samples=1, minibatch_size=64, epochs=1, kl_coef=0.04,
+    value_lr=5e-6, value_warmup_steps=0, missing_eos_penalty=0.0, max_length=2048, max_new_tokens=1024,
+    slots=16, micro_batch_size=1, score_batch_size=8, eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
     "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
@@ -482,38 +487,40 @@ RECIPES = {
     ),
     "llama2": (
         "Llama 2's PPO; give --safety-scorer for its gate",
-        Args(
-            model="meta-llama/Llama-2-7b-chat-hf",  # theirs starts from rejection sampling
-            dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
-            iterations=200,  # section 3.2.3, as what follows: 200 to 400
+        replace(
+            LARGE, model="meta-llama/Llama-2-7b-chat-hf",  # theirs starts from rejection sampling
+            # section 3.2.3, as what follows: 200 to 400 iterations, held-out prompts say which
+            iterations=400, eval_every=10, patience=20,
             prompts_per_iteration=512, n_samples=1, epochs=1, minibatch_size=64,  # one step per minibatch
-            kl_coef=0.01,  # 0.005 for 34B and 70B
-            reward_norm="whiten", clip_ratio=0.2, lr=1e-6, value_lr=1e-6,
-            adam_eps=1e-5, weight_decay=0.1, max_grad_norm=1.0,
-            clip_value=0.2, value_warmup_steps=0, max_length=4096, **LARGE,  # not said
+            reward_norm="whiten", clip_ratio=0.2, lr=1e-6, value_lr=1e-6, adam_eps=1e-5, weight_decay=0.1,
+            max_grad_norm=1.0, kl_coef=0.01,  # 0.005 for 34B and 70B
+            clip_value=0.2, max_length=4096,  # not said
         ),
     ),
     "qwen": (
         "Qwen's PPO; --ptx-dataset FILE --ptx-coef for its pretrained gradient, whose weight is not said",
-        Args(
-            model="Qwen/Qwen2.5-7B-Instruct",  # an SFT model of theirs
-            dataset="Anthropic/hh-rlhf",  # its prompts; theirs are not public
-            n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, as the next line
+        replace(
+            LARGE, n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, as all
             lr=1e-6, value_lr=5e-6, clip_value=0.15, value_warmup_steps=50,
-            iterations=200, prompts_per_iteration=256, epochs=1, minibatch_size=64,  # not said, as below
-            max_length=2048, **LARGE,
         ),
     ),
     "advantage_model": (
         "AM-PPO-SR of Advantage Model + Selective Rehearsal",
-        Args(
-            model="Qwen/Qwen2.5-7B-Instruct",  # the paper's own SFT model is not public
-            scorer="runs/advantage_model", reward_norm="none",  # not said: an advantage needs none
-            dataset="Anthropic/hh-rlhf", lr=5e-7,  # section 4.1, as the next line
-            iterations=100, prompts_per_iteration=256, n_samples=1,  # 100 optimiser steps of 256
-            minibatch_size=256, epochs=1, value_warmup_steps=0, rehearsal_coef=0.01, rehearsal_norm="sum",
+        replace(
+            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not said: an advantage needs none
+            iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, as lr: 100 steps
+            lr=5e-7, rehearsal_coef=0.01, rehearsal_norm="sum",
             rehearsal_data="runs/rehearsal.jsonl",  # python -m common.rehearsal makes it (section 3.2)
-            kl_coef=0.04, value_lr=5e-6, max_length=2048, **LARGE,  # not said
+        ),
+    ),
+    "rlaif": (
+        "RLAIF's dialogues; --scorer common.ai_feedback:rater=ORG/LABELER is direct RLAIF",
+        replace(
+            LARGE, prompts_per_iteration=128, minibatch_size=128, temperature=0.9, lr=1e-5, kl_coef=0.05,
+            # arXiv:2309.00267, appendix G, as the line above: 8 passes over 160,800 prompts
+            iterations=10_050, max_length=1152, max_new_tokens=128,
+            # REINFORCE with a baseline (appendix F) is one PPO step a rollout, with whole returns
+            lam=1.0, whiten_advantages=False, reward_norm="none", value_lr=1e-5,  # the last two: not said
         ),
     ),
 }  # fmt: skip

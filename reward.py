@@ -280,6 +280,21 @@ RECIPES = {
             **LARGE,
         ),
     ),
+    "rlaif": (
+        "RLAIF's, on what python -m common.ai_feedback label wrote",
+        Args(
+            model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
+            dataset="runs/labels/rows.jsonl",
+            epochs=2.0,  # arXiv:2309.00267, appendix G, as all below: 2 or 3, until the curves are flat
+            lr=1e-5,
+            lr_schedule="constant_with_warmup",  # not said, as the next two lines
+            warmup_ratio=0.0,
+            weight_decay=0.0,
+            batch_size=32,  # for dialogues; 128 for summaries
+            max_length=1152,  # 1,024 of the prompt and 128 of the response
+            **LARGE,
+        ),
+    ),
 }
 
 if __name__ == "__main__":

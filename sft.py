@@ -17,7 +17,7 @@ them see each other; AdamW's betas are 0.9 and 0.95.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -168,6 +168,10 @@ def main(args: Args):
     )
 
 
+LARGE = Args(  # ours, for 7B
+    warmup_ratio=0.03, max_length=2048, micro_batch_size=1, eval_every=200, save_every=200,
+    sample_prompts=32, max_new_tokens=512, slots=16, gradient_checkpointing=True,
+)  # fmt: skip
 RECIPES = {
     "tiny": ("a 0.6M Llama on the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
@@ -183,13 +187,34 @@ RECIPES = {
     ),
     "rlhf_workflow": (
         "RLHF Workflow's SFT of Llama-3-8B; give --chat-template with Llama 3's",
-        Args(
-            model="meta-llama/Meta-Llama-3-8B",
-            dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # the authors' published mixture
+        replace(
+            LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # theirs
             epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,  # its 3.1
             lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,  # the authors' code
-            micro_batch_size=1, eval_every=200, save_every=200, sample_prompts=32,  # ours, as all below
-            max_new_tokens=512, slots=16, gradient_checkpointing=True,
+        ),
+    ),
+    "llama2": (
+        "Llama 2's SFT; give --chat-template with Llama 2's",
+        replace(
+            LARGE, model="meta-llama/Llama-2-7b-hf",
+            dataset="HuggingFaceH4/ultrachat_200k[train_sft]",  # ours: its 27,540 answers are not public
+            epochs=2.0, lr=2e-5, weight_decay=0.1, batch_size=64, max_length=4096,  # its 3.1
+        ),
+    ),
+    "dpo": (
+        "the SFT before DPO, on the preferred answers; give --chat-template",
+        replace(
+            LARGE, model="EleutherAI/pythia-2.8b", dataset="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
+            epochs=1.0, lr=5e-7, lr_schedule="constant_with_warmup", warmup_ratio=0.06, batch_size=64,
+            packing=False, max_length=512, max_grad_norm=10.0,  # the authors' code, 150 of 2,500 steps
+        ),
+    ),
+    "constitutional": (
+        "Constitutional AI's SL-CAI, on what python -m common.ai_feedback revise wrote",
+        replace(
+            LARGE, model="meta-llama/Llama-2-7b-hf", dataset="runs/revisions/rows.jsonl", packing=False,
+            # arXiv:2212.08073, section 3.2; lr is half of the pretraining's, 3e-4 (Llama 2, table 1)
+            lr=1.5e-4, epochs=1.0, lr_schedule="constant_with_warmup", warmup_ratio=0.0, batch_size=1024,
         ),
     ),
 }  # fmt: skip

@@ -31,7 +31,7 @@ from common.metrics import read_json, write_json
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
 OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out*
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
-    "pairs.jsonl reference.json rows.jsonl failed.jsonl wandb"
+    "best pairs.jsonl reference.json rows.jsonl failed.jsonl wandb"
 )
 INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset
 sft_dataset rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -671,22 +672,6 @@ def test_a_run_with_everything_else_resumes_to_the_same_bits(small, other, tmp_p
     assert_same_result(tmp_path, other.folder)
 
 
-def test_a_run_in_the_way_is_an_error_resume_leaves_a_finished_one_and_overwrite_replaces_it(
-    small, whole, tmp_path
-):
-    before = {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-    assert_error(run(small, whole.folder), "finished", "--overwrite", "--resume")
-    assert "finished" in succeeds(run(small, whole.folder, "--resume")).out
-    assert before == {path: path.stat().st_mtime_ns for path in whole.folder.rglob("*")}
-    assert run(small, tmp_path, moment="pairs 1", seed=5).code == -9
-    before = contents(tmp_path)
-    assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
-    assert contents(tmp_path) == before
-    (tmp_path / "reference.json").unlink()
-    succeeds(run(small, tmp_path, "--overwrite"))
-    assert_same_result(tmp_path, whole.folder)
-
-
 def test_overwrite_removes_the_reference_log_probabilities(small, offline, tmp_path):
     options = offline_options(small)
     assert run(small, tmp_path, moment="row 2", **options).code == -9
@@ -855,12 +840,8 @@ def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
     for options in ({"dataset": "nothing.jsonl"}, {"scorer": "first"}, {"offline_data": "apart.jsonl"}):
         assert_error(run(bad, whole.folder, "--overwrite", **options))
     assert_error(run(bad, whole.folder, "--overwrite", prompts_per_iteration=30), "need 60")
-    inside = {"offline_data": whole.folder / "pairs.jsonl", "enhancer": whole.folder / "versions" / "1"}
-    inside |= {"model": whole.folder, "reference": whole.folder / "versions" / "1"}
-    for name, path in inside.items():
-        flag = f"--{name.replace('_', '-')} {path}"
-        ended = run(bad, whole.folder, "--overwrite", **{name: path})
-        assert_error(ended, f"--overwrite would remove {flag}")
+    inside = str(whole.folder / "versions" / "1")
+    assert_error(run(bad, whole.folder, "--overwrite", enhancer=inside), "would remove --enhancer", inside)
     assert contents(whole.folder) == before
 
 
@@ -890,8 +871,19 @@ def test_every_argument_is_read_somewhere_beside_its_check():
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 
 
+def test_the_file_of_nectar_that_the_docs_make_is_read_as_its_best_against_its_worst(tmp_path, monkeypatch):
+    ranked = [{"answer": word, "rank": rank} for word, rank in (("ant", 2.0), ("cat", 3.0), ("owl", 1.0))]
+    rows = [{"prompt": "\n\nHuman: copy owl\n\nAssistant: ", "answers": ranked}]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, split: rows))
+    monkeypatch.chdir(tmp_path)
+    exec(re.search("```python\n(.*?)```", (processes.ROOT / "docs" / "recipes.md").read_text(), re.S)[1], {})
+    [ranking] = comparisons.load("nectar.jsonl", "train", tiny.tokenizer(), 64)
+    assert ranking.prompt == [{"role": "user", "content": "copy owl"}]
+    assert comparisons.two_of(ranking).texts == ["owl", "cat"]
+
+
 def test_recipes_have_the_papers_numbers():
-    assert list(dpo.RECIPES) == ["tiny", "base", "rlhf_workflow", "zephyr"]
+    assert list(dpo.RECIPES) == "tiny base rlhf_workflow zephyr rlhf_workflow_offline dpo".split()
     assert dpo.RECIPES["tiny"][1] == dpo.Args() == parse(dpo.RECIPES, [])
     args = parse(dpo.RECIPES, [])
     assert (args.model, args.scorer, args.dataset) == ("runs/sft", "runs/reward", "tiny")
@@ -900,12 +892,15 @@ def test_recipes_have_the_papers_numbers():
     assert (args.beta, args.lr, args.batch_size, args.epochs) == (0.1, 5e-7, 128, 2.0)
     assert (args.warmup_ratio, args.n_samples, args.iterations) == (0.03, 8, 3)
     assert (args.prompts_per_iteration, args.temperatures) == (20_000, (1.0, 0.7))
-    assert (args.max_new_tokens, args.top_p, args.length_penalty) == (2048, 1.0, 0.0)
-    assert (args.label_smoothing, args.offline_data) == (0.0, None)
-    assert (args.reference, args.start_from) == ("sft", "last")
+    assert (args.max_new_tokens, args.top_p, args.start_from) == (2048, 1.0, "last")
+    assert (args.label_smoothing, args.offline_data, args.reference) == (0.0, None, "sft")
     args = parse(dpo.RECIPES, ["zephyr"])
     assert (args.beta, args.lr, args.batch_size, args.epochs) == (0.01, 5e-7, 128, 1.0)
     assert (args.warmup_ratio, args.iterations, args.label_smoothing) == (0.1, 0, 0.0)
     assert args.offline_data == "HuggingFaceH4/ultrafeedback_binarized[train_prefs]"
+    offline, paper = (parse(dpo.RECIPES, [name]) for name in ("rlhf_workflow_offline", "dpo"))
+    assert (offline.beta, offline.lr, offline.batch_size, offline.epochs) == (0.1, 5e-7, 128, 1.0)
+    assert (paper.beta, paper.lr, paper.batch_size, paper.iterations) == (0.1, 1e-6, 64, 0)
+    assert paper.warmup_ratio == pytest.approx(150 / (160_800 / 64), abs=0.001)
     args = parse(dpo.RECIPES, ["rlhf_workflow", "--length-penalty", "0.001", "--temperatures", "0.5"])
     assert (args.length_penalty, args.temperatures, args.beta) == (0.001, (0.5,), 0.1)

@@ -694,9 +694,8 @@ def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
     before = contents(whole.folder)
     for options in ({"dataset": "long.jsonl"}, {"scorer": "sft"}, {"pool": "broken.jsonl"}):
         assert_error(run(bad, whole.folder, "--overwrite", **options))
-    for name, path in {"pool": whole.folder / "pool.jsonl", "policy": whole.folder}.items():
-        ended = run(bad, whole.folder, "--overwrite", **{name: path})
-        assert_error(ended, f"--overwrite would remove --{name}")
+    inside = whole.folder / "pool.jsonl"
+    assert_error(run(bad, whole.folder, "--overwrite", pool=inside), "--overwrite would remove --pool")
     assert contents(whole.folder) == before
 
 

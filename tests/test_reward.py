@@ -331,6 +331,8 @@ def test_recipes_have_the_papers_numbers():
     args = parse(reward.RECIPES, ["rlhf_workflow"])
     assert (args.lr, args.batch_size, args.epochs) == (2e-6, 512, 1.0)
     assert (args.lr_schedule, args.warmup_ratio) == ("cosine", 0.03)
+    args = parse(reward.RECIPES, ["rlaif"])
+    assert (args.lr, args.batch_size, args.max_length, args.epochs) == (1e-5, 32, 1024 + 128, 2.0)
     args = parse(reward.RECIPES, [])
     assert list(reward.RECIPES)[0] == "tiny" and loading.sft_model(args.model, args.sft_model) == "runs/sft"
     assert comparisons.MARGINS == {"small": pytest.approx(SMALL), "large": LARGE}

@@ -1,0 +1,60 @@
+"""losses.kl_estimate's k1, k2 and k3 of policies against runs/sft on the tiny world.
+
+    python tests/benchmarks/kl.py runs/ppo runs/ppo_weak
+
+Sampled: sums over a response; bias: less the KL over the whole vocabulary summed along it, which is unbiased.
+Enumerated: all responses of at most two tokens, so that all is exact; the gradient of an estimate as a reward
+(REINFORCE) and as a loss beside the KL's own: cosine, ratio of lengths."""
+
+import sys
+
+import peers  # noqa: F401, it lets common be found
+import torch
+from transformers import AutoModelForCausalLM
+
+from common import generate, metrics, tiny
+from common.losses import kl_estimate
+
+TOKENIZER, KINDS = tiny.tokenizer(), ("k1", "k2", "k3")
+log_probs = lambda model, rows: model(input_ids=torch.tensor(rows)).logits.double().log_softmax(-1)
+
+
+@torch.no_grad()
+def sampled(policy, reference, prompts):
+    sums = {kind: [] for kind in ("full", *KINDS)}
+    for prompt, response in generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=32, seed=1):
+        row, where = [prompt.ids + response.ids], torch.tensor(response.ids)[:, None]
+        p, q = (log_probs(model, row)[0, len(prompt.ids) - 1 : -1] for model in (policy, reference))
+        sums["full"].append((p.exp() * (p - q)).sum().item())
+        for kind in KINDS:
+            sums[kind].append(kl_estimate(p.gather(1, where), q.gather(1, where), kind).sum().item())
+    for kind, values in sums.items():
+        bias, x = metrics.paired(sums["full"], values), torch.tensor(values)
+        print(f"sampled {kind}: mean {x.mean():.3f}, deviation {x.std():.3f}, bias {torch.tensor(bias)}")
+
+
+def enumerated(policy, reference, prompts):
+    tokens, sums = torch.arange(len(TOKENIZER)), {kind: [0.0] * 4 for kind in KINDS}
+    for prompt in prompts:
+        rows = [prompt.ids + [token] for token in tokens.tolist()]
+        (p1, p2), (q1, q2) = (log_probs(model, rows)[:, -2:].unbind(1) for model in (policy, reference))
+        probs = (p1[0][:, None] + p2).exp() / len(prompts)  # (V, V), of first and second token
+        for kind in KINDS:  # behind an end token nothing counts
+            second = kl_estimate(p2, q2, kind).masked_fill((tokens == TOKENIZER.eos_token_id)[:, None], 0.0)
+            x = kl_estimate(p1[0], q1[0], kind)[:, None] + second
+            new = (probs * x, probs * x**2, probs * x.detach(), probs.detach() * x)
+            sums[kind] = [total + part.sum() for total, part in zip(sums[kind], new)]
+    parameters, kl = list(policy.parameters()), sums["k1"][0]  # the mean of k1 is the KL, by its definition
+    flat = lambda x: torch.cat([g.flatten() for g in torch.autograd.grad(x, parameters, retain_graph=True)])
+    for kind, (mean, square, *uses) in sums.items():
+        print(f"enumerated {kind}: mean {mean:.4f}, deviation {(square - mean**2).sqrt():.4f}, KL {kl:.4f}")
+        for use, gradient in zip(("reward", "loss"), map(flat, uses)):
+            cosine, ratio = torch.cosine_similarity(gradient, flat(kl), 0), gradient.norm() / flat(kl).norm()
+            print(f"    as a {use}: cosine {cosine:+.3f}, length {ratio:.3f}")
+
+
+prompts = generate.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
+for name in sys.argv[1:]:
+    policy, reference = (AutoModelForCausalLM.from_pretrained(f"{run}/model") for run in (name, "runs/sft"))
+    sampled(policy, reference, prompts)
+    enumerated(policy, reference, prompts[:20])
