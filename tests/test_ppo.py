@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
 from scorers import (
-    CPU, PLACE, TOKENIZER, assert_error, assert_files, column, contents, docs_functions, prompt, question,
+    CPU, PLACE, TOKENIZER, assert_error, assert_files, column, docs_functions, prompt, question,
     read_json, rows_of, succeeds, weights, without, write_rows,
 )  # fmt: skip
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -1161,7 +1161,11 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     module.main(module.Args(**options_of(small, tmp_path / "run", **options)))
     [row] = metrics_rows(tmp_path / "run")
     total = sum(weight * row[f"reward/{term}"] for term, weight in terms.items())
-    assert row["reward/score"] == pytest.approx(total, abs=1e-5) and total and row["reward/gsm8k.py:correct"] == 0
+    assert (
+        row["reward/score"] == pytest.approx(total, abs=1e-5)
+        and total
+        and row["reward/gsm8k.py:correct"] == 0
+    )
     assert {"reward/myreward.py:short/words", "reward/myreward.py:short/empty"} < row.keys()
 
 
