@@ -9,6 +9,7 @@ import json
 import zlib
 from typing import NamedTuple
 
+import numpy
 import torch
 
 from common import dist
@@ -74,26 +75,19 @@ def n_response_tokens(blocks: list[list[Document]]) -> int:
 
 # -- batches ---------------------------------------------------------------------------------------
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first.
-
-    A tree over the blocks holds the most free space below each node, so that the first block with room is
-    found in log time."""
-    leaves = 1 << max(1, len(lengths) - 1).bit_length()
-    space = [size] * (2 * leaves)  # node i has the children 2i and 2i + 1; blocks not begun are all free
-    blocks: list[list[int]] = []
+    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first."""
+    if max(lengths, default=0) > size:
+        raise ValueError(f"a document of {max(lengths)} tokens does not fit into {size}")
+    blocks, space = (
+        [],
+        numpy.full(len(lengths), size),
+    )  # of a block for each document; those not begun are free
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > size:
-            raise ValueError(f"document {index} has {lengths[index]} tokens, more than a block of {size}")
-        node = 1
-        while node < leaves:
-            node = 2 * node if space[2 * node] >= lengths[index] else 2 * node + 1
-        if node - leaves == len(blocks):
+        place = int((space[: len(blocks) + 1] >= lengths[index]).argmax())  # the first with room
+        if place == len(blocks):
             blocks.append([])
-        blocks[node - leaves].append(index)
-        space[node] -= lengths[index]
-        while node > 1:
-            node //= 2
-            space[node] = max(space[2 * node], space[2 * node + 1])
+        blocks[place].append(index)
+        space[place] -= lengths[index]
     return blocks
 
 

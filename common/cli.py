@@ -78,6 +78,7 @@ def check_flags(args, *more):
     for name, right, wanted in [*limits, *more]:
         if not right:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
+    data.check_sources(args)
 
 
 def parse(recipes, argv=None):

@@ -29,7 +29,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
     dropped, per_prompt = {}, collections.Counter()
-    pairs = _with_labels_as_pairs(data.load_rows(spec, "preferences", split), dropped)
+    pairs = _joined(data.load_rows(spec, "preferences", split), dropped)
 
     def comparison(row):
         c = _comparison(row, tokenizer, max_length, min_score_gap)
@@ -55,28 +55,32 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     return kept
 
 
-def _with_labels_as_pairs(rows, dropped):
-    """The rows; those of one completion and its `label` (KTO's) as pairs, each true one of a prompt with each
-    false one. Without an equal prompt of the other label there is none."""
-    pairs, labelled = [], collections.defaultdict(list)
+def _joined(rows, dropped):
+    """The rows; those of one completion joined with the others of their prompt: with `label` (KTO's) as pairs
+    of each true one and each false one, with `score` as a ranking."""
+    joined, single = [], collections.defaultdict(list)
     for row in rows:
-        values = row.data
+        values, column = row.data, "label" if "label" in row.data else "score"
         is_other = values.get("chosen") is not None or values.get("responses") is not None
-        if is_other or "completion" not in values or "label" not in values:
-            pairs.append(row)
-        elif values["label"] not in (False, True):
+        if is_other or not values.keys() >= {"completion", column}:
+            joined.append(row)
+        elif column == "label" and values["label"] not in (False, True):
             dropped.setdefault("label is neither true nor false", []).append(row.where)
         else:
-            labelled[repr([values.get(name) for name in PROMPT])].append(row)
-    for rows in labelled.values():
+            single[column, repr([values.get(name) for name in PROMPT])].append(row)
+    for (column, _), rows in single.items():
+        if column == "score":
+            responses = [{"text": row.data["completion"], "score": row.data["score"]} for row in rows]
+            joined.append(rows[0]._replace(data={**rows[0].data, "responses": responses}))
+            continue
         better, worse = ([row for row in rows if row.data["label"] == label] for label in (True, False))
         for a, b in itertools.product(better, worse):
             sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
-            pairs.append(a._replace(data={**a.data, **sides}))
+            joined.append(a._replace(data={**a.data, **sides}))
         if not (worse and better):
             reason = "a label makes a pair where its prompt has both a true and a false completion"
             dropped.setdefault(reason, []).extend(row.where for row in worse + better)
-    return pairs
+    return joined
 
 
 def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
@@ -85,7 +89,7 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     def load_one(spec, split):
         return load(spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
 
-    train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load_one)
+    train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
     metrics.print_table(statistics(train, held_out))
@@ -101,7 +105,7 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
     def load_one(spec, split):
         return [two_of(c) for c in load(spec, split, tokenizer, args.max_length)]
 
-    train, test = data.train_and_held_out(args.offline_data, None, load_one)
+    train, test = data.train_and_held_out(args.offline_data, None, load_one, tokenizer)
     train = data.without_prompts_of(train, held_out, args.offline_data)
     return a_part(train, args.offline_pairs), a_part(test, 500)
 
@@ -146,8 +150,7 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     else:
-        wanted = "chosen + rejected, perhaps with prompt; prompt or instruction + responses"
-        raise ValueError(f"columns {data.columns(values)} are no preference row, wanted {wanted}")
+        raise data.WrongColumns(values, "preference")
     first = {text.strip(): i for i, text in reversed([*enumerate(texts)])}  # of equal texts the first one
     if len(first) < 2:
         raise ValueError("the responses are the same")
@@ -196,7 +199,7 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     responses = values.get("responses")
     if responses is None:
         if not values.get("chosen") or not values.get("rejected"):
-            raise ValueError("neither chosen and rejected nor responses")
+            raise data.WrongColumns(values, "preference")
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
         return prompt, texts, 1.0 if label is None else label
@@ -244,12 +247,11 @@ def _ranks(grades, gap):
 
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
-    if not all(isinstance(values[side], str | list) and values[side] for side in ("chosen", "rejected")):
+    sides = [values.get(side) for side in ("chosen", "rejected")]
+    if not all(isinstance(side, str | list) and side for side in sides):
         raise ValueError("an empty side")
     prompt = {name: values[name] for name in PROMPT if name in values}
-    chosen, rejected = (
-        data.sft_messages({**prompt, "chosen": values[side]})[0] for side in ("chosen", "rejected")
-    )
+    chosen, rejected = (data.sft_messages({**prompt, "chosen": side})[0] for side in sides)
     if turns_key(chosen[:-1]) != turns_key(rejected[:-1]):
         raise ValueError("chosen and rejected have different prompts")
     return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]

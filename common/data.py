@@ -1,18 +1,17 @@
 """Data sets in standard formats -> token ids. docs/data.md has a table of row formats, one JSON line each.
 
-`load_rows` reads `tiny`, hub names, .jsonl, .jsonl.gz and .parquet files and mixtures of them;
-`sft_documents` turns rows into token ids with a response mask, batches.py those into batches. A row that
-cannot be used is counted and named (file:row: why), a file with none that can is an InputError. Tokens are
-made in one way everywhere: the chat template renders the whole dialogue, which is tokenised as one text and
-begins, up to an answer, with exactly the ids that generation starts from.
+`load_rows` reads `tiny`, hub names, files (formats.py) and mixtures of them; `sft_documents` turns rows into
+token ids with a response mask, batches.py those into batches. A row that cannot be used is counted and named
+(file:row: why), a file with none that can is an InputError. Tokens are made in one way everywhere: the chat
+template renders the whole dialogue, which is tokenised as one text and begins, up to an answer, with exactly
+the ids that generation starts from.
 """
 
 import bisect
 import functools
-import gzip
 import itertools
-import json
 import math
+import operator
 import re
 import zlib
 from pathlib import Path
@@ -20,27 +19,27 @@ from pathlib import Path
 import jinja2
 import torch
 
-from common import dist, metrics, tiny
-from common.batches import Document, Row
+from common import dist, formats, metrics, tiny
+from common.batches import Comparison, Document, Row
 from common.errors import InputError
+from common.formats import WrongColumns, columns
 
 # -- rows ------------------------------------------------------------------------------------------
-READ = set(  # the columns that something here reads
-    """messages conversations context_messages system prompt instruction input completion label output
-    response responses text category subset is_safety chosen rejected preference rating margin score_chosen
-    score_rejected chosen_score rejected_score chosen_is_safe rejected_is_safe chosen_gold rejected_gold
-    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
-)
+PART = re.compile(r"(.+?)(?:\?(.+?))?(?::(\d*\.?\d+))?")  # of a mixture: source ? items : weight
+ITEM = re.compile(r"(.+?)(==|!=|>=|<=|=|>|<)(.+)")  # column=name renames, others are conditions
+SIGNS = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le}
+SIGNS |= {">": operator.gt, "<": operator.lt}
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     """All rows of `spec`, the same on every rank.
 
     spec: one source or several: "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions
-      allow without repeating any). A source is `tiny` or `tiny:key=value`; a .jsonl, .jsonl.gz or .parquet
-      file; or a name for datasets.load_dataset, perhaps `name[split]` or `name[configuration/split]`.
+      allow without repeating any). A source is `tiny` or `tiny:key=value`; a file (formats.SUFFIXES); or a
+      name for datasets.load_dataset, perhaps `name[split]` or `name[configuration/split]`. Behind it may
+      stand "?question=prompt&score>=2": columns to rename, and conditions that a row must meet.
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
-    read = [(_read(part, kind, split), weight) for part, weight in sources(spec)]
+    read = [(_read(source, items, kind, split), weight) for source, items, weight in sources(spec)]
     weights = [weight for _, weight in read]
     if all(weight is None for weight in weights):
         return [row for rows, _ in read for row in rows]
@@ -56,44 +55,60 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     return mixed
 
 
-def preview(n: int):
-    """Placeholder."""
-    raise NotImplementedError
+def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
+    """(source, its items as (column, sign, name or value), weight) of every part of load_rows' `spec`.
+    InputError for a part that cannot be, a file that is none."""
+    parts = []
+    for part in spec.split(","):
+        found = PART.fullmatch(part.strip())
+        items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
+        if not found or not all(items):
+            raise InputError(
+                f"--dataset {spec!r}: wanted a, a,b or a:0.7,b:0.3, each perhaps a?old=new&score>=2"
+            )
+        source = found[1]
+        if is_tiny(source):
+            _tiny_options(source)
+        elif Path(source).is_file() != source.endswith(formats.SUFFIXES):
+            raise InputError(f"--dataset {source}: no such file, or none of {', '.join(formats.SUFFIXES)}")
+        parts.append((source, [item.groups() for item in items], found[3] and float(found[3])))
+    return parts
+
+
+def check_sources(args):
+    """InputError for a data set of a command that cannot be there, before anything is loaded."""
+    for name, spec in vars(args).items():
+        if name.endswith(("dataset", "_data")) and spec is not None:
+            sources(spec)
 
 
 def with_columns(spec: str, columns: str) -> str:
-    """Placeholder."""
-    raise NotImplementedError
-
-
-def sources(spec: str) -> list[tuple[str, float | None]]:
-    """The parts of load_rows' `spec` and their weights."""
-    parts = [re.fullmatch(r"(.+?)(?::(\d*\.?\d+))?", part.strip()) for part in spec.split(",")]
-    if not all(parts):
-        raise InputError(f"--dataset {spec!r}: an empty part; write a, a,b or a:0.7,b:0.3")
-    return [(part[1], part[2] and float(part[2])) for part in parts]
+    """`spec` with the items of "question=prompt,score>=2" in every part that is not tiny."""
+    parts = []
+    for source, items, weight in sources(spec):
+        items = ["".join(item) for item in items]
+        items += [item for item in columns.split(",") if item not in items and not is_tiny(source)]
+        parts.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
+    return ",".join(parts)
 
 
 def is_tiny(spec: str) -> bool:
     """True if all of a data set comes from the tiny world, so that its gold scores are defined."""
-    return all(part.strip().partition(":")[0] == "tiny" for part in spec.split(","))
+    return all(re.split("[:?]", part.strip())[0] == "tiny" for part in spec.split(","))
 
 
-def _read(source, kind, split):
-    path, is_jsonl = Path(source), source.endswith((".jsonl", ".jsonl.gz"))
+def _read(source, items, kind, split):
+    path, name, is_csv = Path(source), source.partition("[")[0], source.endswith(".csv")
     if is_tiny(source):
         options = _tiny_options(source)
         name = f"tiny/{options.pop('kind', kind)}"
         rows = enumerate(tiny.rows(name[5:], split, **options), 1)
-    elif path.is_file() != (is_jsonl or path.suffix == ".parquet"):
-        raise InputError(f"--dataset {source}: no such file, or none of .jsonl, .jsonl.gz and .parquet")
-    elif is_jsonl:
-        name, rows = path.name, _read_jsonl(path)
+    elif path.is_file() and path.suffix != ".parquet":
+        name, rows = path.name, formats.read_file(path)
     else:
         import datasets
 
-        name, _, inner = source.rstrip("]").partition("[")
-        config, _, part = inner.rpartition("/")
+        config, _, part = source.rstrip("]").partition("[")[2].rpartition("/")
         try:
             if path.is_file():
                 name, rows = path.name, datasets.Dataset.from_parquet(source).to_list()
@@ -103,14 +118,54 @@ def _read(source, kind, split):
             what = "not a readable parquet file" if path.is_file() else "no such file, and the hub gave"
             raise InputError(f"--dataset {source}: {what}: {error}") from error
         rows = enumerate(rows, 1)
-    rows = [Row(f"{name}:{number}", row) for number, row in rows]
+    rows = [Row(f"{name}:{place}", row) for place, row in rows]
     if not rows:
         raise InputError(f"{source}: the data set is empty")
-    unread = {name for row in rows for name, value in row.data.items() if value is not None} - READ
+    if kind == "prompts" and path.suffix == ".txt":
+        items = [("text", "=", "prompt"), *items]
+    rows, read = _select(rows, items, source) if items else rows, set(formats.READ)
+    for i, row in enumerate(rows):
+        known, values = formats.in_our_columns(row.data)
+        if is_csv:
+            values = {name: formats.typed(name, cell) for name, cell in values.items()}
+        rows[i] = row._replace(data=values)
+        read |= known
+    unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
     if unread:
         function = " (but a function of yours as --scorer gets them)" if kind == "prompts" else ""
         _note(f"{source}: columns {columns(unread)} are not read{function}")
     return rows
+
+
+def _select(rows, items, source):
+    """The rows that meet the conditions among `items`, with the columns that these rename."""
+    there = {name for row in rows for name, value in row.data.items() if value is not None}
+    names = {}
+    for column, sign, value in items:
+        if column not in there:
+            raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
+        if sign == "=":
+            names[column] = value
+            continue
+        n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
+        _note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
+        if not rows:
+            raise InputError(f"{source}: no row has {column}{sign}{value}")
+    selected = []
+    for row in rows:
+        rest = {name: cell for name, cell in row.data.items() if name not in {*names, *names.values()}}
+        renamed = {new: row.data.get(old) for old, new in names.items()}
+        selected.append(row._replace(data={**rest, **renamed}))
+    return selected
+
+
+def _meets(cell, sign, value):
+    """Compared as numbers, or, where `value` is no number, as text. A cell without a value meets nothing."""
+    try:
+        return SIGNS[sign](float(cell), float(value))
+    except (TypeError, ValueError):
+        number = re.fullmatch(r"[-+.\d]+", value)
+        return not number and cell is not None and SIGNS[sign](str(cell).lower(), value.lower())
 
 
 @functools.cache
@@ -122,43 +177,16 @@ def _note(text):
 
 def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
-    choices = {"label": ["helpfulness", "safety"], "kind": tiny.SIZES, "commands": tiny.COMMANDS}
-    try:
-        for name, value in options.items():
-            if name in ("seed", "length_bias"):
-                options[name] = int(value) if name == "seed" else float(value)
-                right = math.isfinite(options[name])
-            else:
-                names = filter(None, value.split("+")) if name == "commands" else [value]
-                right = set(names) <= set(choices[name])
-            if not right:
-                raise ValueError
-    except (KeyError, ValueError):
-        allowed = "".join(f", {key}={'|'.join(values)}" for key, values in choices.items())
-        raise InputError(
-            f"--dataset {source}: tiny takes seed=INTEGER, length_bias=NUMBER{allowed}"
-        ) from None
-    return options
-
-
-def _read_jsonl(path):
-    number = 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise InputError(f"{path}:{number}: not JSON ({error}), mend or drop it") from None
-                if not isinstance(row, dict):
-                    raise InputError(f"{path}:{number}: {type(row).__name__}, wanted one JSON object a line")
-                if isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
-                    row["category"] = row["category"].encode("utf-8", "replace").decode()
-                yield number, row
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: broken gzip data after line {number} ({error}); fetch it again") from None
+    commands = "|".join(tiny.COMMANDS)
+    allowed = {"label": "helpfulness|safety", "kind": "|".join(tiny.SIZES)}
+    patterns = {**allowed, "commands": rf"({commands})(\+({commands}))*"}
+    patterns.update(seed=r"[-+]?\d+", length_bias=r"[-+]?\d*\.?\d+(e-?\d+)?")
+    if not all(re.fullmatch(patterns.get(name, "(?!)"), value) for name, value in options.items()):
+        choices = "".join(f", {name}={values}" for name, values in allowed.items())
+        wanted = f"seed=INTEGER, length_bias=NUMBER{choices}, commands={commands} with + between"
+        raise InputError(f"--dataset {source}: tiny takes {wanted}")
+    kinds = {"seed": int, "length_bias": float}
+    return {name: kinds.get(name, str)(value) for name, value in options.items()}
 
 
 # -- rows -> messages ------------------------------------------------------------------------------
@@ -166,25 +194,25 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
     ValueError says what is wrong with it. docs/data.md lists the columns."""
     whole = "messages" in row or "conversations" in row
+    asked = [] if whole else question(row)
     if whole:
-        messages = sharegpt(row["messages" if "messages" in row else "conversations"])
+        answer = sharegpt(row["messages" if "messages" in row else "conversations"])
     elif "completion" in row and "prompt" in row:
         if row.get("label", True) not in (True,):
             raise ValueError("its label is not true, so the completion is not learnt")
-        messages = turns(row["prompt"], "user") + turns(row["completion"], "assistant")
+        asked, answer = row["prompt"], row["completion"]
     elif "output" in row and "instruction" in row:
-        messages = turns(question({**row, "prompt": None}), "user") + turns(row["output"], "assistant")
-    elif "responses" in row and question(row) is not None:
+        asked, answer = question({**row, "prompt": None}), row["output"]
+    elif "responses" in row and asked is not None:
         texts, scores = ranking(row["responses"])
-        best = texts[scores.index(max(scores))] if texts else None
-        messages = turns(question(row), "user") + turns(best, "assistant")
-    elif "chosen" in row and (is_dialogue(row["chosen"]) or question(row) is None):
-        messages = dialogue(row["chosen"])  # with or without its prompt beside it
+        answer = texts[scores.index(max(scores))] if texts else None
+    elif "chosen" in row and (is_dialogue(row["chosen"]) or asked is None):
+        asked, answer = [], turns(row["chosen"])  # with or without its prompt beside it
     elif "chosen" in row:
-        messages = turns(question(row), "user") + turns(row["chosen"], "assistant")
+        answer = row["chosen"]
     else:
-        formats = "messages; conversations; prompt + completion; instruction + output; prompt + responses"
-        raise ValueError(f"columns {columns(row)} are no SFT row, wanted {formats}; chosen")
+        raise WrongColumns(row, "SFT")
+    messages = turns(asked, "user") + turns(answer, "assistant")
     return check_messages(messages, row.get("system")), whole
 
 
@@ -231,25 +259,20 @@ def ranking(responses) -> tuple[list[str], list[float]]:
     return texts, scores
 
 
-def turns(value, role):
-    """The messages in a column: text of one turn, messages, or, in a prompt, an HH-RLHF dialogue."""
+def turns(value, role=None):
+    """The messages in a column: a list of them; the text of one turn of `role`; in a prompt, or without a
+    role, an HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
     if isinstance(value, list):
         return value
-    if role == "user" and is_dialogue(value):
-        messages = dialogue(value)  # "\n\nAssistant:" at its end only opens the answer
-        return messages if messages[-1]["content"].strip() else messages[:-1]
-    if value is None:
-        raise ValueError("no prompt" if role == "user" else "no response")
-    return [{"role": role, "content": value}]
-
-
-def dialogue(value):
-    """An HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ...", or a list of messages -> messages."""
-    if isinstance(value, list):
-        return value
+    if role and not (role == "user" and is_dialogue(value)):
+        if value is None:
+            raise ValueError("no prompt" if role == "user" else "no response")
+        return [{"role": role, "content": value}]
     parts = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
     if parts[0].strip() or len(parts) < 3:
         raise ValueError("neither a list of messages nor a dialogue of \\n\\nHuman: and \\n\\nAssistant:")
+    if role and not parts[-1].strip():  # "\n\nAssistant:" at its end only opens the answer
+        parts = parts[:-2]
     names = {"Human": "user", "Assistant": "assistant"}
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
@@ -430,20 +453,21 @@ def _tokenize(tokenizer, text, starts):
 def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) -> list:
     """make(row) of every row, or of things that have one. Where it raises ValueError, reason and places are
     printed, with those that `dropped` has already. InputError if nothing is left."""
-    made, dropped = [], dropped or {}
+    made, dropped, wanted = [], dropped or {}, ""
     n_rows = len(rows) + sum(map(len, dropped.values()))
     for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):
         try:
             made.append(make(row))
         except ValueError as error:
             dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
+            wanted = getattr(error, "wanted", wanted)
     if dropped and dist.is_main():
         print(f"{name}: dropped {n_rows - len(made):,} of {n_rows:,} rows")
         for why, where in dropped.items():
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
     if not made:
         why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}")
+        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}{wanted}")
     return made
 
 
@@ -482,12 +506,7 @@ def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
     def load(spec, split):
         return load_sft(spec, tokenizer, args.max_length, split)
 
-    return train_and_held_out(args.dataset, args.eval_dataset, load)
-
-
-def columns(row) -> str:
-    """A row's columns (or these names), the first eight, for messages."""
-    return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:8])}]"
+    return train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
@@ -509,9 +528,10 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     return made_of(documents, other, name)
 
 
-def train_and_held_out(dataset, eval_dataset, load):
+def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
-    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split)."""
+    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). Prints what
+    `preview` says, and, told to, ends the program there."""
     train = load(dataset, "train")
     if eval_dataset or is_tiny(dataset):
         held_out = load(eval_dataset or dataset, "test")
@@ -519,7 +539,44 @@ def train_and_held_out(dataset, eval_dataset, load):
     else:
         train, held_out = hold_out(train)
     check_same(dataset, dist.seed_of(*(zlib.crc32(repr(d.row.data).encode()) for d in train + held_out)))
+    if dist.is_main():
+        print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
+        for item in train[: _n_shown or 1]:
+            print("\n".join(rendered(item, tokenizer, whole=_n_shown > 0)))
+    if _n_shown:
+        raise SystemExit(0)
     return train, held_out
+
+
+_n_shown = 0
+
+
+def preview(n: int):
+    """Make train_and_held_out print n training examples whole and end the program, not one in short."""
+    global _n_shown
+    _n_shown = n
+
+
+def rendered(item, tokenizer, whole=True) -> list[str]:
+    """Lines that show a document, comparison or prompt as it is trained on: special tokens and all, what is
+    learnt between >>> and <<<."""
+    if isinstance(item, Comparison):
+        texts = {"prompt": item.prompt_ids, "chosen": item.response_ids[0], "rejected": item.response_ids[-1]}
+    else:
+        texts = {"example" if isinstance(item, Document) else "prompt": item.ids}
+    lines = []
+    for name, ids in texts.items():
+        ids = torch.as_tensor(ids).tolist()
+        learnt = getattr(item, "response_mask", torch.zeros(len(ids), dtype=torch.bool)).tolist()
+        runs = itertools.groupby(range(len(ids)), key=lambda i: learnt[i])
+        decoded = [(keep, tokenizer.decode([ids[i] for i in run])) for keep, run in runs]
+        text = "".join(f">>>{text}<<<" if keep else text for keep, text in decoded)
+        if not whole:
+            text = text.replace("\n", "\\n")
+            text = text if len(text) <= 300 else f"{text[:140]} [...] {text[-140:]}"
+        n_learnt = f", {sum(learnt)} of them learnt" if any(learnt) else ""
+        lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens{n_learnt}): {text}")
+    return lines
 
 
 def check_same(spec: str, fingerprint):

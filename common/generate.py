@@ -57,7 +57,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
     load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
-    return data.train_and_held_out(args.dataset, args.eval_dataset, load)
+    return data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
 
 
 def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
@@ -91,10 +91,9 @@ def prompt_turns(row: dict) -> list[dict]:
     elif data.question(row) is not None:
         turns = data.turns(data.question(row), "user")
     elif row.get("chosen"):
-        turns = data.dialogue(row["chosen"])
+        turns = data.turns(row["chosen"])
     else:
-        wanted = "prompt, instruction, messages, context_messages, or chosen as a dialogue"
-        raise ValueError(f"columns {data.columns(row)} are no prompt row, wanted {wanted}")
+        raise data.WrongColumns(row, "prompt")
     turns = turns if isinstance(turns, list) else []
     while turns and data.role(turns[-1]) == "assistant":
         turns = turns[:-1]

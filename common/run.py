@@ -318,7 +318,7 @@ def _data_files(args):
     """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
     hashes = {}
     for name, spec in vars(args).items():
-        for path, _ in data.sources(spec) if spec and name.endswith(("dataset", "_data")) else ():
+        for path, *_ in data.sources(spec) if spec and name.endswith(("dataset", "_data")) else ():
             if Path(path).is_file():
                 with open(path, "rb") as file:
                     hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()

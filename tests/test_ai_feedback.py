@@ -975,7 +975,7 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
     cases = [
         ({"model": None}, ["--model", "the labeler's name"]),
         ({"model": tmp_path / "scorer"}, ["SequenceClassification", "wanted a causal language model"]),
-        ({"dataset": responses}, ["none of its 20 rows", "neither chosen and rejected nor responses"]),
+        ({"dataset": responses}, ["none of its 20 rows", "are no preference row"]),
         ({"examples": 9}, ["--examples 9", "0 to 8"]),
         ({"chains": 2}, ["--chains 2", "1 without --chain-of-thought"]),
         ({"min_mass": 0}, ["--min-mass 0", "more than 0"]),
@@ -1031,7 +1031,7 @@ def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
     assert [r["row"] for r in found.rows] == [0, 6]
     out = capsys.readouterr().out
     assert "dropped 5 of 7 rows" in out
-    for words in ("the responses are the same", "neither chosen and rejected", "preference 2", "no prompt"):
+    for words in ("the responses are the same", "are no preference row", "preference 2", "no prompt"):
         assert words in out
 
 

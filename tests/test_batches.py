@@ -1,7 +1,6 @@
 """common/batches.py: comparisons whose responses share a prompt score, and have log probabilities, as rows of
 their own; a rank's share of them."""
 
-import collections
 from types import SimpleNamespace
 
 import pytest
@@ -164,34 +163,6 @@ def test_mask_of_a_tree_by_hand(monkeypatch):
     assert got == expected.split()
 
 
-@torch.no_grad()
-def test_a_response_changes_no_score_but_its_own(scorer):
-    comparisons = BATCHES["several trees a row"]
-    before = outputs(scorer, collate_comparisons(comparisons, PAD))
-    changed = list(comparisons)
-    ids = [x.clone() for x in changed[1].response_ids]
-    ids[0][0] = (ids[0][0] - 3 + 7) % (V - 3) + 3
-    changed[1] = changed[1]._replace(response_ids=ids)
-    difference = (outputs(scorer, collate_comparisons(changed, PAD)) - before).abs().amax(1)
-    assert difference[3] > 1e-2  # the first response of the second comparison, after three of the first
-    difference[3] = 0
-    assert difference.max() < 1e-6
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
-@torch.no_grad()
-def test_padding_changes_nothing(share_prompt, scorer, monkeypatch):
-    monkeypatch.setattr(batches, "ROW", 1)
-    comparisons = [comparison(1, 5, 4, 7), comparison(2, 2, 3, 3)]
-    results = []
-    for pad in (PAD, END, V - 1):  # END: padding may be the end token
-        batch = collate_comparisons(comparisons, pad, share_prompt)
-        assert (batch.input_ids == pad).any()
-        results.append(outputs(scorer, batch))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("share_prompt", [True, False])
 def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, scorer):
     batch = collate_comparisons([], PAD, share_prompt)
@@ -203,18 +174,6 @@ def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, sc
     losses.bradley_terry_loss(got[:, 0], got[:, 0], n_rows=3)[0].backward()
     for name, parameter in scorer.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
-
-
-def test_gradients_of_shared_and_separate_rows_are_equal(scorer):
-    comparisons = BATCHES["samples"]
-    grads = []
-    for share in (True, False):
-        scorer.zero_grad()
-        got = outputs(scorer, collate_comparisons(comparisons, PAD, share))[:, 0]
-        (got * torch.linspace(-1, 2, len(got))).sum().backward()
-        grads.append([p.grad.clone() for p in scorer.parameters()])
-    for a, b in zip(*grads):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(1.0, b.abs().max().item()))
 
 
 # -- batches and log probabilities over ranks -----------------------------------------------------
@@ -337,26 +296,6 @@ def test_seq_logprobs_are_the_sums_of_plain_log_softmax(size, policy):
     assert [len(x) for x in got] == [2, 3, 2]
     for a, b in zip(got, expected):
         assert a.tolist() == pytest.approx(b, abs=1e-4)
-
-
-def test_seq_logprobs_of_two_ranks_join_to_those_of_one(policy, monkeypatch):
-    """What each of two ranks sends is collected by running them one after the other; one has 4 documents, the
-    other 3, but with 2 documents in a batch both make 2 forwards."""
-    comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
-    alone = seq_logprobs(policy, comparisons, 2)
-    sent, calls = [], collections.Counter()
-    plain = policy.token_logprobs
-    for rank in (0, 1):
-        as_rank(monkeypatch, rank, 2)
-        monkeypatch.setattr(policy, "token_logprobs", lambda *a, **b: calls.update([rank]) or plain(*a, **b))
-        # Before rank 1 has run its numbers are missing: zeros stand for them
-        rest = [(i, 0.0) for i in range(7)] if rank == 0 else []
-        monkeypatch.setattr(dist, "gather", lambda values: sent.extend(values) or rest or list(sent))
-        joined = seq_logprobs(policy, comparisons, 2)
-    assert calls == {0: 2, 1: 2} and sorted(i for i, _ in sent) == list(range(7))
-    assert [i for i, _ in sent] != list(range(7))  # sent in another order
-    for a, b in zip(joined, alone, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
 @torch.no_grad()

@@ -5,13 +5,16 @@ import gzip
 import itertools
 import json
 import random
+import re
 from types import SimpleNamespace
 
+import processes
+import pyarrow.parquet
 import pytest
 import torch
 from templates import CHATML, FAMILIES, GPT2, SPECIAL, byte_tokenizer, family
 
-from common import data, loading, tiny
+from common import comparisons, data, formats, generate, loading, tiny
 from common.batches import Document, Row, collate, pack
 from common.errors import InputError
 
@@ -67,6 +70,113 @@ def test_sft_messages_of_every_row_format(name):
     assert data.sft_messages(row) == (messages, all_turns)
 
 
+ASK, LIKERT = "Name a colour.", {"correctness": 3, "coherence": 4, "complexity": 1, "verbosity": 1}
+MARKS = f"{ASK}\n<extra_id_1>Assistant\nRed.\n<extra_id_1>User\nAnother one."
+TURNS = [user(ASK), bot("Red."), user("Another one.")]
+RATED = {"fine-grained_score": 4.0, "annotations": {"helpfulness": {"Rating": "4"}}}
+SETS = {  # rows of a public set as they are -> prompt, responses, best first, and more of the comparison
+    "UltraFeedback": ([{"source": "sharegpt", "instruction": ASK, "models": ["x", "y"], "completions": [
+        {"model": "x", "response": "No.", "overall_score": 2.5, **RATED},
+        {"model": "y", "response": "Red.", "overall_score": 8.0, **RATED}]}],
+        TURNS[:1], ["Red.", "No."], {"grades": [8.0, 2.5]}),
+    "UltraFeedback, binarized": ([{"prompt": ASK, "prompt_id": "0a", "score_chosen": 8.0, "chosen": TURNS[:2],
+        "score_rejected": 6.5, "messages": TURNS[:2], "rejected": [TURNS[0], bot("No.")]}],
+        TURNS[:1], ["Red.", "No."], {"grades": [8.0, 6.5]}),
+    "HelpSteer2": ([{"prompt": MARKS, "response": text, "helpfulness": score, **LIKERT}
+        for text, score in (("Blue.", 4), ("No.", 1))], TURNS, ["Blue.", "No."], {"grades": [4.0, 1.0]}),
+    "HelpSteer2, preferences": ([{"prompt": MARKS, "response_1": "No.", "response_2": "Blue.",
+        "preference_strength": 2, "preference_statement": "The second names one."}],
+        TURNS, ["Blue.", "No."], {"rating": "better", "preference": None}),
+    "HelpSteer2, the first one": ([{"prompt": ASK, "response_1": "Red.", "response_2": "No.",
+        "preference_strength": -3}], TURNS[:1], ["Red.", "No."], {"rating": "significantly better"}),
+    "HelpSteer2, a tie": ([{"prompt": ASK, "response_1": "Red.", "response_2": "Blue.",
+        "preference_strength": 0}], TURNS[:1], ["Red.", "Blue."], {"preference": 0.5, "rating": None}),
+    "SHP": ([{"domain": "askculinary_train", "history": ASK, "labels": label, "score_ratio": 3.0,
+        f"human_ref_{a}": "Red.", f"human_ref_{b}": "No.", f"score_{a}": 12, f"score_{b}": 4}
+        for label, a, b in ((1, "A", "B"), (0, "B", "A"))],
+        TURNS[:1], ["Red.", "No."], {"grades": [12.0, 4.0]}),
+    "Orca's pairs": ([{"system": "s", "question": ASK, "chosen": "Red.", "rejected": "No."}],
+        [SYSTEM, TURNS[0]], ["Red.", "No."], {}),
+    "Nectar": ([{"prompt": f"\n\nHuman: {ASK}\n\nAssistant: ", "num_responses": 2, "turns": 1, "answers": [
+        {"answer": text, "model": "x", "rank": rank} for text, rank in (("No.", 2.0), ("Red.", 1.0))]}],
+        TURNS[:1], ["Red.", "No."], {"grades": [-1.0, -2.0]}),
+    "PKU-SafeRLHF": ([{"prompt": ASK, "response_0": "No.", "response_1": "Red.", "better_response_id": 1,
+        "is_response_0_safe": True, "is_response_1_safe": False, "safer_response_id": 0}],
+        TURNS[:1], ["Red.", "No."], {"is_safe": [False, True]}),
+    "GSM8K": ([{"question": "2 and 3 apples?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}],
+        [user("2 and 3 apples?")], ["2 + 3 = <<2+3=5>>5\n#### 5"], {}),
+    "system and KTO": ([{"system": "s", "prompt": "a", "completion": text, "label": text == "b"}
+        for text in "bc"], [SYSTEM, user("a")], ["b", "c"], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_rows_of_public_sets_are_read_as_they_are(name, tmp_path):
+    rows, prompt, texts, more = SETS[name]
+    spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
+    assert data.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot(texts[0])]
+    (asked,) = generate.load_prompts(spec, "train", tokenizer, 500)
+    assert asked.turns == prompt and asked.row.data.keys() >= rows[0].keys()  # which a scorer may read
+    if len(texts) == 2:
+        for c in comparisons.load(spec, "train", tokenizer, 500):
+            assert (c.prompt, c.texts) == (prompt, texts)
+            found = {"is_safe": comparisons.column(c, "is_safe"), **c._asdict()}
+            assert {key: found[key] for key in more} == more
+
+
+def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
+    docs = (processes.ROOT / "docs" / "data.md").read_text()
+    for kind, rows in formats.EXAMPLES.items():
+        wanted = formats.WrongColumns({"a": 1}, kind).wanted
+        assert all(row in wanted and row in docs for row in rows.splitlines())
+    label = {"prompt": "2 + 2?", "completion": "4", "label": True}  # the other one of a pair
+    for kind, load in (
+        ("SFT", data.load_sft),
+        ("preference", comparisons.load),
+        ("prompt", generate.load_prompts),
+    ):
+        rows = list(map(json.loads, formats.EXAMPLES[kind].splitlines()))
+        path = write(tmp_path / f"{kind}.jsonl", rows + [label] * (kind == "preference"))
+        options = {"split": "train", "tokenizer": byte_tokenizer()}
+        options["max_tokens" if kind == "prompt" else "max_length"] = 500
+        assert len(load(path, **options)) == len(rows)
+
+
+def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys):
+    """One example in short, or with --preview those asked for, whole, and then the program ends."""
+    words = " ".join(["ant"] * 100)
+    sft = write(
+        tmp_path / "sft.jsonl", [{"prompt": f"copy {x}", "completion": words} for x in ("ant", "owl")]
+    )
+    args = SimpleNamespace(dataset=sft, eval_dataset="tiny", max_length=120, max_new_tokens=50,
+        min_score_gap=0.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
+    data.load_sft_split(args, tokenizer)
+    out = capsys.readouterr().out
+    start = (
+        "(sft.jsonl:1, 107 tokens, 101 of them learnt): <|bos|> <|user|> copy ant <|end|> <|assistant|>>>>ant"
+    )
+    assert f"{sft}: 2 to train on, 1,000 held out" in out and start in out
+    assert out.count("(sft.jsonl:") == 1 and " [...] " in out and out.endswith("ant <|end|><<<\n")
+    opened = "<|bos|> <|user|> copy ant <|end|> <|assistant|>"
+    data.preview(2)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            data.load_sft_split(args, tokenizer)
+        out = capsys.readouterr().out
+        assert stop.value.code == 0 and out.count(f">>>{words} <|end|><<<") == 2
+        args.dataset = write(
+            tmp_path / "p.jsonl", [{"prompt": "copy ant", "chosen": "ant", "rejected": "owl"}]
+        )
+        for load, lines in ((comparisons.load_split, (opened, "ant <|end|>", "owl <|end|>")),
+                            (generate.train_and_held_out, (opened,))):  # fmt: skip
+            with pytest.raises(SystemExit):
+                load(args, tokenizer)
+            shown = capsys.readouterr().out.splitlines()[-len(lines) :]
+            assert tuple(line.split("tokens): ")[1] for line in shown) == lines
+    finally:
+        data.preview(0)
+
+
 IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]}
 
 
@@ -100,23 +210,83 @@ def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, caps
 
 
 # -- files and mixtures --------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.parquet"])
-def test_file_formats_give_the_rows_and_their_places(name, tmp_path):
-    rows = [{"prompt": f"p{i}", "completion": "é\n"} for i in range(3)]
-    if name.endswith("parquet"):
-        import pyarrow.parquet
+A, B = {"prompt": "a", "completion": "b, \xe9"}, {"prompt": "c", "completion": None}
+FILES = {  # (content, the places of A and B)
+    "r.jsonl": (f"\n{json.dumps(A)}\n  \n{json.dumps(B)}", (2, 4)),
+    "r.jsonl.gz": (f"{json.dumps(A)}\n{json.dumps(B)}\n", (1, 2)),
+    "r.json": (json.dumps([A, B], indent=1), (1, 2)),
+    "data.json": (json.dumps({"version": 1, "data": [A, B]}), (1, 2)),
+    "r.csv": ('\ufeffprompt,completion\r\na,"b, \xe9"\r\nc,\r\n', (2, 3)),  # as a spreadsheet writes it
+    "C:\\data\\x.csv": ('prompt;completion\na;"b, \xe9"\nc;\n', (2, 3)),
+    "r.parquet": (None, (1, 2)),
+}
 
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_formats_give_the_rows_and_their_places(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content, places = FILES[name]
+    if content is None:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([A, B]), name)
     else:
-        write(tmp_path / name, rows)
-    expected = [Row(f"{name}:{i + 1}", row) for i, row in enumerate(rows)]
-    assert data.load_rows(str(tmp_path / name), "sft") == expected
+        (gzip.open if name.endswith("gz") else open)(name, "wb").write(content.encode())
+    rows = [Row(f"{name}:{place}", row) for place, row in zip(places, (A, B))]
+    assert data.load_rows(name, "sft") == rows and data.load_rows(f"{name}:0.5,{name}:0.5", "sft") == rows * 2
 
 
-def test_blank_lines_are_skipped_but_counted(tmp_path):
-    (tmp_path / "r.jsonl").write_text('\n{"text": "a"}\n  \n{"text": "b"}')
-    where = [row.where for row in data.load_rows(str(tmp_path / "r.jsonl"), "text")]
-    assert where == ["r.jsonl:2", "r.jsonl:4"]
+def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenizer, tmp_path):
+    (tmp_path / "r.txt").write_text("copy ant\r\n\nfirst owl")
+    for kind, name in (("prompts", "prompt"), ("text", "text")):
+        rows = data.load_rows(str(tmp_path / "r.txt"), kind)
+        assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
+    with pytest.raises(InputError, match=r"columns \['text'\] are no SFT row.*--columns \.\.\.=prompt,"):
+        data.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
+
+
+# -- columns renamed and rows chosen in the name of a data set ------------------------------------
+TABLE = """question,answer_a,answer_b,prompt,votes,lang,ok,chosen_score
+q1,4,5,old,3,EN,TRUE,1.5
+q2,x,y,old,10,de,False,
+q3,v,w,old,,en,,-2
+"""
+
+
+@pytest.mark.parametrize(
+    "items, kept",
+    [("", "123"), ("votes>=3", "12"), ("votes>3", "2"), ("votes<=3", "1"), ("votes==3.0", "1"),
+     ("votes!=3", "2"), ("lang==en", "13"), ("lang!=en", "2"), ("lang<e", "2"), ("votes>=3&lang==en", "1"),
+     ("votes<9&ok==true", "1")],
+)  # fmt: skip
+def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path, capsys):
+    (tmp_path / "t.csv").write_text(TABLE)
+    plain = f"{tmp_path / 't.csv'}"
+    items = f"question=prompt&{items}".strip("&")
+    spec = data.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", ","))
+    assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
+    assert data.with_columns(spec, "question=prompt") == spec  # which is there already
+    assert [(name, weight) for name, _, weight in data.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
+    rows = data.load_rows(spec.split(",")[1], "sft")
+    assert [row.data["prompt"] for row in rows] == [f"q{n}" for n in kept]
+    assert all("question" not in row.data for row in rows)
+    n_dropped = [int(n) for n in re.findall(r"dropped (\d+) of \d rows", capsys.readouterr().out)]
+    assert sum(n_dropped) == 3 - len(kept) and len(n_dropped) == items.count("&")
+
+
+def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path):
+    (tmp_path / "t.csv").write_text(TABLE)
+    spec = f"{tmp_path / 't.csv'}?question=prompt&answer_a=completion&ok=label"
+    names = ("completion", "label", "chosen_score")
+    found = [[row.data[name] for name in names] for row in data.load_rows(spec, "sft")]
+    assert found == [["4", True, 1.5], ["x", False, None], ["v", None, -2]]
+
+
+@pytest.mark.parametrize(
+    "dataset", ["", "tiny,", "pairs.csv", "C:\\data\\x.csv", "tiny?category", "tiny:sed=1"]
+)
+def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
+    with pytest.raises(InputError, match="--dataset"):
+        data.check_sources(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
+    data.check_sources(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
 
 
 def test_mixture_without_weights_is_all_rows_in_order(tmp_path):
@@ -187,7 +357,16 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
         ("r.jsonl", b"", "empty"),
         ("r.jsonl", b"\n \n", "empty"),
         ("r.jsonl.gz", packed(b""), "empty"),
-        ("r.txt", GOOD, "none of .jsonl"),
+        ("r.xlsx", GOOD, "none of .jsonl"),
+        *[(f"r.{kind}", b"", "empty") for kind in ("txt", "csv", "json")],
+        ("r.json", GOOD[:20], r"r\.json:1: not JSON"),
+        ("r.json", b'[{"prompt": "a"}, 3]', r"r\.json:2: .*int, wanted an object"),
+        ("r.json", b"3", r"r\.json:1: not JSON"),
+        ("r.csv", b"prompt,completion\na,b\nc,d,e\n", r"r\.csv:3: .*more cells than names"),
+        ("r.csv", b'prompt,completion\na,"b\n', r"r\.csv:2: .*end of data"),
+        ("r.csv", "prompt\n\xe9\n".encode("latin-1"), r"r\.csv:.*utf-8"),
+        ("r.csv?b=prompt", b"a,c\n1,2\n", r"\?b=prompt: no row has that column, of \['a', 'c'\]"),
+        ("r.csv?a>1", b"a,c\n1,2\n", "no row has a>1"),
         ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
         ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
         ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),
@@ -203,7 +382,7 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
 )
 def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tmp_path):
     if content is not None:
-        (tmp_path / name).write_bytes(content)
+        (tmp_path / name.partition("?")[0]).write_bytes(content)
     with pytest.raises(InputError, match=says):
         data.load_rows(str(tmp_path / name), "sft")
 
@@ -233,7 +412,7 @@ def test_hub_failure_is_an_input_error(monkeypatch):
 @pytest.mark.parametrize(
     "row, why",
     [
-        ({"question": "a", "answer": "b"}, "answer.*question"),  # unknown columns are listed
+        ({"query": "a", "answer": "b"}, "answer.*query.*"),  # unknown columns are listed
         ({}, "no SFT row"),
         ({"prompt": "a", "completion": None}, "no response"),
         ({"prompt": "a", "completion": " \n"}, "no response"),
@@ -255,6 +434,9 @@ def test_hub_failure_is_an_input_error(monkeypatch):
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **TOOLS}]}, "tool_calls"),
         ({"system": 5, "prompt": "a", "completion": "b"}, "system is int"),
         ({"prompt": "a", "completion": "b", "label": False}, "its label is not true"),
+        ({"prompt": "copy ant", "completion": "ant <|end|> fox"}, "the text holds a special token"),
+        ({"prompt": "<|assistant|> hi", "completion": "b"}, "the text holds a special token"),
+        ({"prompt": "what is the capital of france", "completion": "paris"}, "is it the right --model"),
     ],
 )
 def test_unusable_row_is_dropped_counted_and_named(row, why, tokenizer, tmp_path, capsys):
@@ -566,24 +748,9 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
         data.without_prompts_of(train, train, "mine")
 
 
-def test_rows_in_words_that_the_tokenizer_does_not_know_are_refused(tokenizer, capsys):
-    """Whoever forgets --model trains the tiny world's model, which reads English as <|unk|> <|unk|>."""
-    english = {"prompt": "what is the capital of france and why", "completion": "paris has been since ages"}
-    rows = [Row("r:1", json.loads(GOOD)), Row("r:2", english)]
-    assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
-    reason = "1: the tokenizer knows few of its words: is it the right --model? (r:2)"
-    assert reason in capsys.readouterr().out
-    with pytest.raises(InputError, match="none of its 1 rows can be used.*--model"):
-        data.sft_documents(rows[1:], tokenizer, 64, "r")
-    data.check_known(tokenizer, [tokenizer.unk_token_id, 5])  # one word of two
+def test_a_text_is_known_if_half_of_its_words_are(tokenizer):
+    data.check_known(tokenizer, [tokenizer.unk_token_id, 5])
+    with pytest.raises(ValueError, match="knows few of its words"):
+        data.check_known(tokenizer, [tokenizer.unk_token_id] * 2 + [5])
     gpt2 = SimpleNamespace(unk_token_id=7, eos_token_id=7)  # whose end token is the unknown one too
     data.check_known(gpt2, [7, 7, 7])
-
-
-def test_text_that_holds_a_special_token_is_dropped_and_named(tokenizer, capsys):
-    """`<|end|>` in an answer would end it there, `<|assistant|>` in a question would open one."""
-    rows = [Row("r:1", json.loads(GOOD))]
-    rows += [Row("r:2", {"prompt": "copy ant", "completion": "ant <|end|> fox"})]
-    rows += [Row("r:3", {"prompt": "<|assistant|> hi", "completion": "b"})]
-    assert len(data.sft_documents(rows, tokenizer, 64, "r")) == 1
-    assert "2: the text holds a special token" in capsys.readouterr().out

@@ -88,7 +88,7 @@ UNUSABLE = {
     "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
     "the text holds a special token": {"prompt": "copy <|end|> ant"},
     "no prompt": {"prompt": " "},
-    "are no prompt row, wanted prompt, instruction, messages, context_messages, or chosen": {"text": "ant"},
+    "columns ['text'] are no prompt row": {"text": "ant"},
     "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
     "a message is not {role, content}": {"prompt": 5},
     "a lone surrogate": {"prompt": "\ud800"},
@@ -111,7 +111,7 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
         load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
     says = str(error.value)
     assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
-    assert "wanted prompt" in says and "(p.jsonl:2)" in says
+    assert 'wanted {"prompt": ' in says and "(p.jsonl:2)" in says
     assert "special token" in says and "(p.jsonl:3)" in says
 
 

@@ -1,0 +1,157 @@
+"""What people have -> rows in the columns of docs/data.md: files of several kinds, rows of public sets."""
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from pathlib import Path
+
+from common.batches import RATINGS
+from common.errors import InputError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of the files that can be read
+NOT_TEXT = set(  # the columns that something here reads, and that hold no text
+    """messages conversations context_messages responses label score margin preference is_safety chosen_score
+    rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
+    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
+)
+READ = NOT_TEXT | set(
+    "system prompt instruction input completion output text category subset chosen rejected rating".split()
+)
+EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
+    "SFT": """{"prompt": "2 + 2?", "completion": "4"}
+{"instruction": "Translate.", "input": "chat", "output": "cat"}
+{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}""",
+    "preference": """{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+{"prompt": "2 + 2?", "completion": "5", "label": false}
+{"instruction": "2 + 2?", "responses": [{"text": "4", "score": 0.9}, {"text": "22", "score": 0.0}]}""",
+    "prompt": '{"prompt": "2 + 2?"}',
+}
+
+
+class WrongColumns(ValueError):
+    """A row that is none of its kind, of EXAMPLES. wanted: what would be."""
+
+    def __init__(self, row, kind):
+        super().__init__(f"columns {columns(row)} are no {kind} row")
+        rows = EXAMPLES[kind].splitlines()
+        renames = ",".join(f"...={name}" for name in json.loads(rows[0]))
+        self.wanted = f"; wanted {' or '.join(rows)}; --columns {renames} renames columns"
+
+
+def columns(row) -> str:
+    """A row's columns (or these names), the first sixteen, for messages."""
+    return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:16])}]"
+
+
+# -- public sets -----------------------------------------------------------------------------------
+def _pair(row, better_first, columns) -> dict:
+    """columns: ours, {} for chosen and rejected -> the set's, {} for its names of both in `better_first`."""
+    both = [*zip(("chosen", "rejected"), better_first)]
+    return {ours.format(side): row[name.format(x)] for ours, name in columns.items() for side, x in both}
+
+
+def _dialogue(prompt):
+    """HelpSteer2's marks between turns -> HH-RLHF's. A single turn has none."""
+    names = {"\n<extra_id_1>User\n": "\n\nHuman: ", "\n<extra_id_1>Assistant\n": "\n\nAssistant: "}
+    parts = re.split("(" + "|".join(names) + ")", prompt)
+    return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
+
+
+def _helpsteer_pair(row):
+    strength = int(row["preference_strength"])  # -3: the first one is much better, ..., 3: the second one is
+    label = {"rating": RATINGS[3 - abs(strength)]} if strength else {"preference": 0.5}
+    pair = _pair(row, "21" if strength > 0 else "12", {"{}": "response_{}"})
+    return {"prompt": _dialogue(row["prompt"]), **pair, **label}
+
+
+PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
+    # GSM8K
+    "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},
+    # HelpSteer2
+    "prompt response helpfulness": lambda row: {
+        "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
+    "prompt response_1 response_2 preference_strength": _helpsteer_pair,
+    # Nectar
+    "prompt answers": lambda row: {
+        "responses": [{"text": x["answer"], "score": -x["rank"]} for x in row["answers"]]},
+    # Orca's pairs
+    "question chosen rejected": lambda row: {"prompt": row["question"]},
+    # PKU-SafeRLHF
+    "prompt response_0 response_1 better_response_id": lambda row: _pair(
+        row, "10" if int(row["better_response_id"]) else "01",
+        {"{}": "response_{}", "{}_is_safe": "is_response_{}_safe"}),
+    # SHP
+    "history human_ref_A human_ref_B labels": lambda row: {"prompt": row["history"], **_pair(
+        row, "AB" if int(row["labels"]) else "BA", {"{}": "human_ref_{}", "{}_score": "score_{}"})},
+    # UltraFeedback
+    "instruction completions": lambda row: {
+        "responses": [{"text": x["response"], "score": x["overall_score"]} for x in row["completions"]]},
+}  # fmt: skip
+
+
+def in_our_columns(row: dict) -> tuple[set, dict]:
+    """(the columns by which a row of a public set is known, the row with ours beside its own). Of none, or
+    that has such columns of ours already, stays as it is."""
+    there = {name for name, value in row.items() if value is not None}
+    for names, convert in PUBLIC.items():
+        known = set(names.split())
+        if known <= there:
+            try:
+                ours = convert(row)
+            except (KeyError, TypeError, ValueError, AttributeError):  # a value of another type
+                continue
+            if not there & (ours.keys() - known):
+                return known, {**row, **ours}
+    return set(), row
+
+
+# -- files -----------------------------------------------------------------------------------------
+def read_file(path: Path):
+    """(place, row) of every row of a file: its line, its number in a list, its row in a spreadsheet."""
+    place, kind = 1, "JSON" if ".json" in path.name else path.suffix[1:]
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for row in _rows(file, path.suffix):
+                if not isinstance(row, dict | tuple):
+                    raise TypeError(f"{type(row).__name__}, wanted an object")
+                if None in row:
+                    raise TypeError("more cells than names above: put a text that holds commas in quotes")
+                if row and isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
+                    row["category"] = row["category"].encode("utf-8", "replace").decode()
+                if row != ():
+                    yield place, row
+                place += 1
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}:{place}: broken gzip data ({error}), fetch it again") from None
+    except (ValueError, TypeError, RecursionError, csv.Error) as error:
+        raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
+
+
+def _rows(file, suffix):
+    """The rows of a file; () for a line that is none."""
+    if suffix in (".jsonl", ".gz"):
+        yield from (json.loads(line) if line.strip() else () for line in file)
+        return
+    text = file.read().decode("utf-8-sig")
+    if suffix == ".txt":
+        yield from ({"text": line} if line.strip() else () for line in text.splitlines())
+    elif suffix == ".csv":
+        yield ()  # the names
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)  # some countries' spreadsheets write ;
+        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    elif text.strip():
+        rows = json.loads(text)
+        yield from rows.get("data", [rows]) if isinstance(rows, dict) else rows
+
+
+def typed(name: str, cell):
+    """A cell of a .csv file, which is text, None if it is empty; in a column of NOT_TEXT what JSON reads."""
+    if name not in NOT_TEXT or not cell:
+        return cell or None
+    try:
+        return json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
+    except (ValueError, AttributeError):  # no JSON, or a number that in_our_columns has made
+        return cell
