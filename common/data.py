@@ -502,10 +502,7 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
 
 def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
     """The training and the held-out documents of sft.py's command."""
-
-    def load(spec, split):
-        return load_sft(spec, tokenizer, args.max_length, split)
-
+    load = functools.partial(load_sft, tokenizer=tokenizer, max_length=args.max_length)
     return train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
 
 
@@ -532,9 +529,9 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
     held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). Prints what
     `preview` says, and, told to, ends the program there."""
-    train = load(dataset, "train")
+    train = load(dataset, split="train")
     if eval_dataset or is_tiny(dataset):
-        held_out = load(eval_dataset or dataset, "test")
+        held_out = load(eval_dataset or dataset, split="test")
         train = without_prompts_of(train, held_out, dataset)
     else:
         train, held_out = hold_out(train)

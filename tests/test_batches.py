@@ -143,26 +143,6 @@ def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_pr
         assert batch.position_ids[row, start : column + 1].tolist() == list(range(len(c.prompt_ids)))
 
 
-def test_mask_of_a_tree_by_hand(monkeypatch):
-    """A prompt of 2, responses of 1 and 2 tokens in a row as long as the other comparison's: columns x x y z
-    z and three of padding, which see themselves alone."""
-    monkeypatch.setattr(batches, "ROW", 1)
-    wide = comparison(1, 4, 2, 2)
-    batch = collate_comparisons([comparison(2, 2, 1, 2), wide], PAD)
-    assert batch.attention_mask.shape == (2, 1, 8, 8)
-    small = [row for row, _ in batch.prompt_ends.T.tolist()][0]
-    expected = """1.......
-                  11......
-                  111.....
-                  11.1....
-                  11.11...
-                  .....1..
-                  .....11.
-                  .....111"""
-    got = ["".join(".1"[int(x)] for x in row) for row in batch.attention_mask[small, 0]]
-    assert got == expected.split()
-
-
 @pytest.mark.parametrize("share_prompt", [True, False])
 def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, scorer):
     batch = collate_comparisons([], PAD, share_prompt)
@@ -235,26 +215,6 @@ def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt,
         assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
 
 
-@torch.no_grad()
-def test_a_response_follows_the_prompts_last_token_and_not_the_one_before_it_in_the_row(policy):
-    """The token before the second and third response is the end of another response."""
-    c = comparison(1, 5, 4, 7, 3)
-    batch, seen = collate_comparisons([c], PAD), []
-    expected = plain_logprobs(policy, [c])[0]
-
-    class Shifted:
-        def logprobs_at(self, input_ids, where, targets, *more):
-            seen.append(where.clone())
-            where[1, 4], where[1, 11] = 8, 15
-            return policy.logprobs_at(input_ids, where, targets, *more)
-
-    wrong = models.response_logprobs(Shifted(), batch).tolist()
-    columns = [4, 5, 6, 7, 4, *range(9, 15), 4, 16, 17]
-    assert [x.tolist() for x in seen] == [[[0] * 14, columns]]
-    assert wrong[0] == pytest.approx(expected[0], abs=1e-4)
-    assert min(abs(wrong[k] - expected[k]) for k in (1, 2)) > 1e-2
-
-
 def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, monkeypatch):
     monkeypatch.setattr(batches, "ROW", 1)
     comparisons, grads = [comparison(3, 9, 8, 10), comparison(4, 3, 2, 4), comparison(5, 2, 1, 3)], []
@@ -274,17 +234,6 @@ def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, m
         for got in found:
             size = 1e-5 * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=size)
-    policy.zero_grad()
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
-def test_response_logprobs_of_an_empty_batch_connect_every_weight(share_prompt, policy):
-    policy.zero_grad()
-    got = models.response_logprobs(policy, collate_comparisons([], PAD, share_prompt))
-    assert got.shape == (0,)
-    got.sum().backward()
-    for name, parameter in policy.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
     policy.zero_grad()
 
 

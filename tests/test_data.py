@@ -289,12 +289,6 @@ def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
     data.check_sources(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
 
 
-def test_mixture_without_weights_is_all_rows_in_order(tmp_path):
-    a = write(tmp_path / "a.jsonl", [{"i": i} for i in range(3)])
-    b = write(tmp_path / "b.jsonl", [{"i": i} for i in range(10, 12)])
-    assert [row.data["i"] for row in data.load_rows(f"{a}, {b}", "sft")] == [0, 1, 2, 10, 11]
-
-
 @pytest.mark.parametrize(
     "weights, counts",
     [
@@ -312,6 +306,7 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
     assert tuple(map(len, chosen.values())) == counts
     assert all(len(set(i)) == len(i) for i in chosen.values())
     assert data.load_rows(spec, "sft") == mixed
+    assert data.load_rows(", ".join(paths), "sft") == sum((data.load_rows(x, "sft") for x in paths), [])
     for part in chosen.values():  # a part is from all over the file, not its head
         assert len(part) == 100 or max(part) > 80
 
@@ -436,7 +431,10 @@ def test_hub_failure_is_an_input_error(monkeypatch):
         ({"prompt": "a", "completion": "b", "label": False}, "its label is not true"),
         ({"prompt": "copy ant", "completion": "ant <|end|> fox"}, "the text holds a special token"),
         ({"prompt": "<|assistant|> hi", "completion": "b"}, "the text holds a special token"),
-        ({"prompt": "what is the capital of france", "completion": "paris"}, "is it the right --model"),
+        (
+            {"prompt": "what is the capital of france and why", "completion": "paris has been"},
+            "the right --model",
+        ),
     ],
 )
 def test_unusable_row_is_dropped_counted_and_named(row, why, tokenizer, tmp_path, capsys):
@@ -689,14 +687,8 @@ def test_pack_is_first_fit_decreasing(n, longest):
     assert blocks == first_fit_decreasing(lengths, 100)
     assert sorted(i for block in blocks for i in block) == list(range(n))
     assert all(sum(lengths[i] for i in block) <= 100 for block in blocks)
-
-
-def test_pack_by_hand_and_its_limit():
-    # 7, then 5 opens a block, 4 beside it (9), 3 beside the 7 (10), 2 fits neither, 1 beside 5 and 4
-    assert pack([4, 1, 7, 2, 5, 3], 10) == [[2, 5], [4, 0, 1], [3]]
-    assert pack([10, 10], 10) == [[0], [1]]
-    with pytest.raises(ValueError, match="11"):
-        pack([3, 11], 10)
+    with pytest.raises(ValueError, match="101"):
+        pack([*lengths, 101], 100)
 
 
 def document(ids, n_prompt, prompt="a"):
