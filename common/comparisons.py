@@ -261,12 +261,9 @@ def _number(values, name, low, high):
     value = values.get(name)
     if value is None:
         return None
-    try:
-        if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-            raise ValueError
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}") from None
+    if type(value) not in (int, float) or not max(low, -1e308) <= value <= min(high, 1e308):  # NaN is not
+        raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}")
+    return float(value)
 
 
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:

@@ -137,7 +137,7 @@ def _rows(file, suffix):
         return
     text = file.read().decode("utf-8-sig")
     if suffix == ".txt":
-        yield from ({"text": line} if line.strip() else () for line in text.splitlines())
+        yield from ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
     elif suffix == ".csv":
         yield ()  # the names
         delimiter = max(",;\t", key=text.partition("\n")[0].count)  # some countries' spreadsheets write ;
