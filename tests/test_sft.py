@@ -503,7 +503,7 @@ def bad(small, tmp_path_factory):
         ({"dataset": "list.jsonl"}, ["list.jsonl:2", "list"]),
         ({"dataset": "unusable.jsonl"}, ["unusable.jsonl:1", "unusable.jsonl:2", "no response", "foo"]),
         ({"dataset": "long.jsonl"}, ["long.jsonl:1", "64 tokens", "--max-length"]),
-        ({"dataset": "notes.txt"}, ["notes.txt", ".jsonl"]),
+        ({"dataset": "notes.txt"}, ["notes.txt:1", "are no SFT row", "--columns"]),
         ({"dataset": "cut.jsonl.gz"}, ["cut.jsonl.gz", "gzip"]),
         ({"dataset": "no.parquet"}, ["no.parquet", "parquet"]),
         ({"dataset": "org/nothing"}, ["org/nothing", "hub"]),
