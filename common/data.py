@@ -578,7 +578,7 @@ def rendered(item, tokenizer, whole=True) -> list[str]:
 
 def check_same(spec: str, fingerprint):
     """InputError unless all ranks have read the same."""
-    dist.patient_barrier()
+    dist.barrier()
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
 

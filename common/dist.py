@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 import torch.distributed as td
 import transformers
-from torch import nn
 
 from common.errors import InputError, NotFinite
 
@@ -34,6 +33,7 @@ PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokeni
 def setup() -> torch.device:
     """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
     transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
+    transformers.utils.logging.set_verbosity_error()  # that a scorer's head is new is no news
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -87,27 +87,15 @@ def is_main() -> bool:
 
 
 def barrier():
-    if td.is_initialized():
-        td.barrier()
-
-
-def patient_barrier():
-    """A barrier after work that may keep the ranks apart for longer than a collective may last: rank 0 alone
-    downloads and reads a model, and not every machine tokenises equally fast."""
+    """Wait for all ranks, for longer than a collective may last: rank 0 alone downloads and reads a model,
+    and writes it, and not every machine tokenises equally fast."""
     if td.is_initialized():
         store = td.distributed_c10d._get_default_store()
-        n = store.add("patient_barrier", 1)  # ranks that came, to all barriers so far
-        key = f"patient_barrier/{(n - 1) // world_size()}"
+        n = store.add("barrier", 1)  # ranks that came, to all barriers so far
+        key = f"barrier/{(n - 1) // world_size()}"
         if n % world_size() == 0:
             store.set(key, "all are here")
         store.wait([key], PATIENCE)
-
-
-def sum_of_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the ranks' tensors, on the CPU, on every rank."""
-    if td.is_initialized():
-        td.all_reduce(tensor)
-    return tensor
 
 
 def gather(values: list) -> list:
@@ -171,17 +159,18 @@ def shard(model, device, compute_dtype=None):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    patient_barrier()  # rank 0 had the weights to read
+    barrier()  # rank 0 had the weights to read
     weights = model.state_dict() if is_main() else {}
     # The state dict lacks buffers that can be computed, rotary frequencies for one
-    [buffers] = gather([dict(model.named_buffers())] if is_main() else [])
+    mine = [dict(model.named_buffers()), getattr(model, "generation_config", None)]
+    buffers, model.generation_config = gather(mine if is_main() else [])
     model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
     mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     for module in list(model.modules()):
         if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    if isinstance(getattr(model, "score", None), nn.Linear):  # a scalar head stays in fp32
+    if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a scalar head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     # Embeddings, final norm and head: tied weights share this group
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -192,26 +181,11 @@ def shard(model, device, compute_dtype=None):
         buffer.copy_(buffers[name])
     for method in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, method)
-        _free_without_gradient(model, method)
     return model
 
 
 def is_sharded(model) -> bool:
     return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
-
-
-def _free_without_gradient(model, method):
-    """FSDP keeps the root's weights after a forward for the backward to come. Without gradient none comes:
-    free them, or `parameters()` goes on giving gathered tensors, which no optimiser must be built on."""
-    run = getattr(model, method)
-
-    def wrapped(*args, **kwargs):
-        result = run(*args, **kwargs)
-        if not torch.is_grad_enabled() and not getattr(model, "is_consolidated", False):
-            model.reshard()
-        return result
-
-    setattr(model, method, wrapped)
 
 
 def put_away(offload, *models, device="cpu"):
@@ -248,10 +222,6 @@ def consolidated(model):
     model.eval()
     try:
         with torch.no_grad():
-            if sharded:
-                # A tiny forward lets FSDP find its root and order; unshard before it fails. All ranks are
-                # here together, so it may communicate
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
             for m in sharded:  # the hooks would free a layer again, and cost more time than a small layer
                 m.unshard()
                 m._forward_pre_hooks, m._forward_hooks = {}, {}
@@ -267,7 +237,7 @@ def consolidated(model):
         for m, (before, after) in zip(sharded, hooks):
             m._forward_pre_hooks, m._forward_hooks = before, after
             m.reshard()
-        if sharded and torch.cuda.is_available():
+        if sharded:
             torch.cuda.empty_cache()
 
 
@@ -345,19 +315,12 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
 
     root = Path(root)
     final, temporary, pointer = root / f"step_{step}", root / f"step_{step}.tmp", root / "latest.tmp"
-    if is_main():
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    barrier()
     try:
         with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
-    except dcp.CheckpointException as error:  # a write that failed on some rank, or a bug
-        causes = [cause for cause, *_ in error.failures.values()]
-        if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
-            raise
-        said = str(causes[0]).split("\n")[0][:120]
-        raise OSError(f"{temporary} cannot be written ({said}): make room, then --resume") from error
+    except dcp.CheckpointException as error:  # a write that failed on some rank
+        cause = str(next(iter(error.failures.values()))[0])[:120]
+        raise OSError(f"{temporary} cannot be written ({cause}): make room, then --resume") from error
     if is_main():
         (temporary / "state.json").write_text(json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)
@@ -388,9 +351,7 @@ def checkpoint_state(root) -> dict:
         folder = latest.parent / latest.read_text()
         state = json.loads((folder / "state.json").read_text())
         if state.pop("layout", None) != LAYOUT:
-            raise InputError(
-                f"{folder} is of another version of these scripts: go on with that, or --overwrite"
-            )
+            raise InputError(f"{folder} is of another version of these scripts: use that, or --overwrite")
     return gather([state])[0]
 
 
@@ -418,10 +379,8 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         weights = model.merged(weights) if hasattr(model, "merged") else weights  # adapters, see lora.py
         path, temporary = Path(path), Path(f"{path}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        # to save from: no FSDP, whose class is a subclass, and no second copy of the weights
-        plain_class = next(c for c in type(model).__mro__ if not c.__name__.startswith("FSDP"))
-        with torch.device("meta"):
-            skeleton = plain_class(copy.deepcopy(model.config)).to(dtype)
+        with torch.device("meta"):  # to save from: no second copy of the weights, and not sharded
+            skeleton = type(model)(copy.deepcopy(model.config)).to(dtype)
         skeleton.generation_config = getattr(model, "generation_config", None)
         tied = skeleton.all_tied_weights_keys  # by now copies of others, that need no place in the file
         weights = {name: weight.to(dtype) for name, weight in weights.items() if name not in tied}
@@ -429,4 +388,4 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    patient_barrier()  # a large model takes rank 0 longer to write than a collective may last
+    barrier()  # a large model takes rank 0 longer to write than a collective may last

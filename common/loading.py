@@ -5,7 +5,6 @@ A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a fold
 or a name on the hub.
 """
 
-import functools
 import re
 import types
 from pathlib import Path
@@ -65,20 +64,13 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end token, a mask made from ids anywhere would drop real end tokens
         spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
-        spare += _never_unknown(tokenizer)
+        if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
+            spare.append(
+                tokenizer.unk_token
+            )  # of Llama 2: a new one would make an odd number of rows, 32,001
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
         say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
-
-
-def _never_unknown(tokenizer) -> list[str]:
-    """The token for unknown words, where no word is unknown because bytes spell it: Llama 2 has no other to
-    pad with, and one more would make 32,001, which no matrix product likes."""
-    unknown = tokenizer.unk_token_id
-    if unknown in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
-        return []
-    no_character = tokenizer("\U0010fffd", add_special_tokens=False)["input_ids"]
-    return [] if unknown in no_character else [tokenizer.unk_token]
 
 
 def _after_answer(tokenizer) -> str:
@@ -105,28 +97,18 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
     ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
     Of a multimodal model it is the text part. lora_rank: of adapters that learn in its place; 0: none."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
-    if name == "tiny":
-        model = tiny.model(seed)
-    else:
-        check_causal_lm(name)
-        model = _read(AutoModelForCausalLM, name, _read_config(name))
-    _fit_embeddings(model, len(tokenizer))
-    sampling = model.generation_config
+    check_causal_lm(name)
+    model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
+    sampling, end = model.generation_config, tokenizer.eos_token_id
+    ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
+    others = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
+    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *others] if others else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
-    for settings in (model.config, sampling):  # as the tokenizer has them now
-        settings.pad_token_id, settings.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    try:
-        ends = None if name == "tiny" else GenerationConfig.from_pretrained(find_model(name)).eos_token_id
-    except OSError:  # it has none
-        ends = None
-    others = [token for token in ends if token != tokenizer.eos_token_id] if isinstance(ends, list) else []
-    if others:  # Llama 3 and Qwen end with one of two tokens
-        sampling.eos_token_id = [tokenizer.eos_token_id, *others]
     methods = models.token_logprobs, models.logprobs_at, models.next_token_logprobs
-    model = _ready(model, methods, gradient_checkpointing)
+    model = _ready(model, tokenizer, methods, gradient_checkpointing)
     return lora.attach(model, lora_rank, seed) if lora_rank else model
 
 
@@ -147,10 +129,9 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
       has another one."""
     from transformers import AutoModelForSequenceClassification
 
-    policy = tiny.model(seed) if name == "tiny" else None
-    config = policy.config if policy else _read_config(name)
-    kind, outputs = _kind(config), config.num_labels
-    if "ForSequenceClassification" not in kind:
+    config = _read_config(name)
+    new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
+    if new_head:
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
     elif outputs != n_outputs or outputs == 2 and not hasattr(config, "advantage_model"):
@@ -160,18 +141,13 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
         raise InputError(f"{name} is {kind}, wanted {kinds[n_outputs]} or a causal language model")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))
-    model = _read(AutoModelForSequenceClassification, name, config)
+    model = _read(AutoModelForSequenceClassification, name, config, seed)
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
-    if "ForSequenceClassification" not in kind and dist.is_main():
-        if policy:
-            model.base_model.load_state_dict(policy.base_model.state_dict())
-        with torch.no_grad():
-            deviation, generator = (model.score.in_features + 1) ** -0.5, torch.Generator().manual_seed(seed)
-            model.score.weight.normal_(0, deviation, generator=generator)
-    _fit_embeddings(model, len(tokenizer))
-    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
-    return _ready(model, (models.head_outputs,), gradient_checkpointing)
+    if new_head and dist.is_main():
+        deviation, generator = (model.score.in_features + 1) ** -0.5, torch.Generator().manual_seed(seed)
+        torch.nn.init.normal_(model.score.weight, 0, deviation, generator)
+    return _ready(model, tokenizer, (models.head_outputs,), gradient_checkpointing)
 
 
 def _add_classifier(config_class):
@@ -191,25 +167,24 @@ def _add_classifier(config_class):
 
 def is_causal_lm(name) -> bool:
     """False for a model with a scalar head, or another kind."""
-    return name == "tiny" or any(k in _kind(_read_config(name)) for k in ("ForCausalLM", "LMHeadModel"))
+    kind = _kind(_read_config(name))
+    return any(word in kind for word in ("causal", "ForCausalLM", "LMHeadModel"))
 
 
 def is_preference_model(name) -> bool:
     """True of a causal LM that common/train_pairwise.py trained."""
-    return is_causal_lm(name) and name != "tiny" and hasattr(_read_config(name), "preference_model")
+    return is_causal_lm(name) and hasattr(_read_config(name), "preference_model")
 
 
 def n_outputs(name) -> int:
     """1 of a reward model, 2 of an advantage model; InputError for any other model."""
-    config = None if name == "tiny" else _read_config(name)
-    kind = "a causal language model" if config is None else f"a {_kind(config)}"
-    if "ForSequenceClassification" in kind:
-        if config.num_labels <= 2:
-            return config.num_labels
-        kind = f"a classifier of {config.num_labels} labels"
+    config = _read_config(name)
+    kind = _kind(config)
+    if "ForSequenceClassification" in kind and config.num_labels <= 2:
+        return config.num_labels
     if hasattr(config, "preference_model"):
-        kind = "a pairwise preference model, which scores no response alone"
-    raise InputError(f"{name} is {kind}, wanted a run of reward.py or advantage_model.py")
+        kind = "pairwise preference model, which scores no response alone"
+    raise InputError(f"{name} is a {kind}, wanted a run of reward.py or advantage_model.py")
 
 
 def sft_model(model, given=None) -> str | None:
@@ -231,23 +206,19 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
 
 def check_room(length: int, name, config=None):
     """InputError if a model, whose config may be given, has fewer positions than `length`, --max-length."""
-    config = config or (tiny.model().config if name == "tiny" else _read_config(name))
-    room = models.n_positions(config)
+    room = models.n_positions(config or _read_config(name))
     if length > room:
-        longrope = room < getattr(config.get_text_config(), "max_position_embeddings", room)
-        why = ", after which longrope turns a whole batch to other frequencies" if longrope else ""
-        raise InputError(f"--max-length {length}: {name} has {room} positions{why}")
+        raise InputError(f"--max-length {length}: {name} has {room} positions")
 
 
 def identity(name) -> list:
     """What changes when a model of this name does: of a folder, its files' sizes and times."""
-    folder = Path(find_model(name))
-    files = sorted(folder.glob("*")) if folder.is_dir() else []
+    files = sorted(Path(find_model(name)).glob("*"))
     return [name, [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
 
 
 def _kind(config):
-    return (config.architectures or ["ForCausalLM"])[0]
+    return (config.architectures or ["causal language model"])[0]
 
 
 def _read_config(name):
@@ -255,7 +226,7 @@ def _read_config(name):
     LM by itself."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = _from_hub(AutoConfig, name)
+    config = tiny.model().config if name == "tiny" else _from_hub(AutoConfig, name)
     text = getattr(config, "text_config", None)
     if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
         text.text_part_of, text.dtype = _kind(config), config.dtype
@@ -263,30 +234,24 @@ def _read_config(name):
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
     for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
-        # PhiMoE's noise is a threshold too, without which it routes in another way (check_forward refuses it)
-        jitter = key == "router_jitter_noise" and config.model_type != "phimoe"
-        if ("dropout" in key or key.endswith("pdrop") or jitter) and isinstance(value, float):
+        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
     return config
 
 
-def _from_hub(auto_class, name):
+def _from_hub(auto_class, name, **options):
     """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
     try:
-        return auto_class.from_pretrained(find_model(name), trust_remote_code=False)
-    except OSError as error:  # not on the hub, no network, or files missing in the folder
-        raise InputError(f"{name}: {error}") from None
-    except ValueError as error:
+        return auto_class.from_pretrained(find_model(name), trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
         own_code = "needs code of its own (trust_remote_code), which is not run here"
-        why = own_code if "trust_remote_code" in str(error) else " ".join(str(error).split())
+        why = own_code if "trust_remote_code" in str(error) else error
         raise InputError(f"{name}: {why}") from None
 
 
-def _read(auto_class, name, config):
-    """The model in fp32, weights on rank 0 only. InputError for a kind of model that transformers does not
-    know, and if weights are not in the files."""
-    import transformers
-
+def _read(auto_class, name, config, seed):
+    """The model in fp32, weights on rank 0 only, those of `tiny` drawn by `seed`. InputError for a kind of
+    model that transformers does not know, and if weights are not in the files."""
     kind = auto_class._model_mapping.get(type(config), None)
     if kind is None:
         raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} of {config.model_type}")
@@ -295,17 +260,12 @@ def _read(auto_class, name, config):
     options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
     if not dist.is_main() or name == "tiny":
         with torch.device("cpu" if dist.is_main() else "meta"):
-            return auto_class.from_config(config, **options)
-    renamed = TEXT_PART if hasattr(config, "text_part_of") else None
-    options.update(key_mapping=renamed, output_loading_info=True)
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # that a head is new is what load_scorer says
-    try:
-        model, info = auto_class.from_pretrained(find_model(name), config=config, **options)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{name}: {error}") from None
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
+            model = auto_class.from_config(config, **options)
+        if dist.is_main():
+            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
+        return model
+    options["key_mapping"] = TEXT_PART if hasattr(config, "text_part_of") else None
+    model, info = _from_hub(auto_class, name, config=config, output_loading_info=True, **options)
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
     missing = sorted(set(info["missing_keys"]) - new_head)
     if missing:
@@ -313,7 +273,9 @@ def _read(auto_class, name, config):
     return model
 
 
-def _ready(model, methods, gradient_checkpointing):
+def _ready(model, tokenizer, methods, gradient_checkpointing):
+    _fit_embeddings(model, len(tokenizer))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
     if model.base_model is model:
         model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
     if gradient_checkpointing:
@@ -360,8 +322,7 @@ def _fit_embeddings(model, n_tokens):
 
 
 def set_safety_gate(model, gate: dict | None):
-    """What scorers.fit_safety_gate fitted is kept in model/config.json, for ppo.py; None: nothing was, and
-    what a first stage had fitted is of other scores."""
+    """Keep what scorers.fit_safety_gate fitted, for ppo.py; None: nothing, nor what an earlier stage had."""
     vars(model.config).pop("safety_gate", None)
     if gate:
         model.config.safety_gate = gate
@@ -370,52 +331,14 @@ def set_safety_gate(model, gate: dict | None):
 # -- what is written ------------------------------------------------------------------------------
 def export_dtype(start, save_dtype: str | None) -> torch.dtype:
     """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
-    if save_dtype:
-        return getattr(torch, save_dtype)
-    dtype = None if start == "tiny" else _read_config(start).dtype
+    dtype = getattr(torch, save_dtype) if save_dtype else _read_config(start).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
-def report_export(folder, start, seed):
-    """Print where the model is, its dtype, and the share of its weights that differ from those of `start`,
-    which training began from (seed: as load_policy's). Call it on rank 0."""
-    begun, written = _weights_in_files(start, seed), _weights_in_files(folder, seed)
-    n_changed = n_weights = 0
-    for name, read in written.items():
-        name = name if name in begun else name.partition(".")[2]  # some files have no prefix of the body
-        if name in begun:
-            before, after = torch.atleast_1d(begun[name](), read())
-            before, after = before[: len(after)], after[: len(before)]  # new tokens may have added rows
-            n_changed += (before.to(after.dtype) != after).sum().item()
-            n_weights += after.numel()
-    config = _read_config(folder)
-    dtype = str(config.dtype).removeprefix("torch.")
-    whole = getattr(config, "text_part_of", None)
-    line = f"wrote {folder} ({dtype}{f', the text part of a {whole}' if whole else ''})"
-    if n_weights:
-        line += f": {100 * n_changed / n_weights:.3g} % of the weights differ from {start}'s"
-        if n_changed < n_weights / 2 and dtype != "float32":
-            line += "; rounding may have undone the other updates: --save-dtype float32 keeps them"
-    print(line)
-
-
-def _weights_in_files(name, seed):
-    """{name of a weight: a function that reads it}; {} of a model that has no safetensors files here."""
-    from safetensors import safe_open
-    from transformers.utils import cached_file
-
-    if name == "tiny":
-        weights = tiny.model(seed).state_dict()
-        return {key: functools.partial(weights.get, key) for key in weights}
-    try:
-        config = cached_file(find_model(str(name)), "config.json", local_files_only=True)
-    except (OSError, InputError):
-        return {}
-    files = [safe_open(path, "pt") for path in sorted(Path(config).parent.glob("*.safetensors"))]
-    named = {key: functools.partial(file.get_tensor, key) for file in files for key in file.keys()}
-    for whole, alone in TEXT_PART.items():
-        named = {re.sub(whole, alone, key): read for key, read in named.items()}
-    return named
+def report_export(folder, dtype: torch.dtype):
+    """Print where a run's model is, and the dtype that it was written in."""
+    hint = "" if dtype == torch.float32 else ": it rounds small updates away, --save-dtype float32 keeps them"
+    print(f"wrote {folder} ({str(dtype).removeprefix('torch.')}){hint}")
 
 
 def read_at_end_token(model, tokenizer):

@@ -3,15 +3,12 @@ scores; and checks of how it takes batches. (common/loading.py loads it.)"""
 
 import math
 import sys
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from common import dist, losses
-from common.batches import (
-    Comparison, Document, collate, collate_comparisons, my_micro_batches, n_response_tokens, response_mask
-)  # fmt: skip
-from common.errors import InputError
+from common import batches, dist, losses
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
@@ -42,8 +39,7 @@ def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature
 
 def logprobs(model, batch, temperature=1.0, entropy=False):
     """token_logprobs of a batches.Batch: (B, T-1), and with entropy=True a second one."""
-    options = {"temperature": temperature, "entropy": entropy}
-    return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, **options)
+    return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy)
 
 
 def logprobs_and_entropies(model, batch, temperature=1.0):
@@ -56,9 +52,9 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
     tensors on every rank: row i is document i's, 0 behind its response, R the longest one. plan: lists of
     blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
     documents = [document for blocks in plan for block in blocks for document in block]
-    mask, results = response_mask(sorted(documents, key=lambda document: document.number)), []
+    mask, results = batches.response_mask(sorted(documents, key=lambda document: document.number)), []
     for blocks in plan:
-        for batch in my_micro_batches(blocks, model, micro_batch_size):
+        for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
             outputs = forward(model, batch, *options)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             results = results or [torch.zeros(mask.shape) for _ in outputs]
@@ -66,7 +62,7 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
             for result, output in zip(results, outputs):
                 mine = torch.zeros(len(rows), mask.shape[1])
                 result[rows] = mine.masked_scatter(mask[rows], output[batch.action_mask].float().cpu())
-    return [dist.sum_of_ranks(result) for result in results]  # one rank filled each row, the others have 0
+    return [sum(dist.gather([result])) for result in results]  # one rank filled each row, the others have 0
 
 
 def freeze(model, n_layers):
@@ -128,11 +124,10 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
 def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[float]:
     """log pi(y | x) in nats, a sum over the response's tokens, of every document, on every rank; every rank
     must call it. temperature: divides the logits."""
-    found, numbered = [], list(enumerate(documents))
-    for some in dist.my_batches(numbered, micro_batch_size, lambda item: len(item[1].ids)):
-        batch = collate([[document] for _, document in some], model.config.pad_token_id, model.device)
+    found, blocks = [], [[document._replace(number=i)] for i, document in enumerate(documents)]
+    for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
         sums = logprobs(model, batch, temperature).double().sum(1)
-        found += zip((i for i, _ in some), sums.tolist())
+        found += zip((document.number for document in batch.documents), sums.tolist())
     return [x for _, x in sorted(dist.gather(found))]
 
 
@@ -160,18 +155,19 @@ def mean_nll(model, blocks, micro_batch_size) -> float:
     """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
     ranks. Every rank must call it."""
     nll_sum = 0.0
-    for batch in my_micro_batches(blocks, model, micro_batch_size):
+    for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
         nll_sum -= losses.masked_sum(logprobs(model, batch), batch.action_mask).item()
-    return sum(dist.gather([nll_sum])) / n_response_tokens(blocks)
+    return sum(dist.gather([nll_sum])) / batches.n_response_tokens(blocks)
 
 
 def _computing(model, input_ids):
-    """Autocast to the compute dtype, bf16 on a GPU. A model that FSDP shards has FSDP cast."""
-    dtype = getattr(model, "compute_dtype", torch.float32)
-    if dtype == torch.float16 and torch.is_grad_enabled():
-        raise InputError("training in fp16 needs a loss scaler, which is not here: bf16 or fp32")
-    enabled = dtype != torch.float32 and not dist.is_sharded(model)
-    return torch.autocast(input_ids.device.type, dtype, enabled=enabled)
+    """Autocast to the compute dtype, bf16 on a GPU. A model that FSDP shards has FSDP cast, and the root's
+    weights kept after the forward for the backward to come: without gradient none comes."""
+    dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
+    if sharded:
+        keep = torch.is_grad_enabled() or getattr(model, "is_consolidated", False)
+        model.set_reshard_after_forward(not keep, recurse=False)
+    return torch.autocast(input_ids.device.type, dtype, enabled=dtype != torch.float32 and not sharded)
 
 
 def _scaled(logits, config):
@@ -220,13 +216,15 @@ def rewards_and_expected(model, batch):
 
 def scores_of(model, batch):
     """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of
-    an advantage model a(x, y), all ratios taken as 1."""
+    an advantage model a(x, y), eq. 8, with the ratios to other policies, which are unknown, taken as 1."""
     if model.config.num_labels == 1:
         options = batch.position_ids, batch.attention_mask
         return model.head_outputs(batch.input_ids, batch.response_ends, *options)[:, 0]
     rewards, expected = rewards_and_expected(model, batch)
     sizes = torch.tensor(batch.sizes, dtype=torch.long, device=rewards.device)  # also of no comparison
-    return advantages(model, rewards, expected.repeat_interleave(sizes))
+    n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
+    expected, ratios = expected.repeat_interleave(sizes), rewards.new_ones(len(rewards), n_others)
+    return losses.advantage_score(rewards, expected, ratios=ratios, n_policies=n_policies)
 
 
 def score(model, input_ids, response_mask):
@@ -234,19 +232,15 @@ def score(model, input_ids, response_mask):
 
     input_ids: (B, T), right-padded. response_mask: (B, T) bool, True for response tokens, the end token
       included. The mask says where things are, never the ids: a padding token may equal the end token.
-    Returns (B,) fp32, reward units: of a reward model r(x, y), read at the response's last token; of an
-    advantage model a(x, y) with the ratios to other policies taken as 1, which is (1 - K/N)(r - e), with e(x)
-    read at the prompt's last token. ValueError if a row has no response or no prompt."""
+    Returns (B,) fp32, reward units (see scores_of): r(x, y), read at the response's last token, or (1 - K/N)
+    (r - e), e(x) read at the prompt's last token. ValueError if a row has no response or no prompt."""
     if not response_mask.any(1).all() or response_mask[:, 0].any():
         raise ValueError("score: a row has no response token, or no prompt before it")
     last = response_mask.shape[1] - 1 - response_mask.flip(1).int().argmax(1)
     before = response_mask.int().argmax(1) - 1  # the prompt's last token
     rows = torch.arange(len(last), device=last.device)
-    if model.config.num_labels == 1:
-        return model.head_outputs(input_ids, torch.stack([rows, last]))[:, 0]
-    where = torch.stack([rows.repeat(2), torch.cat([last, before])])
-    rewards, expected = model.head_outputs(input_ids, where).split(len(rows))
-    return advantages(model, rewards[:, 0], expected[:, 1])
+    ends = torch.stack([rows, before]), torch.stack([rows, last])
+    return scores_of(model, batches.ComparisonBatch(input_ids, None, None, *ends, [1] * len(rows), []))
 
 
 def state_values(model, batch):
@@ -257,22 +251,14 @@ def state_values(model, batch):
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, outputs)
 
 
-def advantages(model, rewards, expected_rewards):
-    """a(x, y) of an advantage model where the ratios to other policies are unknown and so 1 (eq. 8)."""
-    n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
-    ratios = rewards.new_ones(*rewards.shape, n_others)
-    return losses.advantage_score(rewards, expected_rewards, ratios=ratios, n_policies=n_policies)
-
-
 def response_logprobs(model, batch) -> torch.Tensor:
     """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
     (n_responses,), gradient flows."""
-    device = batch.input_ids.device
+    device, none = batch.input_ids.device, torch.zeros(0, dtype=torch.long)  # none: of no comparison
     texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
-    targets = torch.cat([torch.zeros(0, dtype=torch.long), *texts]).to(device)
+    targets = torch.cat([none, *texts]).to(device)
+    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)]).to(device)  # in its response
     sizes, lengths = (torch.tensor(x, dtype=torch.long) for x in (batch.sizes, [len(ids) for ids in texts]))
-    begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    within = (torch.arange(len(begin)) - begin).to(device)  # a token's place in its response
     owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
     prompt = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # of each response
     (rows, ends), before = batch.response_ends, batch.prompt_ends[1][prompt]
@@ -310,25 +296,28 @@ def recurrent(model) -> bool:
 def packs(model) -> bool:
     """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
     in every model. If not, a line says so. Every rank must call it."""
-    documents = [Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
+    documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
     rows = [documents], [[document] for document in documents]
-    packed, alone = (collate(blocks, pad_id=0, device=model.device) for blocks in rows)
+    packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
+    forward = state_values if hasattr(model, "head_outputs") else logprobs
     otherwise = "documents in a row would see each other: each has a row of its own"
-    return _are_as_alone(model, packed, alone, otherwise)
+    figures = lambda batch: forward(model, batch)[batch.action_mask]
+    return _are_as_alone(model, figures, packed, alone, otherwise)
 
 
 @torch.no_grad()
 def shares_prompts(model, max_length) -> bool:
     """Whether responses that share their prompt in one row get the scores, or log probabilities, that they
-    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so.
-    max_length: of a prompt with one response; a window that is shorter is looked beyond. Every rank must call
-    it."""
+    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so. Every
+    rank must call it. max_length: of a prompt with one response; a shorter window is looked beyond."""
     length = min(max(8, window(model.config) * 3 // 2), max_length)
     prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
-    comparison = Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
-    shared, alone = (collate_comparisons([comparison], 0, share, model.device) for share in (True, False))
+    comparison = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
+    collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
+    shared, alone = collate(share_prompt=True), collate(share_prompt=False)
+    forward = scores_of if hasattr(model, "head_outputs") else response_logprobs
     otherwise = "responses cannot share their prompt: each has a row of its own"
-    return _are_as_alone(model, shared, alone, otherwise)
+    return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
 
 
 def _texts(model, *lengths):
@@ -336,22 +325,14 @@ def _texts(model, *lengths):
     return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
 
 
-def _are_as_alone(model, together, alone, otherwise) -> bool:
+def _are_as_alone(model, figures, together, alone, otherwise) -> bool:
     """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
     positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
-    scorer = hasattr(model, "head_outputs")
-
-    def figures(batch):
-        if hasattr(batch, "action_mask"):
-            return (state_values if scorer else logprobs)(model, batch)[batch.action_mask]
-        return (scores_of if scorer else response_logprobs)(model, batch)
-
     positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
     dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
     model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
     try:
-        batches = alone, together, together._replace(position_ids=positions)
-        apart, *others = (figures(batch) for batch in batches)
+        apart, *others = map(figures, (alone, together, together._replace(position_ids=positions)))
         gap, change = ((other - apart).abs().max().item() for other in others)
     except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
         gap, change = 1, 0

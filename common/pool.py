@@ -327,5 +327,5 @@ class Versions:
             metrics.print_results(before, figures[str(self.last)], (), samples)
             summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
             write_json(folder / "summary.json", summary)  # last
-            loading.report_export(folder / "model", self.args.model, self.args.seed)
+            loading.report_export(folder / "model", run.dtype)
         dist.barrier()

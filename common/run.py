@@ -220,7 +220,7 @@ class Run:
             self.draw()
             write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
             metrics.print_results(before, after, shown, samples)
-            loading.report_export(self.folder / "model", self.args.model, self.args.seed)
+            loading.report_export(self.folder / "model", self.dtype)
 
 
 def find_run(args) -> str | None:
@@ -273,7 +273,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     held_out: JSON that tells the held-out set, on which before and after are compared, from others:
       InputError for a run that is gone on with on another one."""
     folder, resume = Path(args.output_dir), state == "resume"
-    dist.patient_barrier()  # data were tokenised and models downloaded
+    dist.barrier()  # data were tokenised and models downloaded
     fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
     now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
     files = _data_files(args)

@@ -17,7 +17,7 @@ from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification,
     BertConfig, BertForSequenceClassification, BloomConfig, Cohere2Config, Gemma2Config, Gemma3Config,
     GPT2Config, GptOssConfig, GPTNeoConfig, GraniteMoeConfig, Lfm2Config, LlamaConfig,
-    LlamaForSequenceClassification, MistralConfig, MixtralConfig, Phi3Config, PhimoeConfig, Qwen3MoeConfig,
+    LlamaForSequenceClassification, MistralConfig, Phi3Config, PhimoeConfig, Qwen3MoeConfig,
 )  # fmt: skip
 
 import advantage_model
@@ -243,7 +243,6 @@ def test_an_unknown_token_that_no_text_needs_is_the_padding_before_a_new_one(tmp
     llama = byte_tokenizer(special=special, unk_token="<unk>", pad_token=None)
     loaded = with_config(llama, tmp_path)
     assert loaded.pad_token == "<unk>" and len(loaded) == len(llama)
-    assert loading._never_unknown(tiny.tokenizer()) == []  # it has no bytes: <|unk|> stands in texts
 
 
 def with_config(tokenizer, path, **options):
@@ -304,7 +303,7 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
     config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
     name = saved(tmp_path, config)
     loading.check_room(32, name)
-    with pytest.raises(InputError, match="33: .* has 32 positions, after which longrope turns a whole batch"):
+    with pytest.raises(InputError, match="33: .* has 32 positions$"):
         loading.check_room(33, name)
     model = AutoModelForCausalLM.from_pretrained(name)  # transformers: a long row changes a short one
     ids = torch.arange(40)[None] % V
@@ -340,21 +339,9 @@ def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     torch.testing.assert_close(once, expected.where(rows[1], 0.0).float(), rtol=0, atol=1e-5)
 
 
-def test_noise_of_a_router_is_off_in_training(rows, tmp_path):
-    policy = loading.load_policy(saved(tmp_path, MixtralConfig(**SMALL, router_jitter_noise=0.1)), Words(V))
-    assert torch.equal(*(policy.token_logprobs(*rows) for _ in range(2)))
-
-
 def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
     with pytest.raises(InputError, match="phimoe: two forwards differ: it draws experts"):  # 16 experts
         loading.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
-
-
-def test_training_in_fp16_is_refused(rows):
-    policy = loading.load_policy("tiny", tiny.tokenizer())
-    policy.compute_dtype = torch.float16
-    with pytest.raises(InputError, match="fp16"):
-        policy.token_logprobs(*rows)
 
 
 def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
@@ -490,27 +477,6 @@ def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_
     assert loading.export_dtype(source, None) == want
     assert loading.export_dtype(source, "bfloat16") == torch.bfloat16
     assert loading.export_dtype("tiny", None) == torch.float32
-
-
-@pytest.mark.parametrize("kind", ["llama", "tied llama", "gpt2"])
-def test_the_share_of_weights_that_changed_is_counted_in_the_files(kind, tmp_path, capsys):
-    """Of two weights that change one was not there before; nor was a head, and some files have no prefix."""
-    model, start, end = small(kind), str(tmp_path / "start"), str(tmp_path / "end")
-    (model.transformer if kind == "gpt2" else model).save_pretrained(start)
-    n = sum(map(torch.numel, load_file(f"{start}/model.safetensors").values()))
-    model.resize_token_embeddings(V + 1, mean_resizing=False)
-    with torch.no_grad():
-        model.get_input_embeddings().weight[[0, -1], 0] += 1
-    model.save_pretrained(end)
-    loading.report_export(end, start, 0)
-    said = f"{100 / n:.3g} % of the weights differ from {start}'s"
-    assert capsys.readouterr().out == f"wrote {end} (float32): {said}\n"
-    model.bfloat16().save_pretrained(end)
-    loading.report_export(end, start, 0)  # nothing else changes by a rounding that the start gets too
-    assert f"wrote {end} (bfloat16): {said}; rounding may have undone" in capsys.readouterr().out
-    Path(start, "model.safetensors").unlink()
-    loading.report_export(end, start, 0)
-    assert capsys.readouterr().out == f"wrote {end} (bfloat16)\n"
 
 
 def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path):
@@ -693,13 +659,6 @@ def test_a_scorer_reloads_head_included_and_scores_the_same_elsewhere(answers, t
     assert not loading.is_causal_lm(str(tmp_path / "model"))
     with pytest.raises(InputError, match="wanted a causal language model"):
         loading.load_policy(str(tmp_path / "model"), tokenizer)
-
-
-def test_advantages_by_hand():
-    """Ratios of 1: (1 - K / N) (r - e), with N = 4, K = 1: 0.75 (2 - 0.5) and 0.75 (-1 - 1)."""
-    model = types.SimpleNamespace(config=types.SimpleNamespace(advantage_model=ADVANTAGE))
-    got = models.advantages(model, torch.tensor([2.0, -1.0]), torch.tensor([0.5, 1.0]))
-    assert got.tolist() == pytest.approx([1.125, -1.5])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -973,12 +932,10 @@ def test_of_a_multimodal_model_the_text_part_is_loaded_and_the_export_says_so(ro
     policy = loading.load_policy(start, Words(V))
     expected = reference(whole, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0].where(rows[1], 0.0).float()
     torch.testing.assert_close(policy.token_logprobs(*rows), expected, rtol=0, atol=1e-5)
-    policy.get_input_embeddings().weight[0, 0] += 1
     dist.save_model(policy, tiny.tokenizer(), end)
-    loading.report_export(end, start, 0)
-    said = capsys.readouterr().out
-    n = sum(p.numel() for p in policy.parameters())
-    assert "the text part of a Gemma3ForConditionalGeneration" in said and f": {100 / n:.3g} % of the" in said
+    loading.report_export(end)
+    said = f"wrote {end} (float32, the text part of a Gemma3ForConditionalGeneration)\n"
+    assert capsys.readouterr().out == said
     plain = AutoModelForCausalLM.from_pretrained(end)
     assert type(plain).__name__ == "Gemma3ForCausalLM"
     torch.testing.assert_close(

@@ -229,14 +229,12 @@ def test_a_run_from_bfloat16_is_exported_so_and_its_held_out_loss_is_the_exports
     source, folder = in_bfloat16(trained.model, tmp_path / "source"), tmp_path / "run"
     options = {**small.options, "model": str(source), "output_dir": str(folder), "lr": 2e-6}
     sft.main(sft.Args(**options, save_dtype=save_dtype))
-    start, saved = (load_file(f / "model.safetensors") for f in (source, folder / "model"))
+    saved = load_file(folder / "model" / "model.safetensors")
     assert {weight.dtype for weight in saved.values()} == {getattr(torch, save_dtype or "bfloat16")}
     after = json.loads((folder / "summary.json").read_text())["after"]["eval/nll"]
     assert after == pytest.approx(plain_held_out_nll(folder / "model", small), abs=1e-6)
-    n_changed = sum((start[name].to(weight.dtype) != weight).sum() for name, weight in saved.items())
-    share, out = 100 * n_changed / sum(map(torch.numel, saved.values())), capsys.readouterr().out
-    assert f"{share:.3g} % of the weights differ from {source}'s" in out and 0 < share
-    assert ("--save-dtype float32 keeps them" in out) == (share < 50) == (save_dtype is None)
+    out = capsys.readouterr().out
+    assert ("--save-dtype float32 keeps them" in out) == (save_dtype is None)
 
 
 def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tmp_path):
