@@ -65,9 +65,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         # If padding were the end token, a mask made from ids anywhere would drop real end tokens
         spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
         if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
-            spare.append(
-                tokenizer.unk_token
-            )  # of Llama 2: a new one would make an odd number of rows, 32,001
+            spare.append(tokenizer.unk_token)  # Llama 2's: a new one would make 32,001 rows, which are slow
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
         say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
