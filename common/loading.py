@@ -178,8 +178,10 @@ def n_outputs(name) -> int:
     """1 of a reward model, 2 of an advantage model; InputError for any other model."""
     config = _read_config(name)
     kind = _kind(config)
-    if "ForSequenceClassification" in kind and config.num_labels <= 2:
-        return config.num_labels
+    if "ForSequenceClassification" in kind:
+        if config.num_labels <= 2:
+            return config.num_labels
+        kind = f"classifier of {config.num_labels} labels"
     if hasattr(config, "preference_model"):
         kind = "pairwise preference model, which scores no response alone"
     raise InputError(f"{name} is a {kind}, wanted a run of reward.py or advantage_model.py")

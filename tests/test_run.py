@@ -552,7 +552,7 @@ def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, opti
     [
         "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711",
         "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
-        "wait timeout after 86400000ms, keys: /default_pg/0//patient_barrier/0",
+        "wait timeout after 86400000ms, keys: /default_pg/0//barrier/0",
     ],
 )
 def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
