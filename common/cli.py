@@ -127,20 +127,19 @@ def own_name(flag: str, args) -> str:
 def in_our_words(argv, args) -> list[str]:
     """A command line with the script's own names in place of SYNONYMS, which is said, and with --no-packing
     in place of --packing false."""
-    words = [""]
-    for word in [part for word in argv for part in re.split("=(?=(?:true|false)$)", word, flags=re.I)]:
-        is_switch = isinstance(getattr(args, own_name(words[-1], args), None), bool)
-        flag, *value = word.split("=", 1)
-        own = f"--{own_name(flag, args).replace('_', '-')}"
-        if is_switch and word.lower() in ("true", "false"):
-            words[-1] = words[-1] if word.lower() == "true" else f"--no-{words[-1][2:]}"
-        elif word.startswith("--") and own != flag.replace("_", "-"):
-            words.append("=".join([own, *value]))
-            if dist.is_main():
-                print(f"{flag} is taken as {own}")
-        else:
-            words.append(word)
-    return words[1:]
+    words = []
+    for word in argv:
+        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
+        if flag:
+            words.append(f"--{own_name(flag, args).replace('_', '-')}")
+            if words[-1] != flag.replace("_", "-") and dist.is_main():
+                print(f"{flag} is taken as {words[-1]}")
+        is_switch = bool(words) and isinstance(getattr(args, own_name(words[-1], args), None), bool)
+        if is_switch and value.lower() in ("true", "false"):
+            words[-1] = words[-1] if value.lower() == "true" else f"--no-{words[-1][2:]}"
+        elif equals:
+            words.append(value)
+    return words
 
 
 def config_flags(path: str, args) -> list[str]:

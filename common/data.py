@@ -538,20 +538,20 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     check_same(dataset, dist.seed_of(*(zlib.crc32(repr(d.row.data).encode()) for d in train + held_out)))
     if dist.is_main():
         print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
-        for item in train[: _n_shown or 1]:
-            print("\n".join(rendered(item, tokenizer, whole=_n_shown > 0)))
-    if _n_shown:
+        for item in train[: n_shown or 1]:
+            print("\n".join(rendered(item, tokenizer, whole=n_shown > 0)))
+    if n_shown:
         raise SystemExit(0)
     return train, held_out
 
 
-_n_shown = 0
+n_shown = 0
 
 
 def preview(n: int):
     """Make train_and_held_out print n training examples whole and end the program, not one in short."""
-    global _n_shown
-    _n_shown = n
+    global n_shown
+    n_shown = n
 
 
 def rendered(item, tokenizer, whole=True) -> list[str]:

@@ -98,7 +98,7 @@ class Run:
         check_flags(args)
         if check:
             check(args)
-        self.status = find_run(args)
+        self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
         if not self.finished:
             scorers.try_functions(args)

@@ -10,6 +10,7 @@ import processes
 import pytest
 import tyro
 
+from common import cli
 from common.run import parse
 
 ROOT = processes.ROOT
@@ -53,7 +54,9 @@ def test_all_scripts_and_programs_are_among_the_commands():
 def test_flags_in_the_text_are_those_of_a_program():
     fields = {name for program in PROGRAMS for name in importlib.import_module(program).Args.__annotations__}
     flags = re.findall(r"(?<![\w-])--(?:no-)?([a-z][\w-]*)", "\n".join(PROSE.values()))
-    others = {"help", "max_restarts", "only"}  # python's, torchrun's, gpu.py's
+    others = {"help", "max_restarts", "only"} | vars(
+        cli.EveryCommand()
+    ).keys()  # python's, torchrun's, gpu.py's
     assert len(flags) > 60 and {flag.replace("-", "_") for flag in flags} <= fields | others
 
 
