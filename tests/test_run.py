@@ -62,7 +62,7 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
         (["--max-step=3"], ["--max-step", "did you mean --max-steps"]),
         (["large", "--output-rate", "3"], ["did you mean --output-dir?"]),
-        (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz', '--lr-max=1': see --help"]),
+        (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz', '--lr-max': see --help"]),
         (["--gradient-accumulation-steps", "3"], ["': --batch-size or --minibatch-size are all rows"]),
         (["tiny", "large"], ["'large'"]),
     ],
