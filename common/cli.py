@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import difflib
 import io
 import re
 import sys
 from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from common import data, dist, metrics, tiny
 from common.errors import InputError
@@ -47,7 +50,6 @@ ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
     "max_steps": "--iterations are rounds, of several optimiser steps each",
     "steps": "--iterations are rounds, of several optimiser steps each",
     "warmup_steps": "--warmup-ratio is a share of all steps",
-    "template": "the wordings are in common/ai_feedback.toml",
 }
 
 
@@ -103,8 +105,7 @@ def parse(recipes, argv=None):
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
         (_, of_first), (_, of_recipe) = recipes[first], recipes[name]
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
-        shown = {key: value for key, value in vars(args).items() if key in [*always.split(), *changed]}
-        values = [f"{key} {x:g}" if type(x) is float else f"{key} {x}" for key, x in shown.items()]
+        values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
     if every.preview:
         data.preview(every.preview)
@@ -145,21 +146,14 @@ def in_our_words(argv, args) -> list[str]:
 def config_flags(path: str, args) -> list[str]:
     """The flags that stand in --config: of a run's args.json all but those of its directory."""
     try:
-        import yaml
-
-        config = yaml.safe_load(Path(path).read_bytes())  # JSON is YAML
-    except ImportError:
-        raise InputError("--config needs the package yaml: pip install pyyaml") from None
-    except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"--config {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"--config {path}: wanted names of flags with their values")
-    if isinstance(config.get("args"), dict):
-        config = {k: v for k, v in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
+        config = {**yaml.safe_load(Path(path).read_bytes())}  # JSON is YAML
+    except (OSError, TypeError, yaml.YAMLError) as error:
+        raise InputError(f"--config {path}: wanted names of flags with their values: {error}") from None
+    if "args" in config:
+        config = {k: x for k, x in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
     flags = []
     for name, value in config.items():
-        flag = f"--{str(name).replace('_', '-')}"
-        flags += [flag, *map(str, value)] if isinstance(value, list) else [f"{flag}={value}"]
+        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return in_our_words(flags, args)
 
 
@@ -200,12 +194,8 @@ def _parse_flags(recipes, name, argv):
             raise
         raise InputError(" ".join(re.sub("[\u2500-\u257f|]|-{3,}", " ", box.getvalue()).split())) from None
     if unknown:
-        unknown = [word for word in unknown if word.startswith("-")] or unknown
         name = own_name(unknown[0].split("=")[0], defaults)
-        shared = {}  # number of words that a flag shares with the unknown one, but for a last letter -> flags
-        for field in [*vars(given.script), *vars(given.every_command)]:
-            n = sum(word in (part, part[:-1]) for word in name.split("_") for part in field.split("_"))
-            shared.setdefault(n, []).append(f"--{field.replace('_', '-')}")
-        hint = f"did you mean {' or '.join(shared[max(shared)])}?" if max(shared) else "see --help"
-        raise InputError(f"unknown argument {', '.join(map(repr, unknown))}: {ELSEWHERE.get(name, hint)}")
+        near = difflib.get_close_matches(name, [*vars(given.script), *vars(given.every_command)], 1, 0.7)
+        hint = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
+        raise InputError(f"unknown argument {unknown[0]!r}: {ELSEWHERE.get(name, hint)}")
     return given.script, given.every_command

@@ -5,10 +5,12 @@
 Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alpha / r) B A, as any other.
 """
 
+import contextlib
 import math
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from common.errors import InputError
 
@@ -23,8 +25,7 @@ class LoraLinear(nn.Linear):
         y = super().forward(x)
         if not self.learnt:
             return y
-        within = nn.functional.linear(x, self.lora_a)
-        return y + nn.functional.linear(within, self.lora_b) * (ALPHA / len(self.lora_a))
+        return y + linear(linear(x, self.lora_a), self.lora_b) * (ALPHA / len(self.lora_a))
 
 
 def attach(model, rank: int, seed: int):
@@ -32,18 +33,17 @@ def attach(model, rank: int, seed: int):
     layers. What it computes is the same until B learns. seed: of A."""
     model.requires_grad_(False)
     decoder = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
-    linear = [m for layer in decoder for m in layer.modules() if type(m) is nn.Linear]
-    if not linear:
+    adapted = [m for layer in decoder for m in layer.modules() if type(m) is nn.Linear]
+    if not adapted:
         raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
     generator = torch.Generator().manual_seed(seed)
-    for layer in linear:
+    for layer in adapted:
         layer.__class__ = LoraLinear
-        a = layer.weight.new_empty(rank, layer.in_features)
-        b = layer.weight.new_zeros(layer.out_features, rank)
-        if not a.is_meta:  # ranks other than 0 get theirs from it
-            bound = 1 / math.sqrt(layer.in_features)
-            a.uniform_(-bound, bound, generator=generator)
-        layer.lora_a, layer.lora_b = nn.Parameter(a), nn.Parameter(b)
+        layer.lora_a = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
+        layer.lora_b = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
+        bound = 1 / math.sqrt(layer.in_features)
+        if not layer.weight.is_meta:  # ranks other than 0 get theirs from it
+            nn.init.uniform_(layer.lora_a, -bound, bound, generator)
     model.lr_factor, model.merged = LR_FACTOR, merged
     return model
 
@@ -57,25 +57,20 @@ def merged(weights: dict) -> dict:
     return weights
 
 
+@contextlib.contextmanager
+def without_adapters():
+    LoraLinear.learnt = False
+    yield
+    LoraLinear.learnt = True
+
+
 class Without:
     """A model as it was before its adapters learnt: PPO's reference, which takes no memory of its own."""
 
     def __init__(self, model):
         self.model = model
+        self.to = lambda device: self  # where the policy is
 
     def __getattr__(self, name):
         value = getattr(self.model, name)
-        if name not in self.model.forward_methods:
-            return value
-
-        def forward(*args, **kwargs):
-            LoraLinear.learnt = False
-            try:
-                return value(*args, **kwargs)
-            finally:
-                LoraLinear.learnt = True
-
-        return forward
-
-    def to(self, device):  # where the policy is
-        return self
+        return without_adapters()(value) if name in self.model.forward_methods else value

@@ -22,7 +22,7 @@ class Metrics:
     keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones will
       be written again, so they are cut; the clock goes on from the last one kept."""
 
-    begin_report = end_report = report = None  # of report_to
+    report = end_report = writer = None  # of report_to
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, self.n_rows = Path(folder) / "metrics.jsonl", keep_rows or 0
@@ -38,12 +38,9 @@ class Metrics:
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
-            if Metrics.begin_report and not self.report:
-                self.report = Metrics.begin_report(self.path.parent)
             if self.report:
-                self.report(self.n_rows, row)
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+                self.report(row)
+            append_jsonl(self.path, [row])
 
 
 def report_to(kind: str):
@@ -56,24 +53,21 @@ def report_to(kind: str):
     except Exception as error:  # wandb has its own, for a key that is missing
         raise InputError(f"--report-to {kind} (pip install {kind}): {error}") from None
 
-    def begin(folder):
-        if kind == "wandb":
-            run = package.init(name=folder.name, dir=folder, resume="auto")  # on with one that was cut short
-            run.define_metric("*", step_metric="step")
-            return lambda number, row: run.log(row, step=number)  # a number that it has is not taken again
-        for old in folder.glob("events.out.tfevents.*"):  # of a resumed run, whose rows go there again
-            old.unlink()
-        writer = package.SummaryWriter(folder)
-        for row in read_jsonl(folder / "metrics.jsonl"):
-            write(writer, row)
-        return lambda _, row: write(writer, row)
+    def to_wandb(log, row):
+        if not log.writer:
+            folder = log.path.parent
+            log.writer = package.init(name=folder.name, dir=folder, resume="auto")
+            log.writer.define_metric("*", step_metric="step")
+        log.writer.log(row, step=log.n_rows)  # a number that a resumed run has is not taken again
 
-    def write(writer, row):
+    def to_tensorboard(log, row):
+        log.writer = log.writer or package.SummaryWriter(log.path.parent, purge_step=row["step"])
         for key in row.keys() - {"step"}:
-            writer.add_scalar(key, row[key], row["step"])
-        writer.flush()
+            log.writer.add_scalar(key, row[key], row["step"])
+        log.writer.flush()
 
-    Metrics.begin_report, Metrics.end_report = begin, getattr(package, "finish", None)
+    Metrics.report = to_wandb if kind == "wandb" else to_tensorboard
+    Metrics.end_report = getattr(package, "finish", None)
 
 
 def read_jsonl(path) -> list[dict]:
@@ -123,15 +117,13 @@ def _replace(path, text):
 # -- what is printed -------------------------------------------------------------------------------
 def progress(total: int, start: int, name: str, rows=None, lines=True):
     """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
-    Where stderr is no terminal, about twenty plain lines, and one a minute. lines=False: what is done sooner
-    leaves no trace there. Show at most three figures with `set_postfix`, refresh=False."""
-    unit = "step" if lines else "row"
-    options = {"unit": unit, "leave": lines, "disable": not dist.is_main()}
+    Where stderr is no terminal, about twenty plain lines, or none with lines=False. Show at most three
+    figures with `set_postfix`, refresh=False."""
+    options = {"total": total, "initial": start, "desc": name, "unit": "step" if lines else "row"}
     if sys.stderr.isatty():
-        return tqdm(rows, total=total, initial=start, desc=name, dynamic_ncols=True, **options)
-    often = {"miniters": math.ceil(total / 20), "mininterval": 0} if lines else {"mininterval": 60}
-    options.update(often, ncols=0, maxinterval=60, delay=1e-9 if lines else 60)  # with 0 an empty one too
-    return Lines(rows, total=total, initial=start, desc=name, **options)
+        return tqdm(rows, dynamic_ncols=True, leave=lines, disable=not dist.is_main(), **options)
+    options.update(miniters=math.ceil(total / 20), mininterval=0, maxinterval=60, ncols=0)
+    return Lines(rows, disable=not (lines and dist.is_main()), delay=1e-9, **options)  # 0: an empty one too
 
 
 class Lines(tqdm):
@@ -164,8 +156,8 @@ def print_table(rows: list[dict]):
     """Rows of the same keys as a table, on rank 0."""
     if not rows or not dist.is_main():
         return
-    cells = [[f"{v:.1f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    cells = [list(rows[0]), *cells]
+    lines = [list(rows[0]), *(row.values() for row in rows)]
+    cells = [[f"{x:.1f}" if isinstance(x, float) else str(x) for x in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*cells)]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
@@ -183,15 +175,6 @@ def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
     if f"{key}_n" in figures:
         return f"{figures[key]:{form}} (n = {figures[key + '_n']})"
     return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
-
-
-def paired(before: list[float], after: list[float]) -> tuple[float, float, float]:
-    """Mean difference after - before on the same prompts, and its 95 % interval (normal; of one prompt,
-    infinite)."""
-    differences = [b - a for a, b in zip(before, after, strict=True)]
-    mean, n = statistics.fmean(differences), len(differences)
-    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-    return mean, mean - half, mean + half
 
 
 def wilson(share: float, n: float) -> tuple[float, float]:
@@ -224,20 +207,23 @@ def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
 
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
-    """As means: of responses of two policies to the same prompts the paired differences, with_interval."""
-    figures = {}
+    """As means: of responses of two policies to the same prompts the mean paired difference after - before,
+    with its normal 95 % interval."""
+    figures, n = {}, len(after)
     for key, column in columns.items():
         if after and column in after[0]:
-            first, second = ([row[column] for row in rows] for rows in (before, after))
-            figures.update(with_interval(key, *paired(first, second), len(after)))
+            differences = [b[column] - a[column] for a, b in zip(before, after, strict=True)]
+            mean = statistics.fmean(differences)
+            half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+            figures.update(with_interval(key, mean, mean - half, mean + half, n))
     return figures
 
 
 def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
     """What each prompt's game gives: 1 a win, 1/2 a tie, 0 a defeat. A difference of the margin itself ties,
     whatever its rounding."""
-    differences, least = [a - b for a, b in zip(scores, opponents, strict=True)], tie_margin + 1e-9
-    return [(1 + (d > least) - (d < -least)) / 2 for d in differences]
+    least = tie_margin + 1e-9
+    return [(1 + (a - b > least) - (a - b < -least)) / 2 for a, b in zip(scores, opponents, strict=True)]
 
 
 def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
@@ -348,28 +334,23 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
-
-    def ece(gap, n):  # gap: (n_bins,), each bin's sum of correct - confidence
-        return gap.abs().sum() / n
-
-    gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)
+    gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)  # in each row and bin, of correct - confidence
     gaps.index_put_((row, bins), correct - confidence, accumulate=True)
     sizes = torch.bincount(row, minlength=len(rows))
-    generator = torch.Generator().manual_seed(0)
-    times_drawn = resamples(len(rows), n_bootstrap, generator)
-    resampled = [ece(times.double() @ gaps, (times @ sizes).clamp(min=1)) for times in times_drawn]
+    generator, resampled, floor = torch.Generator().manual_seed(0), [], []
+    for times in resamples(len(rows), n_bootstrap, generator):
+        resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes).clamp(min=1))
     low, high = percentiles(torch.stack(resampled))
-    floor = []
     for _ in range(200):
         label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
-        floor.append(ece(gap, n))
+        floor.append(gap.abs().sum() / n)
     figures = {
         "eval/pairs": n,
         "eval/accuracy": correct.mean(),
         "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
         "eval/brier": ((1 - probability) ** 2).mean(),
-        **with_interval("eval/ece", ece(gaps.sum(0), n), low, high, len(rows)),
+        **with_interval("eval/ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
         "eval/ece_floor": torch.stack(floor).mean(),
     }
     for (_, name), inside in parts_of(rows).items():
@@ -399,7 +380,8 @@ def category_spread(rows) -> float:
     of_category = {}
     for row in rows:
         of_category.setdefault(row["category"], []).extend(r["score"] for r in row["responses"])
-    overall = statistics.pstdev(sum(of_category.values(), [])) if len(of_category) > 1 else 0.0
-    return (
-        statistics.pstdev(map(statistics.fmean, of_category.values())) / overall if overall > 0 else math.nan
-    )
+    if len(of_category) < 2:
+        return math.nan
+    overall = statistics.pstdev(sum(of_category.values(), []))
+    between = statistics.pstdev(map(statistics.fmean, of_category.values()))
+    return between / overall if overall > 0 else math.nan

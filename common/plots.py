@@ -17,18 +17,14 @@ STYLE = {
 }  # fmt: skip
 
 
-def figure(panels=1, size=(4.8, 3.2), whole=False):
-    """A figure of `panels` axes side by side, each of `size` inches, and these axes. whole: x are steps,
-    tokens or samples, with ticks at whole numbers only."""
+def figure(panels=1, size=(4.8, 3.2)):
+    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
     import matplotlib
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update(STYLE)
     drawing = Figure(figsize=(size[0] * panels, size[1]), dpi=90, layout="constrained")
-    axes = drawing.subplots(1, panels, squeeze=False)[0]
-    for axis in axes:
-        axis.xaxis.get_major_locator().set_params(integer=whole)
-    return drawing, axes
+    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
 
 
 def save(drawing, path):
@@ -37,10 +33,9 @@ def save(drawing, path):
     most = 0
     for axis in drawing.axes:
         n = len(axis.get_legend_handles_labels()[1])
-        columns = 2 if n > 4 else 1
         if n:  # 5: the room that ticks and their label take, in font sizes
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5, ncols=columns)
-        most = max(most, math.ceil(n / columns))
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)
+        most = max(most, n)
     drawing.set_figheight(drawing.get_figheight() + 0.18 * most)
     drawing.savefig(path)
     return drawing
@@ -53,7 +48,7 @@ def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: s
     rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
-    drawing, axes = figure(len(panels), (4.2, 2.8), whole=isinstance(rows[0][x], int))
+    drawing, axes = figure(len(panels), (4.2, 2.8))
     for axis, (title, keys) in zip(axes, panels.items()):
         for key in keys:
             points = [(row[x], row[key]) for row in rows if key in row]
@@ -76,13 +71,12 @@ def lengths(folder):
     rows = read_jsonl(Path(folder) / "samples.jsonl")
     if not rows:
         return None
-    drawing, (axis,) = figure(whole=True)
-    for shift, version in enumerate(sorted({rows[0]["version"], rows[-1]["version"]})):
+    drawing, (axis,) = figure()
+    for version in sorted({rows[0]["version"], rows[-1]["version"]}):
         of_version = [row for row in rows if row["version"] == version]
         x, y = ([row[key] for row in of_version] for key in ("tokens", "score"))
-        beside = [tokens + 0.25 * shift for tokens in x]  # else a version hides the one before
         label = f"version {version}: correlation {metrics.correlation(x, y):.2f}"
-        axis.scatter(beside, y, s=6, alpha=0.4, label=label)
+        axis.scatter(x, y, s=6, alpha=0.4, label=label)
     axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
     return save(drawing, Path(folder) / "length.png")
 
@@ -96,7 +90,7 @@ def best_of_n(folder):
     drawn = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
     if not drawn:
         return None
-    drawing, (left, right) = figure(2, whole=True)
+    drawing, (left, right) = figure(2)
     temperatures = sorted({curve["temperature"] for curve in drawn})
     for curve in drawn:
         n, color = range(1, len(curve["max"]) + 1), f"C{ends.index(curve['policy'])}"
@@ -130,31 +124,23 @@ def scores(folder, scorers: dict[str, list[dict]]):
     compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
     drawing, axes = figure(1 if compares else 2, (4.4, 3.2))
     accuracy_by_difference(scorers, axes[0])
-    if not compares:
-        better_and_worse(name, first, axes[1])
+    for side, label in () if compares else ((2, "better"), (3, "worse")):
+        values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
+        axes[1].hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
+        axes[1].set(title="scores", xlabel="score", ylabel="density")
     return save(drawing, Path(folder) / "scores.png")
 
 
 def accuracy_by_difference(scorers, axis):
-    widest = 0.1
     for name, rows in scorers.items():
         pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows))
         size = math.ceil(len(pairs) / 10)
         tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
         points = [[fmean(values) for values in tenth] for tenth in tenths]
         axis.plot(*zip(*points), "o-", label=name)
-        widest = max(widest, points[-1][0])
-    line = torch.linspace(0, widest, 50)
+    line = torch.linspace(0, max(0.1, axis.dataLim.x1), 50)
     axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
     axis.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
-
-
-def better_and_worse(name, rows, axis):
-    pairs = metrics.pairs_of(rows)
-    for side, label in ((2, "better"), (3, "worse")):
-        values = [pair[side]["score"] for pair in pairs]
-        axis.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
-    axis.set(title="scores", xlabel="score", ylabel="density")
 
 
 # -- of policies that are compared -----------------------------------------------------------------
@@ -166,29 +152,24 @@ def compared(folder, results):
     kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
     if not kinds:
         return None
-    elos, axes = figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
-    for axis, kind in zip(axes, kinds):
-        elo = {end: [r.get(f"{kind}_elo{end}") for r in first.values()] for end in ("", "_low", "_high")}
-        axis.barh(list(first), [x - 1000 for x in elo[""]], left=1000)
-        axis.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo")
-        if None not in elo["_low"]:  # enough prompts for an interval
-            axis.hlines(list(first), elo["_low"], elo["_high"], color="black")
-            axis.set_xlabel("Elo and its 95 % interval")
-        axis.axvline(1000, color="black", linewidth=1)
-        axis.invert_yaxis()
-    frontiers, axes = figure(len(kinds))
-    far = any(r.get("kl", 0) > 10 for of_policy in results.values() for r in of_policy.values())
-    for axis, kind in zip(axes, kinds):
-        for (temperature, of_policy), marker in zip(results.items(), itertools.cycle("os^vD")):
+    elos, left = figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
+    frontiers, right = figure(len(kinds))
+    for kind, ratings, rewards in zip(kinds, left, right):
+        ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
+        for name, r in first.items():
+            low, elo, high = (r.get(f"{kind}_elo{end}") for end in ("_low", "", "_high"))
+            ratings.barh(name, elo - 1000, left=1000, color="C0")
+            if low is not None:  # enough prompts for an interval
+                ratings.hlines(name, low, high, color="black")
+        ratings.axvline(1000, color="black", linewidth=1)
+        ratings.invert_yaxis()
+        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
+        rewards.set_ylabel("mean over held-out prompts")
+        rewards.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
+        rewards.xaxis.set_major_formatter("{x:g}")
+        for (t, of_policy), marker in zip(results.items(), itertools.cycle("os^vD")):
             for i, (name, r) in enumerate(of_policy.items()):
-                label = name if len(results) == 1 else f"{name}, T = {temperature}"
                 if "kl" in r:
-                    axis.plot(r["kl"], r[kind], marker, color=f"C{i}", markersize=6, label=label)
-        axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
-        axis.set_ylabel("mean over held-out prompts")
-        if far:
-            axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # its own labels are TeX
-            axis.xaxis.set_major_formatter("{x:g}")
-    save(elos, folder / "elo.png")
-    save(frontiers, folder / "frontier.png")
-    return elos, frontiers
+                    label = f"{name}, T = {t}"
+                    rewards.plot(r["kl"], r[kind], marker, color=f"C{i}", markersize=6, label=label)
+    return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png")

@@ -5,12 +5,10 @@ written last, summary.json: a run that has a summary is finished, one without is
 """
 
 import dataclasses
-import errno
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -53,8 +51,7 @@ def launch(main, recipes):
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
             where = f" [rank {dist.rank()}]"
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-        _say(f"error{where}: {said}{': make room, then --resume' if full else ''}")
+        _say(f"error{where}: {said}")
         code = 2
     except KeyboardInterrupt:
         _say(f"interrupted: {go_on}")
@@ -62,10 +59,9 @@ def launch(main, recipes):
     except SystemExit as stop:  # tyro's --help
         code = stop.code
     except BaseException as error:
-        code, said = 1, str(error)
-        if dist.world_size() > 1 and isinstance(error, RuntimeError) and GONE.search(said):
-            said = said.split("\n")[0][:120]
-            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {go_on} ({said})")
+        code = 1
+        if dist.world_size() > 1 and GONE.search(str(error)):
+            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {go_on}")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
@@ -232,37 +228,28 @@ def find_run(args) -> str | None:
     if args.resume and args.overwrite:
         raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     folder = Path(args.output_dir)
-    written = read_json(folder / "args.json")
-    # torchrun starts a failed job again with the same command: then go on with what this very launch began
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and written.get("launch") == _launch_id()
     finished = (folder / "summary.json").exists()
     begun = any((folder / name).exists() for name in BEGUN)
-    [finished, begun, again, *_] = dist.gather([finished, begun, again])  # what rank 0 sees decides for all
-    resume = args.resume or again
-    if finished and resume:
+    [finished, begun, *_] = dist.gather([finished, begun])  # what rank 0 sees decides for all
+    if finished and args.resume:
         if dist.is_main():
-            print(f"{folder} is finished already, by {written.get('stage')}")
+            print(f"{folder} is finished already, by {read_json(folder / 'args.json').get('stage')}")
         return "finished"
-    if (finished or begun) and not (resume or args.overwrite):
+    if (finished or begun) and not (args.resume or args.overwrite):
         state = "a finished run" if finished else "an unfinished run"
         mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
         raise InputError(f"{folder} holds {state}: {mend}")
     outputs = _outputs(folder)
     if outputs and not (folder / "args.json").exists():
-        why = f"{outputs[0]} is in the way, and {folder} is no run's directory"
-        raise InputError(f"{why}: another --output-dir")
-    if resume and begun:
+        raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
+    if args.resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
     for name in INPUTS if outputs else ():  # start_run removes the outputs
-        value = getattr(args, name, None)
-        word = name in ("reference", "enhancer") and value in ("sft", "last", "previous")  # no path
-        path = Path(value or "").resolve()
-        gone = path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs)
-        if value and gone and not word:
-            flag = f"--{name.replace('_', '-')} {value}"
-            what = "--overwrite" if args.overwrite else "this run"
-            raise InputError(f"{what} would remove {flag} before it is read: another --output-dir")
+        path = Path(getattr(args, name, None) or "/").resolve()
+        if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
     return None
 
 
@@ -279,17 +266,15 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     files = _data_files(args)
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
     before = dist.gather([read_json(folder / "args.json")])[0]
-    previous, data_before = before.get("args", {}), before.get("data", {})
-    names = sorted(previous.keys() & now.keys() - {"resume", "overwrite", "output_dir"})
-    changed = [f"{x}: {previous[x]!r} -> {now[x]!r}" for x in names if previous[x] != now[x]]
-    other = [path for path in files.keys() & data_before.keys() if files[path] != data_before[path]]
-    changed += [f"{path}: its rows are not those that the run began with" for path in other]
+    old, new = {**before.get("args", {}), **before.get("data", {})}, {**now, **files}
+    names = sorted(old.keys() & new.keys() - {"resume", "overwrite", "output_dir"})
+    changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]]
     if resume and before.get("stage", stage) != stage:
         raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
     if resume and before.get("held_out", fingerprint) != fingerprint:
+        what = "; ".join(changed) or "its rows"
         raise InputError(
-            f"--resume: {folder} began with another held-out set, on which before and after are compared "
-            f"({'; '.join(changed) or 'its rows'}): give the same, or begin anew with --overwrite"
+            f"--resume: {folder} began with another held-out set ({what}): use it, or --overwrite"
         )
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
@@ -306,9 +291,8 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
         versions = {name: importlib.metadata.version(name) for name in names}
         begun = {
-            "stage": stage, "args": now, "world_size": dist.world_size(), "launch": _launch_id(),
-            "data": files, "held_out": fingerprint, "git": None if failed else head,
-            "python": sys.version.split()[0], "versions": versions, "command": sys.argv,
+            "stage": stage, "args": now, "world_size": dist.world_size(), "data": files,
+            "held_out": fingerprint, "git": None if failed else head, "python": sys.version.split()[0], "versions": versions, "command": sys.argv,
         }  # fmt: skip
         write_json(folder / "args.json", begun)
     dist.barrier()
@@ -328,8 +312,3 @@ def _data_files(args):
 def _outputs(folder):
     paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png"), *folder.glob("events.out*")]
     return [path for path in paths if path.exists()]
-
-
-def _launch_id():
-    """The same for all attempts of one torchrun, and for no other."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID')}/{os.getppid()}"

@@ -679,7 +679,8 @@ def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
 
 def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_path):
     two("undisturbed")
-    command = [ROOT / "tests" / "processes.py", "sft", "row 5", *flags(**dist_cases.run_options(two.folder))]
+    command = [ROOT / "tests" / "processes.py", "sft", "row 5", "--resume"]
+    command += flags(**dist_cases.run_options(two.folder))
     ended = processes.torchrun(*command, *flags(output_dir=tmp_path), options=["--max-restarts", 1])
     assert ended.err.count("killed at row 5") == 2 and ended.code == 0, ended.err[-3000:]
     assert_same_run(tmp_path, two.folder / "undisturbed")

@@ -254,22 +254,21 @@ def test_best_of_n_is_the_mean_over_all_subsets_also_with_ties(k):
             assert got == pytest.approx(want, abs=1e-6)
 
 
-def test_paired_by_hand():
-    """Differences 1, 0, 2, 3: mean 3/2, deviation sqrt(5 / 3), so 1.96 sqrt(5 / 3) / 2 to each side."""
+def gain(before, after):
+    rows = ([{"score": x} for x in scores] * 3 for scores in (before, after))
+    figures = metrics.gains(*rows, {"gain": "score"})
+    return figures["gain"], figures["gain_low"], figures["gain_high"]
+
+
+def test_gains_by_hand():
+    """Differences 1, 0, 2, 3, thrice: mean 3/2, variance 15 / 11, so 1.96 sqrt(15 / 11 / 12) to each side."""
     before, after = [1.0, 2.0, 3.0, 4.0], [2.0, 2.0, 5.0, 7.0]
-    mean, low, high = metrics.paired(before, after)
-    assert (mean, low, high) == pytest.approx((1.5, 0.2348, 2.7652), abs=1e-4)
-    apart = 1.96 * math.sqrt((statistics.variance(before) + statistics.variance(after)) / 4)
-    whole = 1.96 * statistics.pstdev([1, 0, 2, 3]) / 2
-    assert min(abs(high - mean - wrong) for wrong in (apart, whole)) > 0.1  # not paired; divided by n
-    assert metrics.paired(after, before) == pytest.approx((-mean, -high, -low))
-
-
-def test_paired_of_equal_differences_of_one_prompt_and_of_other_prompts():
-    assert metrics.paired([1.0, 5.0], [2.0, 6.0]) == (1.0, 1.0, 1.0)
-    assert metrics.paired([1.0], [3.0]) == (2.0, -math.inf, math.inf)
+    mean, low, high = gain(before, after)
+    assert (mean, low, high) == pytest.approx((1.5, 0.8393, 2.1607), abs=1e-4)
+    assert gain(after, before) == pytest.approx((-mean, -high, -low))
+    assert gain([1.0, 5.0, 3.0, 2.0], [2.0, 6.0, 4.0, 3.0]) == (1.0, 1.0, 1.0)
     with pytest.raises(ValueError):
-        metrics.paired([1.0, 2.0], [1.0])
+        metrics.gains([{"score": 1.0}], [{"score": 1.0}] * 2, {"gain": "score"})
 
 
 # -- two policies' responses ---------------------------------------------------------------

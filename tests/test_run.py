@@ -10,7 +10,6 @@ import json
 import runpy
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,14 +59,13 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
     [
         (["xyz"], ["'xyz'", "tiny, large"]),
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
-        (["--max-step=3"], ["--max-step", "did you mean --max-steps"]),
-        (["large", "--output-rate", "3"], ["did you mean --output-dir?"]),
-        (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz', '--lr-max': see --help"]),
+        (["large", "--max-step=3"], ["--max-step", "did you mean --max-steps"]),
+        (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz': see --help"]),
         (["--gradient-accumulation-steps", "3"], ["': --batch-size or --minibatch-size are all rows"]),
         (["tiny", "large"], ["'large'"]),
     ],
 )
-def test_what_is_unknown_is_named_with_the_flags_that_share_its_words(argv, words):
+def test_what_is_unknown_is_named_with_the_flag_that_it_is_nearly(argv, words):
     with pytest.raises(InputError) as error:
         parse(RECIPES, argv)
     assert all(word in str(error.value) for word in words)
@@ -153,20 +151,18 @@ def test_config_takes_names_and_values_as_yaml_or_json_in_place_of_a_recipes(tmp
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("lr: 3\nfoo: 4\nbar: [1, 2]", ["'--foo=4', '--bar'"]),
+        ("lr: 3\nfoo: 4\nbar: [1, 2]", ["'--foo'"]),
         ("lr: fast", ["--lr", "'fast'"]),
         ("- lr", ["my.yaml", "wanted names"]),
         ("{", ["my.yaml", "line"]),
         ("\0", ["my.yaml"]),
     ],
 )
-def test_a_config_that_cannot_be_used_is_one_line(text, words, tmp_path, monkeypatch):
+def test_a_config_that_cannot_be_used_is_one_line(text, words, tmp_path):
     (tmp_path / "my.yaml").write_text(text)
-    for yaml_is_there in (True, False):
-        with pytest.raises(InputError) as error:
-            parse(RECIPES, ["--config", str(tmp_path / "my.yaml")])
-        assert all(word in str(error.value) for word in (words if yaml_is_there else ["pip install pyyaml"]))
-        monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(InputError) as error:
+        parse(RECIPES, ["--config", str(tmp_path / "my.yaml")])
+    assert all(word in str(error.value) for word in words)
 
 
 def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_path):
@@ -229,8 +225,7 @@ def test_own_data_or_an_own_model_take_the_recipe_base(runs, capsys, name, argv,
     first = vars(recipes["tiny"][1])
     always = {"lr", "max_length", "batch_size", "minibatch_size"} & set(want)
     shown = {key: value for key, value in vars(args).items() if key in always or want[key] != first[key]}
-    text = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in shown.items()}
-    assert all(f" {key} {value}" in line for key, value in text.items()) and "seed" not in line
+    assert all(f" {key} {value}" in line for key, value in shown.items()) and "seed" not in line
 
 
 @pytest.mark.parametrize(
@@ -424,7 +419,7 @@ def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(
     assert capsys.readouterr().out == ""
     one.write_text("2\n")
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
-    assert capsys.readouterr().out.startswith(f"resuming with another {one}: its rows are not those")
+    assert capsys.readouterr().out.startswith(f"resuming with another {one}: '")
 
 
 @pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
@@ -481,7 +476,7 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     for inside in ("run", "run/versions/1", "run/../run/pool.jsonl"):
         args = Inputs(output_dir=str(folder), overwrite=True, **{name: path(inside)})
         with pytest.raises(
-            InputError, match=f"--overwrite would remove --{name.replace('_', '-')} .*before it is read"
+            InputError, match=f"this run would remove --{name.replace('_', '-')} .*before it is read"
         ):
             find_run(args)
     assert all((folder / left).exists() for left in (*FINISHED, *POOL))
@@ -531,20 +526,6 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
 
 
 @pytest.mark.parametrize(
-    "count, options, state", [("1", {}, "resume"), ("2", {"overwrite": True}, "resume"), ("0", None, None)]
-)
-def test_a_restart_by_torchrun_implies_resume(tmp_path, monkeypatch, count, options, state):
-    begin(tmp_path)  # by this very launch
-    leave(tmp_path, "checkpoint/latest")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-    if options is None:  # the first start under torchrun is no restart
-        with pytest.raises(InputError):
-            begin(tmp_path)
-    else:
-        assert begin(tmp_path, **options) == state and (tmp_path / "checkpoint" / "latest").exists()
-
-
-@pytest.mark.parametrize(
     "ranks, line", [(1, "Traceback"), (2, "error [rank 0]: another rank is gone or stuck")]
 )
 @pytest.mark.parametrize(
@@ -576,17 +557,6 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
         start_run(args, "sft", "resume")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     assert '"stage": "ppo"' in (tmp_path / "args.json").read_text()
-
-
-def test_a_restart_does_not_go_on_with_what_another_launch_left(tmp_path, monkeypatch):
-    """The first attempt was refused; the second one of the same command must not slip through."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "before")
-    begin(tmp_path)
-    leave(tmp_path, "checkpoint/latest")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "now")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(InputError, match="unfinished run"):
-        begin(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.png", "pool.jsonl"])
@@ -669,7 +639,7 @@ def test_progress_is_a_bar_in_a_terminal_that_starts_where_a_run_resumes(capsys,
 
 
 def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
-    """A twentieth of all steps each, from where a run resumes; of rows one a minute."""
+    """A twentieth of all steps each, from where a run resumes; of rows none."""
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     with metrics.progress(200, 100, "sft") as bar:
@@ -681,10 +651,8 @@ def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
     assert [line.split()[2] for line in lines if line] == [f"{n}/200" for n in range(110, 201, 10)]
     assert lines[2] == "sft:  65% 130/200 [00:30<01:10,  1.00step/s, nll=1.3]"
     assert not any("\r" in line for line in lines)
-    for row in metrics.progress(10, 0, "tokenise", range(10), lines=False):
-        clock[0] += 25
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[2] for line in lines] == ["3/10", "6/10", "9/10"]
+    assert list(metrics.progress(10, 0, "tokenise", range(10), lines=False)) == [*range(10)]
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
@@ -702,8 +670,8 @@ def reports(monkeypatch):
     told = []
     say = lambda name: lambda *given, **named: told.append((name, *given, *named.items()))
 
-    def writer(folder):
-        (folder / f"events.out.tfevents.{time.time_ns()}").touch()
+    def writer(folder, purge_step):
+        told.append(("from", purge_step))
         return SimpleNamespace(add_scalar=say(folder.name), flush=say("flush"))
 
     run = SimpleNamespace(define_metric=say("axis"), log=say("log"))
@@ -711,7 +679,7 @@ def reports(monkeypatch):
     wandb = SimpleNamespace(login=say("login"), init=init, finish=say("finish"))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    for name in ("begin_report", "end_report"):
+    for name in ("report", "end_report"):
         monkeypatch.setattr(metrics.Metrics, name, None)
     return told
 
@@ -729,7 +697,7 @@ def test_tensorboard_has_each_row_once_also_after_a_resumed_run(reports, tmp_pat
     del reports[:]
     metrics.Metrics(folder, keep_rows=2).log(30, 3, **{"loss/nll": 7.0})
     losses = [told[2:] for told in reports if told[1:2] == ("loss/nll",)]
-    assert losses == [(5.0, 10), (10.0, 20), (7.0, 30)] and len([*folder.glob("events*")]) == 1
+    assert losses == [(7.0, 30)] and reports[0] == ("from", 30)  # later rows of before are hidden
 
 
 def test_wandb_goes_on_with_the_run_and_knows_a_row_by_its_number(reports, tmp_path, monkeypatch, capsys):
