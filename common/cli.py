@@ -80,7 +80,6 @@ def check_flags(args, *more):
     for name, right, wanted in [*limits, *more]:
         if not right:
             raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
-    data.check_sources(args)
 
 
 def parse(recipes, argv=None):
@@ -107,8 +106,7 @@ def parse(recipes, argv=None):
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
-    if every.preview:
-        data.preview(every.preview)
+    data.preview(every.preview)
     if every.report_to:
         metrics.report_to(every.report_to)
     ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"
@@ -149,7 +147,7 @@ def config_flags(path: str, args) -> list[str]:
         config = {**yaml.safe_load(Path(path).read_bytes())}  # JSON is YAML
     except (OSError, TypeError, yaml.YAMLError) as error:
         raise InputError(f"--config {path}: wanted names of flags with their values: {error}") from None
-    if "args" in config:
+    if isinstance(config.get("args"), dict):
         config = {k: x for k, x in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
     flags = []
     for name, value in config.items():
@@ -176,14 +174,13 @@ def _is_tiny_model(name) -> bool:
 
 
 def _parse_flags(recipes, name, argv):
-    """(the recipe's Args, EveryCommand) with the flags of argv; InputError for what is unknown or of a wrong
-    type."""
+    """(the recipe's Args, EveryCommand) with the flags of argv."""
     import tyro
 
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
-    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
     both = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
+    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
     about.update(default=both(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()
     try:

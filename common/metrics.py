@@ -380,8 +380,6 @@ def category_spread(rows) -> float:
     of_category = {}
     for row in rows:
         of_category.setdefault(row["category"], []).extend(r["score"] for r in row["responses"])
-    if len(of_category) < 2:
-        return math.nan
-    overall = statistics.pstdev(sum(of_category.values(), []))
-    between = statistics.pstdev(map(statistics.fmean, of_category.values()))
-    return between / overall if overall > 0 else math.nan
+    of_each = [statistics.fmean(scores) for scores in of_category.values()]
+    overall = statistics.pstdev(sum(of_category.values(), [])) if len(of_each) > 1 else 0.0
+    return statistics.pstdev(of_each) / overall if overall > 0 else math.nan

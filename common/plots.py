@@ -1,7 +1,6 @@
 """Pictures of a run: functions of its folder, which they read and draw in. They return the figure, or None
 where there is nothing to draw."""
 
-import itertools
 import math
 from pathlib import Path
 from statistics import fmean
@@ -145,31 +144,28 @@ def accuracy_by_difference(scorers, axis):
 
 # -- of policies that are compared -----------------------------------------------------------------
 def compared(folder, results):
-    """`folder`/elo.png: ratings at the first temperature. frontier.png: rewards against the KL.
+    """`folder`/elo.png: ratings. frontier.png: rewards against the KL. Both at the first temperature.
 
     results: temperature -> policy -> figures of common/evaluate.py. Returns both; of one policy None."""
-    temperature, first = next(iter(results.items()))
-    kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in first.values())]
+    temperature, policies = next(iter(results.items()))
+    kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in policies.values())]
     if not kinds:
         return None
-    elos, left = figure(len(kinds), (4.8, 1 + 0.35 * len(first)))
+    elos, left = figure(len(kinds), (4.8, 1 + 0.35 * len(policies)))
     frontiers, right = figure(len(kinds))
     for kind, ratings, rewards in zip(kinds, left, right):
-        ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
-        for name, r in first.items():
+        for name, r in policies.items():
             low, elo, high = (r.get(f"{kind}_elo{end}") for end in ("_low", "", "_high"))
             ratings.barh(name, elo - 1000, left=1000, color="C0")
             if low is not None:  # enough prompts for an interval
                 ratings.hlines(name, low, high, color="black")
+            if "kl" in r:
+                rewards.plot(r["kl"], r[kind], "o", markersize=6, label=name)
+        ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
         ratings.axvline(1000, color="black", linewidth=1)
         ratings.invert_yaxis()
         rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
         rewards.set_ylabel("mean over held-out prompts")
         rewards.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         rewards.xaxis.set_major_formatter("{x:g}")
-        for (t, of_policy), marker in zip(results.items(), itertools.cycle("os^vD")):
-            for i, (name, r) in enumerate(of_policy.items()):
-                if "kl" in r:
-                    label = f"{name}, T = {t}"
-                    rewards.plot(r["kl"], r[kind], marker, color=f"C{i}", markersize=6, label=label)
     return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png")

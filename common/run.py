@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import math
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -42,8 +41,7 @@ def launch(main, recipes):
     code, go_on = 0, "--resume goes on from the last checkpoint"
     sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
     try:
-        args = parse(recipes)
-        main(args)
+        main(parse(recipes))
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         said, where = " ".join(str(error).split()), ""
         if isinstance(error, NotFinite) and Run.current:
@@ -92,6 +90,7 @@ class Run:
         self.device, self.args, self.stage = dist.setup(), args, stage
         self.plots, self.drawn = plots, time.time()
         check_flags(args)
+        data.check_sources(args)
         if check:
             check(args)
         self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
@@ -225,8 +224,6 @@ def find_run(args) -> str | None:
     checkpoint, without --overwrite or --resume."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
-    if args.resume and args.overwrite:
-        raise InputError("--resume goes on with a run, --overwrite begins it anew: give one of them")
     folder = Path(args.output_dir)
     finished = (folder / "summary.json").exists()
     begun = any((folder / name).exists() for name in BEGUN)
@@ -236,9 +233,8 @@ def find_run(args) -> str | None:
             print(f"{folder} is finished already, by {read_json(folder / 'args.json').get('stage')}")
         return "finished"
     if (finished or begun) and not (args.resume or args.overwrite):
-        state = "a finished run" if finished else "an unfinished run"
-        mend = "--resume to go on, --overwrite to replace it, or another --output-dir"
-        raise InputError(f"{folder} holds {state}: {mend}")
+        what = "a finished run" if finished else "an unfinished run"
+        raise InputError(f"{folder} holds {what}: --resume to go on, --overwrite, or another --output-dir")
     outputs = _outputs(folder)
     if outputs and not (folder / "args.json").exists():
         raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
@@ -273,9 +269,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
     if resume and before.get("held_out", fingerprint) != fingerprint:
         what = "; ".join(changed) or "its rows"
-        raise InputError(
-            f"--resume: {folder} began with another held-out set ({what}): use it, or --overwrite"
-        )
+        raise InputError(f"--resume: {folder} began with another held-out set ({what}): try --overwrite")
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -286,13 +280,13 @@ def start_run(args, stage: str, state: str | None, held_out=None):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         for what in changed if resume else ():
             print(f"resuming with another {what}")
-        here = shlex.quote(str(Path(__file__).parent))
-        failed, head = subprocess.getstatusoutput(f"git -C {here} rev-parse --verify HEAD")
-        names = ("torch", "transformers", "datasets", "tokenizers", "numpy")
-        versions = {name: importlib.metadata.version(name) for name in names}
+        failed, head = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse --verify HEAD")
+        packages = "torch transformers datasets tokenizers numpy".split()
+        versions = {name: importlib.metadata.version(name) for name in packages}
         begun = {
             "stage": stage, "args": now, "world_size": dist.world_size(), "data": files,
-            "held_out": fingerprint, "git": None if failed else head, "python": sys.version.split()[0], "versions": versions, "command": sys.argv,
+            "held_out": fingerprint, "git": None if failed else head, "versions": versions,
+            "python": sys.version.split()[0], "command": sys.argv,
         }  # fmt: skip
         write_json(folder / "args.json", begun)
     dist.barrier()

@@ -1001,7 +1001,6 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"model": "no_such_module:none"}, "No module named"),
         ({"model": "gold_labeler:nothing"}, "no object with `probabilities` and `generate`"),
         ({"model": "/nowhere/model"}, "there is no /nowhere/model"),
-        ({"resume": True, "overwrite": True}, "give one of them"),
         ({"output_dir": ""}, "--output-dir is empty"),
     ],
 )

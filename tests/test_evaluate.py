@@ -646,7 +646,6 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
         (["--slots", "0"], "--slots 0"),
         (["--output-dir", ""], "--output-dir is empty"),
-        (["--resume", "--overwrite"], "give one of them"),
         (["--scorer", "tiny"], "tiny is a causal language model"),
         (["--scorer", "common.tiny:nothing"], "wanted module:function"),
         (["--reference", "ppo"], "--reference ppo: no such policy"),

@@ -179,9 +179,9 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     monkeypatch.setattr(data, "preview", seen.append)
     monkeypatch.setattr(metrics, "report_to", seen.append)
     parse(RECIPES, [])
-    assert seen == []
+    assert seen == [0]
     parse(RECIPES, ["--preview", "3", "--report-to", "wandb"])
-    assert seen == [3, "wandb"]
+    assert seen == [0, 3, "wandb"]
 
 
 # -- recipes -----------------------------------------------------------------------------
