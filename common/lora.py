@@ -5,7 +5,6 @@
 Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alpha / r) B A, as any other.
 """
 
-import contextlib
 import math
 
 import torch
@@ -57,13 +56,6 @@ def merged(weights: dict) -> dict:
     return weights
 
 
-@contextlib.contextmanager
-def without_adapters():
-    LoraLinear.learnt = False
-    yield
-    LoraLinear.learnt = True
-
-
 class Without:
     """A model as it was before its adapters learnt: PPO's reference, which takes no memory of its own."""
 
@@ -73,4 +65,11 @@ class Without:
 
     def __getattr__(self, name):
         value = getattr(self.model, name)
-        return without_adapters()(value) if name in self.model.forward_methods else value
+
+        def forward(*args, **kwargs):
+            LoraLinear.learnt = False
+            output = value(*args, **kwargs)
+            LoraLinear.learnt = True
+            return output
+
+        return forward if name in self.model.forward_methods else value

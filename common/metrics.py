@@ -228,9 +228,8 @@ def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> 
 
 def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
-    shares of prompts on which the second one wins, ties (scores that differ by no more than the margin) and
-    loses, the margin, and the paired difference (gain) with its 95 % interval. tie_margin None: a tenth of
-    the standard deviation of the first one's scores, whose unit nobody knows."""
+    shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
+    tie_margin None: a tenth of the standard deviation of the first one's scores, whose unit nobody knows."""
     figures = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"
@@ -244,9 +243,8 @@ def against(before: list[dict], after: list[dict], tie_margin: float | None, pre
 
 
 def regressions(before: list[dict], after: list[dict]) -> list[dict]:
-    """A table of categories, all of them first: paired difference of `score` (and of `gold`, where it is
-    known) of two policies' responses to the same prompts, with its 95 % interval and whether this excludes 0
-    (by chance one category in twenty does); of fewer than 10 prompts, with their number alone."""
+    """A table of categories, all of them first: gains of `score`, and of `gold` where it is known, and
+    whether the interval excludes 0 (by chance one category in twenty does)."""
     table = []
     for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
         inside = [(b, a) for b, a in zip(before, after) if name in (None, a["category"])]
