@@ -11,12 +11,13 @@ The pool is a list of rows, the same on every rank, and the file `output_dir`/po
 import collections
 import gc
 import hashlib
+import itertools
 import json
 from pathlib import Path
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, metrics, scorers
+from common import data, dist, evaluation, formats, generate, loading, metrics, scorers
 from common.batches import Row, split, turns_key
 from common.errors import InputError
 from common.metrics import write_json
@@ -26,21 +27,8 @@ COLUMNS = "prompt response response_ids finished iteration model temperature chu
 
 
 def read(path) -> list[dict]:
-    """The rows of a pool file, on every rank, without a last line that a crash cut."""
-    rows, is_there = [], dist.is_main() and Path(path).is_file()
-    lines = Path(path).read_text("utf-8", "replace").split("\n") if is_there else []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line) if line else {}
-            if line and turns_key(row["prompt"]) and all(name in row for name in COLUMNS):
-                rows.append(row)
-            elif line:
-                raise ValueError
-        except (ValueError, TypeError, KeyError, AttributeError):
-            if number < len(lines):
-                wanted = f"no row of a pool, which has {', '.join(COLUMNS)}"
-                raise InputError(f"{path}:{number}: {wanted}; mend or drop it") from None
-    return dist.gather(rows)  # rank 0's
+    """The rows of a pool file, rank 0's on every rank, up to a line that a crash cut."""
+    return dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
 
 
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
@@ -51,7 +39,10 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
     lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
 
     def fitting(row):
-        values, key = row.data, turns_key(row.data["prompt"])
+        values = row.data
+        if not set(COLUMNS) <= set(values):
+            raise ValueError(f"no row of a pool, which has {', '.join(COLUMNS)}")
+        key = turns_key(values["prompt"])
         if key not in lengths:
             raise ValueError("the prompt is not in --dataset")
         if tokenizer.decode(values["response_ids"], skip_special_tokens=True) != values["response"]:
@@ -61,7 +52,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
             raise ValueError(f"longer than {max_length} tokens (--max-length)")
         return values
 
-    rows = [Row(f"{path}:{number}", values) for number, values in enumerate(read(path), 1)]
+    rows = [Row(f"{path}:{place}", values) for place, values in formats.read_file(Path(path))]
     return data.made_of(rows, fitting, f"--pool {path}")
 
 
@@ -93,13 +84,12 @@ class Pool:
                     seed = dist.seed_of(args.seed, "sample", iteration, number)
                     options = {"n": n, "temperature": temperature, "top_p": args.top_p}
                     pairs = generate.answers(policy, versions.tokenizer, chunk, args, seed, **options)
-                    about = {"iteration": iteration, "model": name, "temperature": temperature}
-                    about.update(chunk=number, score=None, scorer=None)
                     rows = []
                     for prompt, response in pairs:
                         row = {"prompt": prompt.turns, "response": response.text}
                         row.update(response_ids=response.ids, finished=response.finished and response.clean)
-                        rows.append({**row, **about})
+                        row.update(iteration=iteration, model=name, temperature=temperature, chunk=number)
+                        rows.append({**row, "score": None, "scorer": None})
                     self.rows += rows
                     if dist.is_main():
                         metrics.append_jsonl(self.path, rows)
@@ -108,16 +98,18 @@ class Pool:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
         not hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left
         out: a chunk is sampled whole."""
-        chunks, counts = split(prompts, self.args.chunk_prompts), collections.defaultdict(collections.Counter)
+        held, numbers = collections.defaultdict(list), itertools.count()
         for row in self.rows:
             if row["iteration"] == iteration:
-                counts[row["chunk"]][turns_key(row["prompt"]), row["temperature"]] += 1
+                held[row["chunk"]].append((turns_key(row["prompt"]), row["temperature"]))
         whole, missing = set(), []
-        for place, (_, temperature, n) in enumerate(samplers):
-            numbered = dict(enumerate(chunks, place * len(chunks)))
-            wanted = {i: {(prompt.key, temperature): n for prompt in chunk} for i, chunk in numbered.items()}
-            whole.update(i for i in wanted if counts[i] == wanted[i])
-            missing.append([(i, chunk) for i, chunk in numbered.items() if i not in whole])
+        for _, temperature, n in samplers:
+            missing.append([])
+            for chunk, number in zip(split(prompts, self.args.chunk_prompts), numbers):
+                if held[number] == [(prompt.key, temperature) for prompt in chunk for _ in range(n)]:
+                    whole.add(number)
+                else:
+                    missing[-1].append((number, chunk))
         kept = [row for row in self.rows if row["iteration"] != iteration or row["chunk"] in whole]
         if len(kept) < len(self.rows):
             self.rows = kept
@@ -258,10 +250,9 @@ class Versions:
         if self.loaded != name:
             self.loaded = self.policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-            args = self.args
-            policy = loading.load_policy(
-                name, self.tokenizer, args.gradient_checkpointing, args.seed, getattr(args, "lora_rank", 0)
-            )
+            args, lora_rank = self.args, getattr(self.args, "lora_rank", 0)
+            options = (args.gradient_checkpointing, args.seed, lora_rank)
+            policy = loading.load_policy(name, self.tokenizer, *options)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 
