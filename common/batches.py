@@ -39,11 +39,11 @@ def turns_key(turns: list[dict]) -> str:
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
 
 
-def a_part(prompts, n):
-    """n of some prompts or comparisons, by the hash of their text and in their order: a sample of all of a
-    mixture or of a file that is sorted, where the first n would be of one kind."""
-    chosen = sorted(range(len(prompts)), key=lambda i: zlib.crc32(prompts[i].key.encode()))[:n]
-    return [prompts[i] for i in sorted(chosen)]
+def a_part(items, n, name=lambda item: item.key):
+    """n of some prompts, comparisons or rows, by the hash of their name and in their order: a sample of all of
+    a mixture or of a file that is sorted, where the first n would be of one kind."""
+    chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
+    return [items[i] for i in sorted(chosen)]
 
 
 def n_tokens(block: list[Document]) -> int:
@@ -78,10 +78,7 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first."""
     if max(lengths, default=0) > size:
         raise ValueError(f"a document of {max(lengths)} tokens does not fit into {size}")
-    blocks, space = (
-        [],
-        numpy.full(len(lengths), size),
-    )  # of a block for each document; those not begun are free
+    blocks, space = [], numpy.full(len(lengths), size)  # room in blocks, those not begun included
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = int((space[: len(blocks) + 1] >= lengths[index]).argmax())  # the first with room
         if place == len(blocks):
@@ -191,34 +188,30 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
     """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
     else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
     padding at which nothing is read."""
-    responses = [[*c.response_ids, *c.samples] for c in comparisons]
-    if share_prompt:  # a prompt is named by its place
-        trees = list(enumerate(responses))
-    else:
-        trees = [(i, [ids]) for i, of_prompt in enumerate(responses) for ids in of_prompt]
-    lengths = [len(comparisons[i].prompt_ids) + sum(map(len, branches)) for i, branches in trees]
-    width, rows = max(lengths, default=2), [[i] for i in range(len(trees))] or [[]]
-    if share_prompt and trees:  # rows of some length pack tighter, and cost little attention
-        rows = pack(lengths, max(width, ROW))
-        width = max(sum(lengths[i] for i in row) for row in rows)
-    pieces, texts = [], []  # prompts, responses and the padding of a row, one behind the other
+    trees = []  # (place of its comparison, its prompt and responses)
+    for i, c in enumerate(comparisons):
+        responses = [*c.response_ids, *c.samples]
+        rows = [responses] if share_prompt else [[ids] for ids in responses]
+        trees += [(i, [c.prompt_ids, *row]) for row in rows]
+    lengths = [sum(map(len, pieces)) for _, pieces in trees]
+    rows = [[i] for i in range(len(trees))]
+    if share_prompt:  # rows of some length pack tighter, and cost little attention
+        rows = pack(lengths, max([ROW, *lengths]))
+    width = max((sum(lengths[i] for i in row) for row in rows), default=2)
+    input_ids = torch.full((max(1, len(rows)), width), pad_id)
+    position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
     ends = [[] for _ in comparisons]  # of its prompt (of one in several rows, the first), of its responses
-    for row, indices in enumerate(rows):
-        place = row * width
-        for number, (i, branches) in enumerate((trees[index] for index in indices), 1):
-            prompt = comparisons[i].prompt_ids
-            for piece, ids in enumerate([prompt, *branches]):
-                pieces.append((number, piece, (len(prompt) if piece else 0) - place, len(ids)))
-                texts.append(ids)
-                place += len(ids)
+    for row, places in enumerate(rows):
+        column = 0
+        for number, (i, pieces) in enumerate((trees[place] for place in places), 1):
+            for piece, ids in enumerate(pieces):
+                start, here = len(pieces[0]) if piece else 0, slice(column, column + len(ids))
+                input_ids[row, here] = ids
+                position_ids[row, here] = torch.arange(start, start + len(ids))
+                tree[row, here], branch[row, here] = number, piece
+                column += len(ids)
                 if piece or not ends[i]:
-                    ends[i].append(divmod(place - 1, width))
-        texts.append(torch.full(((row + 1) * width - place,), pad_id))
-        pieces.append((0, 0, 0, len(texts[-1])))
-    *columns, sizes = torch.tensor(pieces).T
-    tree, branch, shift = (column.repeat_interleave(sizes).view(-1, width) for column in columns)
-    input_ids = torch.cat(texts).long().view(-1, width)
-    position_ids = (torch.arange(input_ids.numel()).view(-1, width) + shift) * (tree > 0)
+                    ends[i].append((row, column - 1))
     mask = None
     if share_prompt:
         tree, branch = tree.to(device), branch.to(device)
@@ -229,7 +222,7 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     ends = [end[0] for end in ends], [place for end in ends for place in end[1:]]
     ends = (torch.tensor(places, dtype=torch.long).reshape(-1, 2).T.to(device) for places in ends)
-    sizes = list(map(len, responses))
+    sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
     return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *ends, sizes, comparisons)
 
 

@@ -106,7 +106,7 @@ def parse(recipes, argv=None):
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
-    data.preview(every.preview)
+    data.n_shown = every.preview
     if every.report_to:
         metrics.report_to(every.report_to)
     ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"

@@ -2,6 +2,7 @@
 formats, filters them, and says what it dropped and why."""
 
 import collections
+import functools
 import itertools
 import math
 import zlib
@@ -28,8 +29,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
-    dropped, per_prompt = {}, collections.Counter()
-    pairs = _joined(data.load_rows(spec, "preferences", split), dropped)
+    per_prompt = collections.Counter()
 
     def comparison(row):
         c = _comparison(row, tokenizer, max_length, min_score_gap)
@@ -38,7 +38,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         per_prompt[c.key] += 1
         return c
 
-    loaded = data.made_of(pairs, comparison, spec, dropped)
+    loaded = data.made_of(_joined(data.load_rows(spec, "preferences", split)), comparison, spec)
     pairs = [c for c in loaded if len(c.texts) == 2]
     labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
 
@@ -55,40 +55,33 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     return kept
 
 
-def _joined(rows, dropped):
-    """The rows; those of one completion joined with the others of their prompt: with `label` (KTO's) as pairs
-    of each true one and each false one, with `score` as a ranking."""
+def _joined(rows):
+    """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of which
+    one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
     joined, single = [], collections.defaultdict(list)
     for row in rows:
         values, column = row.data, "label" if "label" in row.data else "score"
         is_other = values.get("chosen") is not None or values.get("responses") is not None
-        if is_other or not values.keys() >= {"completion", column}:
+        if is_other or "completion" not in values or not isinstance(values.get(column), int | float):
             joined.append(row)
-        elif column == "label" and values["label"] not in (False, True):
-            dropped.setdefault("label is neither true nor false", []).append(row.where)
         else:
             single[column, repr([values.get(name) for name in PROMPT])].append(row)
     for (column, _), rows in single.items():
-        if column == "score":
-            responses = [{"text": row.data["completion"], "score": row.data["score"]} for row in rows]
-            joined.append(rows[0]._replace(data={**rows[0].data, "responses": responses}))
-            continue
-        better, worse = ([row for row in rows if row.data["label"] == label] for label in (True, False))
-        for a, b in itertools.product(better, worse):
+        pairs = [(a, b) for a, b in itertools.product(rows, rows) if a.data[column] > b.data[column]]
+        for a, b in pairs:
             sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
+            if column == "score":
+                sides.update(chosen_score=a.data["score"], rejected_score=b.data["score"])
             joined.append(a._replace(data={**a.data, **sides}))
-        if not (worse and better):
-            reason = "a label makes a pair where its prompt has both a true and a false completion"
-            dropped.setdefault(reason, []).extend(row.where for row in worse + better)
+        joined += [] if pairs else rows
     return joined
 
 
 def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     """The training and the held-out comparisons of a command; a table of both is printed."""
 
-    def load_one(spec, split):
-        return load(spec, split, tokenizer, args.max_length, args.min_score_gap, args.max_pairs_per_prompt)
-
+    limits = {"min_score_gap": args.min_score_gap, "max_per_prompt": args.max_pairs_per_prompt}
+    load_one = functools.partial(load, tokenizer=tokenizer, max_length=args.max_length, **limits)
     train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
     if args.balance_categories and not any(c.category for c in train):
         raise InputError(f"--balance-categories: {args.dataset} has no column category")
@@ -149,6 +142,8 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
+    elif "completion" in values and values.keys() & {"label", "score"}:
+        raise ValueError("no other completion of its prompt has another label or score")
     else:
         raise data.WrongColumns(values, "preference")
     first = {text.strip(): i for i, text in reversed([*enumerate(texts)])}  # of equal texts the first one
@@ -198,7 +193,7 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     are a pair without a label. ValueError says why there is none."""
     responses = values.get("responses")
     if responses is None:
-        if not values.get("chosen") or not values.get("rejected"):
+        if not {"chosen", "rejected"} <= values.keys():
             raise data.WrongColumns(values, "preference")
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
@@ -247,11 +242,9 @@ def _ranks(grades, gap):
 
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
-    sides = [values.get(side) for side in ("chosen", "rejected")]
-    if not all(isinstance(side, str | list) and side for side in sides):
-        raise ValueError("an empty side")
     prompt = {name: values[name] for name in PROMPT if name in values}
-    chosen, rejected = (data.sft_messages({**prompt, "chosen": side})[0] for side in sides)
+    sides = [{**prompt, "chosen": values[side]} for side in ("chosen", "rejected")]
+    chosen, rejected = (data.sft_messages(side)[0] for side in sides)
     if turns_key(chosen[:-1]) != turns_key(rejected[:-1]):
         raise ValueError("chosen and rejected have different prompts")
     return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
@@ -275,10 +268,11 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
             rows = [c for c in comparisons if c.source == source]
             pairs = [[len(c.response_ids[i]) for i in pair] for c in rows for pair in labelled_pairs(c)]
             chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
-            counts = {"data": source + note, "rows": len(rows), "pairs": len(pairs)}
             prompts = sum(len(c.prompt_ids) for c in rows) / len(rows)
-            lengths = {"prompt_tokens": prompts, "chosen_tokens": chosen, "rejected_tokens": rejected}
-            table.append({**counts, **lengths})
+            table.append({
+                "data": source + note, "rows": len(rows), "pairs": len(pairs),
+                "prompt_tokens": prompts, "chosen_tokens": chosen, "rejected_tokens": rejected,
+            })  # fmt: skip
     return table
 
 

@@ -11,7 +11,6 @@ import bisect
 import functools
 import itertools
 import math
-import operator
 import re
 import zlib
 from pathlib import Path
@@ -20,24 +19,20 @@ import jinja2
 import torch
 
 from common import dist, formats, metrics, tiny
-from common.batches import Comparison, Document, Row
+from common.batches import Comparison, Document, Row, a_part
 from common.errors import InputError
 from common.formats import WrongColumns, columns
 
 # -- rows ------------------------------------------------------------------------------------------
 PART = re.compile(r"(.+?)(?:\?(.+?))?(?::(\d*\.?\d+))?")  # of a mixture: source ? items : weight
-ITEM = re.compile(r"(.+?)(==|!=|>=|<=|=|>|<)(.+)")  # column=name renames, others are conditions
-SIGNS = {"==": operator.eq, "!=": operator.ne, ">=": operator.ge, "<=": operator.le}
-SIGNS |= {">": operator.gt, "<": operator.lt}
+ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
+TINY = {"seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety"}
+TINY |= {"kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+"}
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
-    """All rows of `spec`, the same on every rank.
+    """All rows of `spec`, sources as in docs/data.md with commas between them, the same on every rank.
 
-    spec: one source or several: "a,b" (all rows of each) or "a:0.7,b:0.3" (as many rows as these proportions
-      allow without repeating any). A source is `tiny` or `tiny:key=value`; a file (formats.SUFFIXES); or a
-      name for datasets.load_dataset, perhaps `name[split]` or `name[configuration/split]`. Behind it may
-      stand "?question=prompt&score>=2": columns to rename, and conditions that a row must meet.
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
     read = [(_read(source, items, kind, split), weight) for source, items, weight in sources(spec)]
     weights = [weight for _, weight in read]
@@ -48,11 +43,9 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
     # place, so that a file sorted by length or topic is not cut at its end.
     scale = min(len(rows) / weight for rows, weight in read)
-    mixed = []
-    for rows, weight in read:
-        by_hash = sorted(range(len(rows)), key=lambda i: zlib.crc32(rows[i].where.encode()))
-        mixed += [rows[i] for i in sorted(by_hash[: round(weight * scale)])]
-    return mixed
+    return [
+        row for rows, weight in read for row in a_part(rows, round(weight * scale), lambda row: row.where)
+    ]
 
 
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
@@ -63,9 +56,7 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         found = PART.fullmatch(part.strip())
         items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
         if not found or not all(items):
-            raise InputError(
-                f"--dataset {spec!r}: wanted a, a,b or a:0.7,b:0.3, each perhaps a?old=new&score>=2"
-            )
+            raise InputError(f"--dataset {spec!r}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2")
         source = found[1]
         if is_tiny(source):
             _tiny_options(source)
@@ -86,8 +77,7 @@ def with_columns(spec: str, columns: str) -> str:
     """`spec` with the items of "question=prompt,score>=2" in every part that is not tiny."""
     parts = []
     for source, items, weight in sources(spec):
-        items = ["".join(item) for item in items]
-        items += [item for item in columns.split(",") if item not in items and not is_tiny(source)]
+        items = ["".join(item) for item in items] + ([] if is_tiny(source) else columns.split(","))
         parts.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
     return ",".join(parts)
 
@@ -98,35 +88,30 @@ def is_tiny(spec: str) -> bool:
 
 
 def _read(source, items, kind, split):
-    path, name, is_csv = Path(source), source.partition("[")[0], source.endswith(".csv")
+    path, name = Path(source), source.partition("[")[0]
     if is_tiny(source):
         options = _tiny_options(source)
-        name = f"tiny/{options.pop('kind', kind)}"
-        rows = enumerate(tiny.rows(name[5:], split, **options), 1)
-    elif path.is_file() and path.suffix != ".parquet":
+        kind = options.pop("kind", kind)
+        name, rows = f"tiny/{kind}", enumerate(tiny.rows(kind, split, **options), 1)
+    elif path.is_file():
         name, rows = path.name, formats.read_file(path)
     else:
         import datasets
 
         config, _, part = source.rstrip("]").partition("[")[2].rpartition("/")
         try:
-            if path.is_file():
-                name, rows = path.name, datasets.Dataset.from_parquet(source).to_list()
-            else:
-                rows = datasets.load_dataset(name, config or None, split=part or split)
-        except Exception as error:  # no parquet, no such name, no such split, no network, ...
-            what = "not a readable parquet file" if path.is_file() else "no such file, and the hub gave"
-            raise InputError(f"--dataset {source}: {what}: {error}") from error
-        rows = enumerate(rows, 1)
-    rows = [Row(f"{name}:{place}", row) for place, row in rows]
-    if not rows:
-        raise InputError(f"{source}: the data set is empty")
+            rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
+        except Exception as error:  # no such name, no such split, no network, ...
+            raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
     if kind == "prompts" and path.suffix == ".txt":
         items = [("text", "=", "prompt"), *items]
-    rows, read = _select(rows, items, source) if items else rows, set(formats.READ)
+    rows, read = (
+        _select([Row(f"{name}:{place}", row) for place, row in rows], items, source),
+        set(formats.READ),
+    )
     for i, row in enumerate(rows):
         known, values = formats.in_our_columns(row.data)
-        if is_csv:
+        if path.suffix == ".csv":
             values = {name: formats.typed(name, cell) for name, cell in values.items()}
         rows[i] = row._replace(data=values)
         read |= known
@@ -138,34 +123,29 @@ def _read(source, items, kind, split):
 
 
 def _select(rows, items, source):
-    """The rows that meet the conditions among `items`, with the columns that these rename."""
-    there = {name for row in rows for name, value in row.data.items() if value is not None}
-    names = {}
+    """The rows that meet the conditions among `items`, with the columns that these rename, item by item."""
     for column, sign, value in items:
+        there = {name for row in rows for name, cell in row.data.items() if cell is not None}
         if column not in there:
             raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
         if sign == "=":
-            names[column] = value
-            continue
-        n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
-        _note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
-        if not rows:
-            raise InputError(f"{source}: no row has {column}{sign}{value}")
-    selected = []
-    for row in rows:
-        rest = {name: cell for name, cell in row.data.items() if name not in {*names, *names.values()}}
-        renamed = {new: row.data.get(old) for old, new in names.items()}
-        selected.append(row._replace(data={**rest, **renamed}))
-    return selected
+            for i, row in enumerate(rows):
+                rest = {name: cell for name, cell in row.data.items() if name != column}
+                rows[i] = row._replace(data={**rest, value: row.data.get(column)})
+        else:
+            n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
+            _note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
+    if not rows:
+        raise InputError(f"{source}: the data set is empty{', or no row meets its conditions' * bool(items)}")
+    return rows
 
 
 def _meets(cell, sign, value):
-    """Compared as numbers, or, where `value` is no number, as text. A cell without a value meets nothing."""
+    """Compared as numbers, or, where one is none, with == as text. A cell without a value meets nothing."""
     try:
-        return SIGNS[sign](float(cell), float(value))
-    except (TypeError, ValueError):
-        number = re.fullmatch(r"[-+.\d]+", value)
-        return not number and cell is not None and SIGNS[sign](str(cell).lower(), value.lower())
+        return float(cell) == float(value) if sign == "==" else float(cell) >= float(value)
+    except (TypeError, ValueError, OverflowError):
+        return sign == "==" and cell is not None and str(cell).lower() == value.lower()
 
 
 @functools.cache
@@ -176,15 +156,11 @@ def _note(text):
 
 
 def _tiny_options(source):
+    """The options of tiny.rows, and perhaps `kind`, in "tiny:key=value:key=value"."""
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
-    commands = "|".join(tiny.COMMANDS)
-    allowed = {"label": "helpfulness|safety", "kind": "|".join(tiny.SIZES)}
-    patterns = {**allowed, "commands": rf"({commands})(\+({commands}))*"}
-    patterns.update(seed=r"[-+]?\d+", length_bias=r"[-+]?\d*\.?\d+(e-?\d+)?")
-    if not all(re.fullmatch(patterns.get(name, "(?!)"), value) for name, value in options.items()):
-        choices = "".join(f", {name}={values}" for name, values in allowed.items())
-        wanted = f"seed=INTEGER, length_bias=NUMBER{choices}, commands={commands} with + between"
-        raise InputError(f"--dataset {source}: tiny takes {wanted}")
+    if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
+        wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
+        raise InputError(f"--dataset {source}: tiny takes options like {wanted} (docs/data.md)")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}
 
@@ -250,12 +226,11 @@ def ranking(responses) -> tuple[list[str], list[float]]:
     """(texts, scores) of a column of {text, score}."""
     try:
         texts, scores = [r["text"] for r in responses], [float(r["score"]) for r in responses]
-        if any(type(r["text"]) is not str or type(r["score"]) is bool for r in responses):
-            raise TypeError
-        if not all(map(math.isfinite, scores)):
-            raise ValueError
+        right = all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores))
     except (TypeError, KeyError, ValueError, OverflowError):
-        raise ValueError("responses is no list of {text, score}") from None
+        right = False
+    if not right:
+        raise ValueError("responses is no list of {text, score}")
     return texts, scores
 
 
@@ -334,7 +309,6 @@ def transcript(messages: list[dict]) -> str:
 
 # -- messages -> token ids -------------------------------------------------------------------------
 SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
-UNKNOWN = "the tokenizer knows few of its words: is it the right --model?"
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
@@ -387,7 +361,7 @@ def check_known(tokenizer, ids):
     """ValueError if most of these tokens stand for words that the tokenizer does not know."""
     unknown = tokenizer.unk_token_id  # GPT-2's is another name of its end token
     if unknown not in (None, tokenizer.eos_token_id) and 2 * ids.count(unknown) > len(ids):
-        raise ValueError(UNKNOWN)
+        raise ValueError("the tokenizer knows few of its words: is it the right --model?")
 
 
 def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
@@ -450,11 +424,10 @@ def _tokenize(tokenizer, text, starts):
     return ids, [last for _, last in spans]
 
 
-def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) -> list:
+def made_of(rows, make, name: str) -> list:
     """make(row) of every row, or of things that have one. Where it raises ValueError, reason and places are
-    printed, with those that `dropped` has already. InputError if nothing is left."""
-    made, dropped, wanted = [], dropped or {}, ""
-    n_rows = len(rows) + sum(map(len, dropped.values()))
+    printed. InputError if nothing is left."""
+    made, dropped, wanted = [], {}, ""
     for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):
         try:
             made.append(make(row))
@@ -462,12 +435,12 @@ def made_of(rows, make, name: str, dropped: dict[str, list[str]] | None = None) 
             dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
             wanted = getattr(error, "wanted", wanted)
     if dropped and dist.is_main():
-        print(f"{name}: dropped {n_rows - len(made):,} of {n_rows:,} rows")
+        print(f"{name}: dropped {len(rows) - len(made):,} of {len(rows):,} rows")
         for why, where in dropped.items():
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
     if not made:
         why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-        raise InputError(f"{name}: none of its {n_rows} rows can be used: {why}{wanted}")
+        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}{wanted}")
     return made
 
 
@@ -527,8 +500,8 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
 def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
-    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). Prints what
-    `preview` says, and, told to, ends the program there."""
+    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). Shows one
+    training example in short, or n_shown whole and then ends the program."""
     train = load(dataset, split="train")
     if eval_dataset or is_tiny(dataset):
         held_out = load(eval_dataset or dataset, split="test")
@@ -545,13 +518,7 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     return train, held_out
 
 
-n_shown = 0
-
-
-def preview(n: int):
-    """Make train_and_held_out print n training examples whole and end the program, not one in short."""
-    global n_shown
-    n_shown = n
+n_shown = 0  # training examples that --preview asks for
 
 
 def rendered(item, tokenizer, whole=True) -> list[str]:
@@ -563,16 +530,14 @@ def rendered(item, tokenizer, whole=True) -> list[str]:
         texts = {"example" if isinstance(item, Document) else "prompt": item.ids}
     lines = []
     for name, ids in texts.items():
-        ids = torch.as_tensor(ids).tolist()
-        learnt = getattr(item, "response_mask", torch.zeros(len(ids), dtype=torch.bool)).tolist()
-        runs = itertools.groupby(range(len(ids)), key=lambda i: learnt[i])
-        decoded = [(keep, tokenizer.decode([ids[i] for i in run])) for keep, run in runs]
-        text = "".join(f">>>{text}<<<" if keep else text for keep, text in decoded)
-        if not whole:
-            text = text.replace("\n", "\\n")
-            text = text if len(text) <= 300 else f"{text[:140]} [...] {text[-140:]}"
-        n_learnt = f", {sum(learnt)} of them learnt" if any(learnt) else ""
-        lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens{n_learnt}): {text}")
+        mask = item.response_mask.tolist() if name == "example" else [False] * len(ids)
+        text = ""
+        for learnt, run in itertools.groupby(zip(ids, mask), key=lambda token: token[1]):
+            decoded = tokenizer.decode([int(token) for token, _ in run])
+            text += f">>>{decoded}<<<" if learnt else decoded
+        if not whole and len(text) > 300:
+            text = f"{text[:140]} [...] {text[-140:]}"
+        lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens): {text}")
     return lines
 
 

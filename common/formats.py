@@ -8,7 +8,6 @@ import re
 import zlib
 from pathlib import Path
 
-from common.batches import RATINGS
 from common.errors import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of the files that can be read
@@ -36,9 +35,9 @@ class WrongColumns(ValueError):
 
     def __init__(self, row, kind):
         super().__init__(f"columns {columns(row)} are no {kind} row")
-        rows = EXAMPLES[kind].splitlines()
-        renames = ",".join(f"...={name}" for name in json.loads(rows[0]))
-        self.wanted = f"; wanted {' or '.join(rows)}; --columns {renames} renames columns"
+        self.wanted = (
+            f"; wanted {' or '.join(EXAMPLES[kind].splitlines())}; --columns old=new renames columns"
+        )
 
 
 def columns(row) -> str:
@@ -47,12 +46,6 @@ def columns(row) -> str:
 
 
 # -- public sets -----------------------------------------------------------------------------------
-def _pair(row, better_first, columns) -> dict:
-    """columns: ours, {} for chosen and rejected -> the set's, {} for its names of both in `better_first`."""
-    both = [*zip(("chosen", "rejected"), better_first)]
-    return {ours.format(side): row[name.format(x)] for ours, name in columns.items() for side, x in both}
-
-
 def _dialogue(prompt):
     """HelpSteer2's marks between turns -> HH-RLHF's. A single turn has none."""
     names = {"\n<extra_id_1>User\n": "\n\nHuman: ", "\n<extra_id_1>Assistant\n": "\n\nAssistant: "}
@@ -60,34 +53,23 @@ def _dialogue(prompt):
     return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
 
 
-def _helpsteer_pair(row):
-    strength = int(row["preference_strength"])  # -3: the first one is much better, ..., 3: the second one is
-    label = {"rating": RATINGS[3 - abs(strength)]} if strength else {"preference": 0.5}
-    pair = _pair(row, "21" if strength > 0 else "12", {"{}": "response_{}"})
-    return {"prompt": _dialogue(row["prompt"]), **pair, **label}
-
-
 PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
-    # GSM8K
-    "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},
-    # HelpSteer2
-    "prompt response helpfulness": lambda row: {
+    "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
+    "prompt response helpfulness": lambda row: {  # HelpSteer2
         "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
-    "prompt response_1 response_2 preference_strength": _helpsteer_pair,
-    # Nectar
-    "prompt answers": lambda row: {
+    "prompt response_1 response_2 preference_strength": lambda row: {  # HelpSteer2's preferences, -3 to 3
+        "prompt": _dialogue(row["prompt"]), "responses": [
+            {"text": row["response_1"], "score": 0},
+            {"text": row["response_2"], "score": row["preference_strength"]}]},
+    "prompt answers": lambda row: {  # Nectar
         "responses": [{"text": x["answer"], "score": -x["rank"]} for x in row["answers"]]},
-    # Orca's pairs
-    "question chosen rejected": lambda row: {"prompt": row["question"]},
-    # PKU-SafeRLHF
-    "prompt response_0 response_1 better_response_id": lambda row: _pair(
-        row, "10" if int(row["better_response_id"]) else "01",
-        {"{}": "response_{}", "{}_is_safe": "is_response_{}_safe"}),
-    # SHP
-    "history human_ref_A human_ref_B labels": lambda row: {"prompt": row["history"], **_pair(
-        row, "AB" if int(row["labels"]) else "BA", {"{}": "human_ref_{}", "{}_score": "score_{}"})},
-    # UltraFeedback
-    "instruction completions": lambda row: {
+    "question chosen rejected": lambda row: {"prompt": row["question"]},  # Orca's pairs
+    "prompt response_0 response_1 better_response_id": lambda row: {"responses": [  # PKU-SafeRLHF
+        {"text": row[f"response_{i}"], "score": int(int(row["better_response_id"]) == i),
+         "is_safe": row[f"is_response_{i}_safe"]} for i in (0, 1)]},
+    "history human_ref_A human_ref_B score_A score_B": lambda row: {"prompt": row["history"], "responses": [
+        {"text": row[f"human_ref_{x}"], "score": row[f"score_{x}"]} for x in "AB"]},  # SHP
+    "instruction completions": lambda row: {  # UltraFeedback
         "responses": [{"text": x["response"], "score": x["overall_score"]} for x in row["completions"]]},
 }  # fmt: skip
 
@@ -135,6 +117,11 @@ def _rows(file, suffix):
     if suffix in (".jsonl", ".gz"):
         yield from (json.loads(line) if line.strip() else () for line in file)
         return
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        yield from pyarrow.parquet.read_table(file).to_pylist()
+        return
     text = file.read().decode("utf-8-sig")
     if suffix == ".txt":
         yield from ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
@@ -149,9 +136,9 @@ def _rows(file, suffix):
 
 def typed(name: str, cell):
     """A cell of a .csv file, which is text, None if it is empty; in a column of NOT_TEXT what JSON reads."""
-    if name not in NOT_TEXT or not cell:
+    if name not in NOT_TEXT or not isinstance(cell, str):
         return cell or None
     try:
         return json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
-    except (ValueError, AttributeError):  # no JSON, or a number that in_our_columns has made
-        return cell
+    except ValueError:
+        return cell or None

@@ -172,10 +172,9 @@ REASONS = [  # (row, part of the reason)
     ({"prompt": "copy ant", "responses": responses(ant=1, cat=1)}, "no response is better than another"),
     ({"chosen": HH + " dog", "rejected": HH.replace("cat", "owl") + " eel"}, "have different prompts"),
     ({"chosen": [user("ant"), bot("dog")], "rejected": [user("owl"), bot("eel")]}, "have different prompts"),
-    (pair(chosen=""), "an empty side"),
-    (pair(rejected=[]), "an empty side"),
-    (pair(rejected=None), "an empty side"),
-    (pair(chosen=7), "an empty side"),
+    (pair(rejected=[]), "no response"),
+    (pair(rejected=None), "no response"),
+    (pair(chosen=7), "not {role, content}"),
     (pair(chosen="  "), "no response"),
     ({"chosen": HH + " ", "rejected": HH + " eel"}, "no response"),
     (pair(chosen=[bot("ant"), bot("ant")]), "have different prompts"),
@@ -186,13 +185,18 @@ REASONS = [  # (row, part of the reason)
     ({"chosen": HH.replace(" bear", "") + " dog", "rejected": HH + " eel"}, "an earlier answer is empty"),
     (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
     (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
-    ({"prompt": "copy ant", "completion": "ant", "label": True}, "both a true and a false completion"),
-    ({"prompt": "copy ant", "completion": "ant", "label": None}, "label is neither true nor false"),
+    (
+        {"prompt": "copy ant", "completion": "ant", "label": True},
+        "no other completion of its prompt has another label",
+    ),
+    (
+        {"prompt": "copy ant", "completion": "ant", "label": None},
+        "no other completion of its prompt has another label",
+    ),
     (pair(chosen=["ant"], rejected=["cat"]), ""),  # a list that holds text, not messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),
     (pair(preference=True), "preference True is no number"),
-    ({"prompt": "copy ant", "responses": responses(ant=True, cat=0)}, "no list of {text, score}"),
     (pair(chosen_score=1, rejected_score=3), "the scores contradict the label"),
     (pair("please tell me what the capital of france is", "paris", "rome"), "is it the right --model?"),
 ]
@@ -222,7 +226,7 @@ def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load,
     of_first = [(1, "dog", "cat"), (1, "dog", "fox"), (4, "eel", "cat"), (4, "eel", "fox")]
     expected = [(f"p.jsonl:{n}", [better, worse]) for n, better, worse in [*of_first, (6, "pig", "owl")]]
     assert [(c.row.where, c.texts) for c in found] == expected
-    assert why(capsys) == {"a label makes a pair where its prompt has both a true and a false completion": 1}
+    assert why(capsys) == {"no other completion of its prompt has another label or score": 1}
 
 
 def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
@@ -230,7 +234,7 @@ def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
         load([pair(chosen="cat"), pair(chosen=""), pair(chosen="cat")])
     message = str(error.value)
     assert "none of its 3 rows can be used" in message
-    assert "the responses are the same (p.jsonl:1)" in message and "an empty side (p.jsonl:2)" in message
+    assert "the responses are the same (p.jsonl:1)" in message and "no response (p.jsonl:2)" in message
 
 
 def test_contradicting_rows_are_both_dropped_and_repeated_ones_stay(load, capsys):

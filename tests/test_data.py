@@ -86,11 +86,9 @@ SETS = {  # rows of a public set as they are -> prompt, responses, best first, a
         for text, score in (("Blue.", 4), ("No.", 1))], TURNS, ["Blue.", "No."], {"grades": [4.0, 1.0]}),
     "HelpSteer2, preferences": ([{"prompt": MARKS, "response_1": "No.", "response_2": "Blue.",
         "preference_strength": 2, "preference_statement": "The second names one."}],
-        TURNS, ["Blue.", "No."], {"rating": "better", "preference": None}),
+        TURNS, ["Blue.", "No."], {"grades": [2.0, 0.0]}),
     "HelpSteer2, the first one": ([{"prompt": ASK, "response_1": "Red.", "response_2": "No.",
-        "preference_strength": -3}], TURNS[:1], ["Red.", "No."], {"rating": "significantly better"}),
-    "HelpSteer2, a tie": ([{"prompt": ASK, "response_1": "Red.", "response_2": "Blue.",
-        "preference_strength": 0}], TURNS[:1], ["Red.", "Blue."], {"preference": 0.5, "rating": None}),
+        "preference_strength": -3}], TURNS[:1], ["Red.", "No."], {"grades": [0.0, -3.0]}),
     "SHP": ([{"domain": "askculinary_train", "history": ASK, "labels": label, "score_ratio": 3.0,
         f"human_ref_{a}": "Red.", f"human_ref_{b}": "No.", f"score_{a}": 12, f"score_{b}": 4}
         for label, a, b in ((1, "A", "B"), (0, "B", "A"))],
@@ -142,7 +140,7 @@ def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
         assert len(load(path, **options)) == len(rows)
 
 
-def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys):
+def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
     """One example in short, or with --preview those asked for, whole, and then the program ends."""
     words = " ".join(["ant"] * 100)
     sft = write(
@@ -152,29 +150,22 @@ def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys):
         min_score_gap=0.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
     data.load_sft_split(args, tokenizer)
     out = capsys.readouterr().out
-    start = (
-        "(sft.jsonl:1, 107 tokens, 101 of them learnt): <|bos|> <|user|> copy ant <|end|> <|assistant|>>>>ant"
-    )
+    start = "(sft.jsonl:1, 107 tokens): <|bos|> <|user|> copy ant <|end|> <|assistant|>>>>ant"
     assert f"{sft}: 2 to train on, 1,000 held out" in out and start in out
     assert out.count("(sft.jsonl:") == 1 and " [...] " in out and out.endswith("ant <|end|><<<\n")
     opened = "<|bos|> <|user|> copy ant <|end|> <|assistant|>"
-    data.preview(2)
-    try:
-        with pytest.raises(SystemExit) as stop:
-            data.load_sft_split(args, tokenizer)
-        out = capsys.readouterr().out
-        assert stop.value.code == 0 and out.count(f">>>{words} <|end|><<<") == 2
-        args.dataset = write(
-            tmp_path / "p.jsonl", [{"prompt": "copy ant", "chosen": "ant", "rejected": "owl"}]
-        )
-        for load, lines in ((comparisons.load_split, (opened, "ant <|end|>", "owl <|end|>")),
-                            (generate.train_and_held_out, (opened,))):  # fmt: skip
-            with pytest.raises(SystemExit):
-                load(args, tokenizer)
-            shown = capsys.readouterr().out.splitlines()[-len(lines) :]
-            assert tuple(line.split("tokens): ")[1] for line in shown) == lines
-    finally:
-        data.preview(0)
+    monkeypatch.setattr(data, "n_shown", 2)
+    with pytest.raises(SystemExit) as stop:
+        data.load_sft_split(args, tokenizer)
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and out.count(f">>>{words} <|end|><<<") == 2
+    args.dataset = write(tmp_path / "p.jsonl", [{"prompt": "copy ant", "chosen": "ant", "rejected": "owl"}])
+    for load, lines in ((comparisons.load_split, (opened, "ant <|end|>", "owl <|end|>")),
+                        (generate.train_and_held_out, (opened,))):  # fmt: skip
+        with pytest.raises(SystemExit):
+            load(args, tokenizer)
+        shown = capsys.readouterr().out.splitlines()[-len(lines) :]
+        assert tuple(line.split("tokens): ")[1] for line in shown) == lines
 
 
 IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}]}
@@ -239,7 +230,7 @@ def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenize
     for kind, name in (("prompts", "prompt"), ("text", "text")):
         rows = data.load_rows(str(tmp_path / "r.txt"), kind)
         assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
-    with pytest.raises(InputError, match=r"columns \['text'\] are no SFT row.*--columns \.\.\.=prompt,"):
+    with pytest.raises(InputError, match=r"columns \['text'\] are no SFT row.*--columns old=new"):
         data.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
 
 
@@ -253,9 +244,8 @@ q3,v,w,old,,en,,-2
 
 @pytest.mark.parametrize(
     "items, kept",
-    [("", "123"), ("votes>=3", "12"), ("votes>3", "2"), ("votes<=3", "1"), ("votes==3.0", "1"),
-     ("votes!=3", "2"), ("lang==en", "13"), ("lang!=en", "2"), ("lang<e", "2"), ("votes>=3&lang==en", "1"),
-     ("votes<9&ok==true", "1")],
+    [("", "123"), ("votes>=3", "12"), ("votes>=9.5", "2"), ("votes==3.0", "1"), ("lang==en", "13"),
+     ("votes>=3&lang==en", "1"), ("chosen_score>=-2&ok==true", "1")],
 )  # fmt: skip
 def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path, capsys):
     (tmp_path / "t.csv").write_text(TABLE)
@@ -263,7 +253,6 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     items = f"question=prompt&{items}".strip("&")
     spec = data.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", ","))
     assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
-    assert data.with_columns(spec, "question=prompt") == spec  # which is there already
     assert [(name, weight) for name, _, weight in data.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
     rows = data.load_rows(spec.split(",")[1], "sft")
     assert [row.data["prompt"] for row in rows] == [f"q{n}" for n in kept]
@@ -361,7 +350,7 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
         ("r.csv", b'prompt,completion\na,"b\n', r"r\.csv:2: .*end of data"),
         ("r.csv", "prompt\n\xe9\n".encode("latin-1"), r"r\.csv:.*utf-8"),
         ("r.csv?b=prompt", b"a,c\n1,2\n", r"\?b=prompt: no row has that column, of \['a', 'c'\]"),
-        ("r.csv?a>1", b"a,c\n1,2\n", "no row has a>1"),
+        ("r.csv?a>=2", b"a,c\n1,2\n", "no row meets its conditions"),
         ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
         ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
         ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),

@@ -176,12 +176,12 @@ def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_pat
 
 def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     seen = []
-    monkeypatch.setattr(data, "preview", seen.append)
+    monkeypatch.setattr(data, "n_shown", 0)
     monkeypatch.setattr(metrics, "report_to", seen.append)
     parse(RECIPES, [])
-    assert seen == [0]
+    assert seen == [] and not data.n_shown
     parse(RECIPES, ["--preview", "3", "--report-to", "wandb"])
-    assert seen == [0, 3, "wandb"]
+    assert seen == ["wandb"] and data.n_shown == 3
 
 
 # -- recipes -----------------------------------------------------------------------------
