@@ -133,10 +133,8 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
                 grades = [_number(values, name, -math.inf, math.inf) for name in names]
         if rating is not None and rating not in RATINGS:
             raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
-        if grades and grades[0] < grades[1]:
-            raise ValueError("the scores contradict the label")
         if grades and grades[0] - grades[1] < min_score_gap:
-            raise ValueError(f"the scores differ by less than {min_score_gap} (--min-score-gap)")
+            raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
         preference = _number(values, "preference", 0, 1)
         margin = _number(values, "margin", 0, math.inf)
         labels.update(rating=rating, margin=margin, preference=preference)

@@ -197,7 +197,7 @@ REASONS = [  # (row, part of the reason)
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),
     (pair(preference=True), "preference True is no number"),
-    (pair(chosen_score=1, rejected_score=3), "the scores contradict the label"),
+    (pair(chosen_score=1, rejected_score=3), "the chosen score is less than 0.0 higher"),
     (pair("please tell me what the capital of france is", "paris", "rome"), "is it the right --model?"),
 ]
 
@@ -266,7 +266,7 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
         pair("copy cat"),  # no scores: nothing to go by
     ]
     assert len(load(rows, min_score_gap=gap)) == kept
-    reason = f"the scores differ by less than {gap} (--min-score-gap)"
+    reason = f"the chosen score is less than {gap} higher (--min-score-gap)"
     assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 
