@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 import re
 import zlib
@@ -115,23 +116,20 @@ def read_file(path: Path):
 def _rows(file, suffix):
     """The rows of a file; () for a line that is none."""
     if suffix in (".jsonl", ".gz"):
-        yield from (json.loads(line) if line.strip() else () for line in file)
-        return
+        return (json.loads(line) if line.strip() else () for line in file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        yield from pyarrow.parquet.read_table(file).to_pylist()
-        return
+        return pyarrow.parquet.read_table(file).to_pylist()
     text = file.read().decode("utf-8-sig")
     if suffix == ".txt":
-        yield from ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
-    elif suffix == ".csv":
-        yield ()  # the names
-        delimiter = max(",;\t", key=text.partition("\n")[0].count)  # some countries' spreadsheets write ;
-        yield from csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    elif text.strip():
-        rows = json.loads(text)
-        yield from rows.get("data", [rows]) if isinstance(rows, dict) else rows
+        return ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
+    if suffix == ".csv":  # below the names; some countries' spreadsheets write ;
+        delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        return itertools.chain([()], rows)
+    rows = json.loads(text)
+    return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 
 def typed(name: str, cell):
