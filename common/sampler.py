@@ -1,9 +1,7 @@
 """Sample from any transformers causal LM that generates in left-padded batches (full attention, windows,
 sinks, ALiBi, convolutions and recurrences between attention), with a cache whose rows differ in length.
 Needs torch and transformers: copy this file anywhere. `join` makes rows for a loss of prompts and what was
-sampled. The file also talks, in a terminal (with tyro), without --prompt in turns:
-
-    python -m common.sampler --model DIR --prompt "..."
+sampled. The file also talks, in a terminal (with tyro): python -m common.sampler --model DIR
 
 A fixed number of slots decodes together. Each slot holds one response at its own length, so no row waits for
 a longer one; when a response ends, the next one takes its slot at once. The n responses to a prompt share one
@@ -13,9 +11,6 @@ run over the prompt. The cost of a step follows the rows that are alive:
     choose   draw a token for every row; rows that drew a stop id, or are long enough, are done
     compact  move the last live row into the hole that a finished one leaves, so that live rows come first
     step     one forward, one token a row, which writes all rows' keys and values into one column
-
-All rows end in that column and begin where their length says: a left-padded batch, of which the model itself
-makes positions, masks and windows, as it does for transformers' generate.
 """
 
 import contextlib
@@ -70,10 +65,13 @@ def sample(
     slots: rows that decode together; memory grows with slots * (longest prompt + max_new_tokens).
     seed: of a generator of this call's own; None: torch's global generator. What a row draws depends on the
       rows beside it: the same call gives the same responses, another number of slots gives others.
-    progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update and set_postfix.
+    progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update.
     Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
-    _check_arguments(n, max_new_tokens, temperature, top_p, top_k, slots)
-    prompts, choice = token_ids(prompts, pad_id), (temperature, top_p, top_k)
+    usable = {"n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1}
+    usable |= {"temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0}
+    if not all(usable.values()):
+        raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
+    prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
     stop_ids = [] if stop_ids is None else [stop_ids] if isinstance(stop_ids, int) else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
@@ -130,12 +128,12 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         left = live - sum(done)
         holes = [slot for slot in range(left) if done[slot]]
         movers = [slot for slot in range(left, live) if not done[slot]]
-        cache.move(movers, holes)
-        for state in (row, length, token) if holes else ():
-            state[holes] = state[movers]
+        if holes:
+            cache.move(movers, holes)
+            for state in (row, length, token):
+                state[holes] = state[movers]
         if progress:
             progress.update(live - left)
-            progress.set_postfix(live=left, waiting=len(waiting), refresh=False)
         live = left
 
         # step
@@ -194,25 +192,20 @@ def _draw(probs, generator):
 
 
 # -- prompts ---------------------------------------------------------------------------------------
-def token_ids(prompts, pad_id) -> list[list[int]]:
+def token_ids(prompts) -> list[list[int]]:
     """The token ids of each prompt, without padding, of prompts in any form that `sample` takes."""
     given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
     ids, mask = given.get("input_ids"), given.get("attention_mask")
     try:
-        single = len(ids) > 0 and np.ndim(ids[0]) == 0
-        rows, masks = ([ids], [mask]) if single else (ids, mask)
+        rows, masks = ([ids], [mask]) if np.ndim(ids[0]) == 0 else (ids, mask)
         rows = [[operator.index(token) for token in row] for row in rows]
         if mask is not None:
             rows = [[token for token, kept in zip(*pair) if kept] for pair in zip(rows, masks, strict=True)]
-    except (TypeError, ValueError):
-        wanted = "token ids (lists, an array or a tensor) or what apply_chat_template returns"
+        if not all(rows):
+            raise ValueError("a prompt without tokens")
+    except (TypeError, ValueError, IndexError):
+        wanted = "token ids, at least one a prompt, or what apply_chat_template returns"
         raise ValueError(f"sample: prompts must be {wanted}, got {str(prompts)[:60]!r}") from None
-    empty = [i for i, row in enumerate(rows) if not row]
-    if empty or not rows:
-        raise ValueError(f"sample: prompt {empty[0]} has no tokens" if empty else "sample: no prompts")
-    edges = [{row[end] == pad_id for row in rows} for end in (0, -1)]
-    if mask is None and hasattr(ids, "shape") and {True, False} in edges:
-        raise ValueError(f"sample: some prompts begin or end with pad_id {pad_id}: give their attention_mask")
     return rows
 
 
@@ -223,7 +216,7 @@ def join(prompts, rollout, pad_id=0):
     action_mask: (B, T-1) bool, True at t where token t+1 is a response token, the stop id included.
     Figures (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
     torch.zeros(action_mask.shape).masked_scatter(action_mask, figures[rollout.sample_mask])."""
-    index, prompts = rollout.prompt_index, token_ids(prompts, pad_id)
+    index, prompts = rollout.prompt_index, token_ids(prompts)
     starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), of the responses
     ends = starts + rollout.sample_mask.sum(1, keepdim=True)
     place = torch.arange(int(ends.max()), device=index.device)
@@ -236,9 +229,8 @@ def join(prompts, rollout, pad_id=0):
 
 # -- the cache -------------------------------------------------------------------------------------
 class _Layer(LinearAttentionAndFullAttentionLayer):
-    """What a layer keeps of each slot: keys and values (slots, heads, columns, head_dim), or the states of a
-    convolution or recurrence (slots, ...), which have no length, or all of these. What updates the states is
-    the parent's."""
+    """What a layer keeps of each slot: keys and values, or the states of a convolution or recurrence, which
+    have no length, or all of these. What updates the states is the parent's."""
 
     def __init__(self, like, slots, columns):
         super().__init__(getattr(like, "number_of_states", 1))
@@ -264,17 +256,6 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
                         self.lazy_initialization(**{kind: state}, state_idx=i)
                         self.states[kind, i] = state.new_zeros(self.slots, *state.shape[1:])
                     self.states[kind, i][slot] = state[row]
-
-    def move(self, source, target, first, end):
-        for tokens in self.tokens.values():
-            tokens[target, :, first:end] = tokens[source, :, first:end]
-        for state in self.states.values():
-            state[target] = state[source]
-
-    def shift(self, first, end):
-        """Let columns first to end become the first ones."""
-        for tokens in self.tokens.values():
-            tokens[:, :, : end - first] = tokens[:, :, first:end].clone()
 
     def begin(self, live, longest, end):
         """Before a step of `live` rows, the longest of so many tokens; new ones go before column `end`."""
@@ -315,15 +296,18 @@ class RaggedCache(Cache):
             layer.fill(slot, self.end, prefilled_layer, row, length)
 
     def move(self, sources, targets):
+        first, end = self.end - self.held, self.end
         for layer in self.layers:
-            for source, target in zip(sources, targets):
-                layer.move(source, target, self.end - self.held, self.end)
+            for tokens in layer.tokens.values():
+                tokens[targets, :, first:end] = tokens[sources, :, first:end]
+            for state in layer.states.values():
+                state[targets] = state[sources]
 
     def begin(self, length):
         """Before a step: live rows' lengths (live,) -> its attention mask (live, longest + 1) bool."""
         if self.end == self.columns:  # no column is left: the rows go back to the first ones
-            for layer in self.layers:
-                layer.shift(self.end - self.held, self.end)
+            for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
+                tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = self.held
         longest = int(length.max())
         self.end, self.held = self.end + 1, max(self.held, longest + 1)
@@ -383,23 +367,12 @@ def _sampling(model):
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def _check_arguments(n, max_new_tokens, temperature, top_p, top_k, slots):
-    least = {"n": 1, "max_new_tokens": 1, "slots": 1, "top_k": 0, "temperature": 0}
-    for name, value in zip(least, (n, max_new_tokens, slots, top_k, temperature)):
-        if not value >= least[name]:
-            raise ValueError(f"sample: {name} = {value}, wanted at least {least[name]}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"sample: top_p = {top_p}, wanted 0 < top_p <= 1")
-
-
 def check_attention(config):
     """ValueError unless a model with this (text) config keeps what it needs of a row in one of LAYERS."""
     kind, model = config.model_type, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model is not None and not _takes(model, "past_key_values"):
-        raise ValueError(f"sample: {kind} takes no past_key_values; the sampler needs them")
-    unknown = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - set(LAYERS)
-    if unknown:
-        raise ValueError(f"sample: {kind} caches in a {min(unknown)}, which the sampler does not know")
+    layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
+    if (model and not _takes(model, "past_key_values")) or not layers <= set(LAYERS):
+        raise ValueError(f"sample: {kind} keeps what it has read in a way that the sampler does not know")
 
 
 def _check_model(model, prompts, max_new_tokens):
@@ -446,63 +419,42 @@ def _takes(kind, argument):
 # -- talk ------------------------------------------------------------------------------------------
 @dataclass
 class Args:
-    model: str
-    """A folder written by save_pretrained, a run directory of the scripts (model/ inside), or a hub name."""
-    prompt: str | None = None
-    """What the user says. None: a chat, a line a turn; /reset begins anew, /quit or end of file ends it."""
-    system: str | None = None
-    """What the system turn says."""
-    scorer: str | None = None
-    """A reward model, named as --model is: the score of each answer is printed below it."""
-    n: int = 1
-    """Responses; a chat goes on with the last one."""
-    max_new_tokens: int = 256
-    """Longest response."""
-    temperature: float = 1.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Mass of the nucleus; 1 is off."""
-    top_k: int = 0
-    """Most likely tokens that stay; 0 is off."""
-    seed: int | None = None
-    """None: other responses each time."""
+    model: str  # a folder of save_pretrained, a run directory (model/ inside) or a hub name
+    prompt: str | None = None  # what the user says; None: a chat, a line a turn, /reset begins anew
+    system: str | None = None  # what the system turn says
+    scorer: str | None = None  # a reward model, named as --model is: the score of each answer
+    n: int = 1  # responses; a chat goes on with the last one
+    max_new_tokens: int = 256  # longest response
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # mass of the nucleus; 1 is off
+    top_k: int = 0  # most likely tokens that stay; 0 is off
+    seed: int | None = None  # None: other responses each time
 
 
 @torch.no_grad()
 def main(args: Args):
     model, tokenizer = _load(transformers.AutoModelForCausalLM, args.model)
     scorer = args.scorer and _load(transformers.AutoModelForSequenceClassification, args.scorer)
-    positions, own = _n_positions(model.config.get_text_config()), model.generation_config.eos_token_id
-    stop_ids = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
-    chat = args.prompt is None
-    if chat:
-        print("a chat: /reset begins anew, /quit ends it", file=sys.stderr)
-    dialogue = opening = [{"role": "system", "content": args.system}] if args.system else []
-    for text in filter(None, map(str.strip, sys.stdin)) if chat else [args.prompt]:
-        if chat and text == "/quit":
-            break
-        if chat and text == "/reset":
+    stop_ids = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)} - {None}
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    dialogue = opening
+    for text in filter(None, map(str.strip, sys.stdin)) if args.prompt is None else [args.prompt]:
+        if args.prompt is None and text == "/reset":
             dialogue = opening
             continue
         turns = [*dialogue, {"role": "user", "content": text}]
-        if chat or args.system or tokenizer.chat_template:
+        prompt = tokenizer(text)  # without a chat template a text to go on with
+        if tokenizer.chat_template:
             prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-        else:  # a text to go on with
-            prompt = tokenizer(text)
-        room = positions - len(prompt["input_ids"])
-        if chat and room < 1:
-            print("error: no room for an answer; this is left out, /reset begins anew", file=sys.stderr)
-            continue
+        room = _n_positions(model.config.get_text_config()) - len(prompt["input_ids"])
         out = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
         )  # fmt: skip
-        for tokens, mask, finished in zip(out.response_tokens, out.sample_mask, out.finished):
+        for tokens, mask in zip(out.response_tokens, out.sample_mask):
             answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)
             dialogue = [*turns, {"role": "assistant", "content": answer}]
             print(answer, flush=True)
-            if not finished:
-                print(f"(cut at {len(tokens)} tokens)", file=sys.stderr)
             if scorer:
                 ids = scorer[1].apply_chat_template(dialogue, return_tensors="pt")["input_ids"]
                 print(f"score {scorer[0](ids.to(model.device)).logits[0, 0]:.3f}", flush=True)
@@ -510,14 +462,10 @@ def main(args: Args):
 
 def _load(kind, name):
     """(model, tokenizer), the model as one of this class of transformers."""
-    inside = Path(name, "model")
-    path = inside if (inside / "config.json").exists() else name
-    model, info = kind.from_pretrained(path, output_loading_info=True)
-    if info["missing_keys"] or "score.weight" in info["unexpected_keys"]:
-        raise ValueError(f"{name} cannot be {kind.__name__}: its head is another one")
+    path = Path(name, "model") if Path(name, "model", "config.json").exists() else name
+    model = kind.from_pretrained(path).to("cuda" if torch.cuda.is_available() else "cpu")
     model.config.pad_token_id = None  # a score is read at the last token, also where that pads elsewhere
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    return model.to("cuda" if torch.cuda.is_available() else "cpu"), tokenizer
+    return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,14 @@ model (common/pairwise.py).
 import collections
 import contextlib
 import functools
-import importlib.util
+import importlib
 import inspect
 import itertools
 import json
 import math
 import os
 import re
+import runpy
 import statistics
 import sys
 import zlib
@@ -61,8 +62,8 @@ def named_function(flag, spec):
     place, _, name = spec.rpartition(":")
     sys.path.append(os.getcwd())
     try:
-        module = _run(Path(place).resolve()) if place.endswith(".py") else importlib.import_module(place)
-        function = getattr(module, name)
+        is_file = place.endswith(".py")
+        function = (_run(Path(place).resolve()) if is_file else vars(importlib.import_module(place)))[name]
     except Exception as error:  # whatever a user's module raises
         raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}; {WANTED}") from error
     if not callable(function):
@@ -71,33 +72,29 @@ def named_function(flag, spec):
 
 
 @functools.cache
-def _run(file):
-    """The module of a file, whose imports find the files beside it."""
+def _run(file) -> dict:
+    """{name: what it names} of a file, whose imports find the files beside it."""
     sys.path.append(str(file.parent))
-    about = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(about)
-    sys.modules.setdefault(file.stem, module)  # dataclasses look for it there
-    about.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(file))
 
 
 def try_functions(args):
     """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
     of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
-    asks = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO of given pairs need not
-    for spec in [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer") if asks]:
-        terms, pairs = [term for term in terms_of(spec) if term.text is None], []
-        if terms:
-            row = data.load_rows(args.dataset, "prompts", getattr(args, "split", "train"))[0]
-            with contextlib.suppress(ValueError):  # it has no prompt
-                prompt = generate.Prompt([], generate.prompt_turns(row.data), row)
-                answers = [generate.Response([], text, True) for text in ("The answer is 1.", "")]
-                pairs = [(prompt, answer) for answer in answers for _ in range(dist.world_size())]
-            score(Scorer(spec, "", terms), pairs, 2, None)
+    if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
+        return  # DPO of given pairs asks none
+    specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
+    terms = [term for spec in specs for term in terms_of(spec) if term.text is None]
+    prompts, answers = [], [generate.Response([], text, True) for text in ("The answer is 1.", "")]
+    for row in data.load_rows(args.dataset, "prompts", getattr(args, "split", "train"))[:1] if terms else ():
+        with contextlib.suppress(ValueError):  # it has no prompt
+            prompts.append(generate.Prompt([], generate.prompt_turns(row.data), row))
+    for term, prompt in itertools.product(terms, prompts):
+        _call(term, [(prompt, answer) for answer in answers])
 
 
 def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]:
-    """(scores, {part: its numbers}) by functions, in batches. A sum's parts are its functions and theirs."""
+    """(scores, {part: its numbers}) by functions, in batches. A sum's parts are its functions."""
     scores, parts = [], collections.defaultdict(list)
     for batch in split(pairs, batch_size):
         totals = [0.0] * len(batch)
@@ -105,9 +102,8 @@ def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]
             by_part = _call(term, batch)
             values = [sum(numbers) for numbers in zip(*by_part.values())]
             totals = [total + term.weight * x for total, x in zip(totals, values)]
-            name = term.name if len(terms) > 1 else ""
-            for part, numbers in {**by_part, "": values}.items():
-                parts["/".join(filter(None, (name, part)))] += numbers
+            for part, numbers in by_part.items() if len(terms) == 1 else [(term.name, values)]:
+                parts[part] += numbers
         scores += totals
     return scores, parts
 
@@ -172,15 +168,14 @@ def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer
     scorer = for_tokens(scorer, tokenizer)
     if scorer.same_tokens and not pairwise:
         loading.check_room(max_length, spec, model.config)
+    if not scorer.same_tokens and dist.is_main():
+        print(f"{spec} has other tokens or another chat template: it scores the text")
     return scorer
 
 
 def load_oracle(args, tokenizer, device, pairwise=False) -> Scorer:
-    """--scorer, for a policy with this tokenizer: load_scorer, with what a user should know of it."""
-    scorer = load_scorer(args.scorer, tokenizer, device, pairwise, args.max_length)
-    if not scorer.same_tokens and dist.is_main():
-        print(f"{args.scorer} has other tokens or another chat template: it scores the text")
-    return scorer
+    """load_scorer of --scorer."""
+    return load_scorer(args.scorer, tokenizer, device, pairwise, args.max_length)
 
 
 def version_of(spec, behind) -> str:
@@ -415,6 +410,4 @@ def fit_safety_gate(rows, threshold):
     figures["gate/recall"] = both / unsafe.sum().item()
     if n_caught:
         figures["gate/precision"] = both / n_caught
-    if scale <= 0 and dist.is_main():
-        print("safety gate: safe responses do not score higher than unsafe ones, this model can be none")
     return {"scale": scale, "bias": bias}, figures

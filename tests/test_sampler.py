@@ -140,8 +140,8 @@ def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, mon
 @pytest.mark.parametrize(
     "config, why",
     [
-        (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba takes no past_key_values"),
-        (DeepseekV32Config(), "deepseek_v32 caches in a DynamicIndexedLayer"),
+        (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba keeps"),
+        (DeepseekV32Config(), "deepseek_v32 keeps"),
     ],
 )
 def test_a_cache_that_the_sampler_does_not_know_is_refused_by_its_config(config, why):
@@ -302,14 +302,11 @@ def test_bf16_weights_sample():
 @pytest.mark.parametrize(
     "change, why",
     [
-        ({"prompts": []}, "no prompts"),
-        ({"prompts": [[3], []]}, "prompt 1 has no tokens"),
         *(
             ({"prompts": given}, "must be token ids")
-            for given in ("ant", [{"role": "user"}], [[1.5]], [[[3]]])
+            for given in ([], [[3], []], "ant", [{"role": "user"}], [[1.5]], [[[3]]])
         ),
-        ({"prompts": torch.tensor([[3, 0], [4, 5]])}, "give their attention_mask"),
-        *(({name: 0}, f"{name} = 0") for name in ("n", "max_new_tokens", "top_p", "slots")),
+        *(({name: 0}, f"out of range: .'{name}'") for name in ("n", "max_new_tokens", "top_p", "slots")),
         *(({"temperature": value}, "temperature") for value in (-1.0, float("nan"))),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -1}, "top_k"),
@@ -345,7 +342,7 @@ def test_prompts_may_be_what_a_chat_template_gives(llama, side, tensors):
     bare = torch.tensor(want[1]), torch.tensor(want[1:]), [torch.tensor(row) for row in want], tuple(want[1])
     forms = [(single, want[:1]), (batch, want), (dict(batch), want), (want, want)]
     for given, rows in [*forms, *zip(bare, (want[1:], want[1:], want, want[1:]))]:
-        assert sampler.token_ids(given, pad_id=0) == rows
+        assert sampler.token_ids(given) == rows
     options = {"max_new_tokens": 5, "stop_ids": [], "pad_id": 0, "temperature": 0}
     assert torch.equal(sample(llama, batch, **options)[1], sample(llama, want, **options)[1])
 
@@ -410,8 +407,8 @@ def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
     "flags, typed, says",
     [
         ("--model runs/sft/model --prompt copy --n 3", "", r"([^<\n]*\n){3}"),
-        ("--model runs/sft --scorer runs/reward", "copy\n/quit\nand", r"[^<\n]*\nscore -?\d+\.\d{3}\n"),
-        ("--model runs/reward", "", "error: runs/reward cannot be AutoModelForCausalLM: its head .*\n"),
+        ("--model runs/sft --scorer runs/reward", "copy\n", r"[^<\n]*\nscore -?\d+\.\d{3}\n"),
+        ("--model runs/sft --prompt copy --top-p 2", "", r"error: sample: out of range: \['top_p'\]\n"),
     ],
 )
 def test_the_file_alone_talks_to_a_saved_model(flags, typed, says, folder):
@@ -423,7 +420,7 @@ def test_the_file_alone_talks_to_a_saved_model(flags, typed, says, folder):
 
 
 def test_a_chat_has_turns_that_reset_forgets_and_the_scripts_scores(folder, monkeypatch, capsys):
-    """Answers are generate's to dialogues that are rendered here; 128 positions do not hold 130 words."""
+    """Answers are generate's to dialogues that are rendered here."""
     monkeypatch.chdir(folder)
     policy, scorer = tiny.model().eval(), loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
     tokenizer, want, text = tiny.tokenizer(), [], "<|bos|> <|system|> um <|end|>"
@@ -436,12 +433,10 @@ def test_a_chat_has_turns_that_reset_forgets_and_the_scripts_scores(folder, monk
         whole = tokenizer(text, return_tensors="pt").input_ids
         score = models.score(scorer, whole, torch.arange(whole.shape[1])[None] >= ids.shape[1]).item()
         want += [tokenizer.decode(answer, skip_special_tokens=True), f"score {score:.3f}"]
-    typed = f"copy ant\n{'ant ' * 130}\n\nreverse fox owl\n/reset\nnext bear\n"
+    typed = "copy ant\n\nreverse fox owl\n/reset\nnext bear\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     options = {"scorer": "runs/reward", "system": "um", "temperature": 0, "max_new_tokens": 9}
     sampler.main(sampler.Args("runs/sft", **options))
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == want
-    assert printed.err.count("no room for an answer") == 1 and "/reset" in printed.err
+    assert capsys.readouterr().out.splitlines() == want
     with pytest.raises(ValueError, match="128 positions"):
         sampler.main(sampler.Args("runs/sft", prompt="ant " * 130))
