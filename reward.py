@@ -199,7 +199,7 @@ def main(args: Args):
     after = {**evaluate(model), **evaluate.known_figures()}
     length_figures = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
-    loading.set_safety_gate(model, gate)
+    model.config.safety_gate = gate  # for ppo.py; None: nor what an earlier stage had
     loading.read_at_end_token(model, tokenizer)
     run.finish(
         model,

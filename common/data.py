@@ -66,11 +66,10 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
     return parts
 
 
-def check_sources(args):
-    """InputError for a data set of a command that cannot be there, before anything is loaded."""
-    for name, spec in vars(args).items():
-        if name.endswith(("dataset", "_data")) and spec is not None:
-            sources(spec)
+def sources_of(args) -> list[str]:
+    """The sources of all data sets of a command. InputError for one that cannot be there."""
+    specs = [spec for name, spec in vars(args).items() if name.endswith(("dataset", "_data"))]
+    return [source for spec in specs if spec is not None for source, *_ in sources(spec)]
 
 
 def with_columns(spec: str, columns: str) -> str:

@@ -321,13 +321,6 @@ def _fit_embeddings(model, n_tokens):
                 module.weight[old:] = module.weight[:old].mean(0)
 
 
-def set_safety_gate(model, gate: dict | None):
-    """Keep what scorers.fit_safety_gate fitted, for ppo.py; None: nothing, nor what an earlier stage had."""
-    vars(model.config).pop("safety_gate", None)
-    if gate:
-        model.config.safety_gate = gate
-
-
 # -- what is written ------------------------------------------------------------------------------
 def export_dtype(start, save_dtype: str | None) -> torch.dtype:
     """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""

@@ -90,7 +90,7 @@ class Run:
         self.device, self.args, self.stage = dist.setup(), args, stage
         self.plots, self.drawn = plots, time.time()
         check_flags(args)
-        data.check_sources(args)
+        data.sources_of(args)
         if check:
             check(args)
         self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
@@ -295,11 +295,9 @@ def start_run(args, stage: str, state: str | None, held_out=None):
 def _data_files(args):
     """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
     hashes = {}
-    for name, spec in vars(args).items():
-        for path, *_ in data.sources(spec) if spec and name.endswith(("dataset", "_data")) else ():
-            if Path(path).is_file():
-                with open(path, "rb") as file:
-                    hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
+    for path in [path for path in data.sources_of(args) if Path(path).is_file()]:
+        with open(path, "rb") as file:
+            hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
     return hashes
 
 

@@ -141,7 +141,7 @@ class Scorer(NamedTuple):
     gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
 
 
-def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer:
+def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False) -> Scorer:
     """spec: see the module. tokenizer: the policy's. pairwise: whether a pairwise preference model will do.
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
@@ -171,11 +171,6 @@ def load_scorer(spec, tokenizer, device, pairwise=False, max_length=0) -> Scorer
     if not scorer.same_tokens and dist.is_main():
         print(f"{spec} has other tokens or another chat template: it scores the text")
     return scorer
-
-
-def load_oracle(args, tokenizer, device, pairwise=False) -> Scorer:
-    """load_scorer of --scorer."""
-    return load_scorer(args.scorer, tokenizer, device, pairwise, args.max_length)
 
 
 def version_of(spec, behind) -> str:

@@ -274,8 +274,8 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
 )
 def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
     with pytest.raises(InputError, match="--dataset"):
-        data.check_sources(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
-    data.check_sources(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
+        data.sources_of(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
+    data.sources_of(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,7 @@ def test_rankings_train_and_count_all_their_pairs(small, tmp_path):
     assert all(sorted(r["rank"] for r in sample["responses"]) == [0, 1, 2, 3] for sample in samples)
     assert column(tmp_path / "run", "eval/pairs")[-1] == 24 * 6
     assert all(math.isfinite(x) for x in column(tmp_path / "run", "loss/reward"))
-    assert "safety_gate" not in read_json(tmp_path / "run" / "model" / "config.json")
+    assert read_json(tmp_path / "run" / "model" / "config.json")["safety_gate"] is None
 
 
 def test_a_margin_without_rating_margin_or_scores_names_the_row(small, tmp_path):
@@ -266,7 +266,7 @@ def test_a_margin_without_rating_margin_or_scores_names_the_row(small, tmp_path)
 
 def test_a_second_stage_begins_where_the_first_one_ended_head_included(small, undisturbed, tmp_path):
     """Without safety labels it keeps no gate: the first one's scale and offset mean nothing for its scores."""
-    assert "safety_gate" in read_json(undisturbed / "model" / "config.json")
+    assert read_json(undisturbed / "model" / "config.json")["safety_gate"]
     succeeds(run(small, tmp_path / "second", model=undisturbed, max_steps=3))
     first, second = rows_of(undisturbed, "eval/nll")[-1], rows_of(tmp_path / "second", "eval/nll")
     for key in ("eval/accuracy", "eval/nll", "eval/brier"):
@@ -278,7 +278,7 @@ def test_a_second_stage_begins_where_the_first_one_ended_head_included(small, un
     path = write_rows(tmp_path / "bare.jsonl", rows)
     options = {"model": undisturbed, "sft_model": "tiny", "eval_dataset": path, "max_steps": 1}
     succeeds(run(small, tmp_path / "bare", **options))
-    assert "safety_gate" not in read_json(tmp_path / "bare" / "model" / "config.json")
+    assert read_json(tmp_path / "bare" / "model" / "config.json")["safety_gate"] is None
     last = rows_of(tmp_path / "bare", "eval/nll")[-1]
     assert {"baseline/sft_logprob_accuracy", "length/correlation"} <= set(last)
 
