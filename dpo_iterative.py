@@ -309,9 +309,9 @@ def main(args: Args):
     fresh_prompts = generate.deal_prompts(prompts, args)
 
     # models: the oracle stays, policies and the reference come and go
-    scorer = (
-        scorers.load_scorer(args.scorer, tokenizer, run.device, True, args.max_length) if sampled else None
-    )
+    scorer = None
+    if sampled:
+        scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length, pairwise=True)
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)

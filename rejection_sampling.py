@@ -236,7 +236,7 @@ def main(args: Args):
         given_rows = take(args.pool, prompts, tokenizer, args.max_length)
 
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
-    scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, max_length=args.max_length)
+    scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = evaluation.Sweep(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, for a line that comes after hours of sampling comes late

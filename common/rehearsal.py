@@ -142,7 +142,7 @@ def main(args: Args):
     prompts = a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
-    scorer = scorers.load_scorer(args.scorer, tokenizer, device, max_length=args.max_length)
+    scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
     policy = dist.shard(loading.load_policy(args.model, tokenizer, seed=args.seed), device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():

@@ -162,7 +162,7 @@ def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(pairwise, tmp_
     for name in ("tiny", str(tmp_path / "lm")):
         words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py"
         with pytest.raises(InputError, match=words):
-            scorers.load_scorer(name, TOKENIZER, CPU, pairwise)
+            scorers.load_scorer(name, TOKENIZER, CPU, pairwise=pairwise)
 
 
 def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
