@@ -45,9 +45,9 @@ class Args:
     """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
     scorer: str = "runs/reward"
     """The oracle: a run of reward.py, advantage_model.py or common.train_pairwise, which lets each response
-    meet all others, a hub reward model, or module:function."""
+    meet all others, a hub reward model, or FILE.py:function."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     offline_data: str | None = None

@@ -50,7 +50,7 @@ class Args:
     reference: str | None = None
     """pi_0, from which the KL penalty is counted. None: the first policy."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
     safety_scorer: str | None = None
     """Llama 2's second reward model, whose score counts for prompts tagged is_safety and unsafe responses."""
     safety_threshold: float = 0.15
@@ -58,7 +58,7 @@ class Args:
     retokenize: bool = False
     """Allow a scorer with other tokens or another chat template: it scores the text, encoded anew."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None

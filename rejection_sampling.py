@@ -48,9 +48,9 @@ class Args:
     policy: str | None = None
     """The model that the first iteration samples from, runs/ppo for one. None: the base model."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None

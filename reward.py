@@ -40,7 +40,7 @@ class Args:
     model: str = "tiny"
     """Where to start: tiny, a hub name, a folder or a run directory, of a causal LM or of a reward model."""
     dataset: str = "tiny"
-    """tiny, a hub name, a .jsonl, .jsonl.gz or .parquet file, or a mixture a:0.7,b:0.3."""
+    """tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None

@@ -46,9 +46,8 @@ SYNONYMS = [  # of a line, here and elsewhere: they mean the same, and a script 
     "save_every save_steps",
 ]
 ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
-    "gradient_accumulation_steps": "--batch-size or --minibatch-size are all rows of an optimiser step",
+    "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",
-    "steps": "--iterations are rounds, of several optimiser steps each",
     "warmup_steps": "--warmup-ratio is a share of all steps",
 }
 

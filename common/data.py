@@ -60,8 +60,9 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         source = found[1]
         if is_tiny(source):
             _tiny_options(source)
-        elif Path(source).is_file() != source.endswith(formats.SUFFIXES):
-            raise InputError(f"--dataset {source}: no such file, or none of {', '.join(formats.SUFFIXES)}")
+        elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
+            wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
+            raise InputError(f"--dataset {source}: no such file, or {wanted}")
         parts.append((source, [item.groups() for item in items], found[3] and float(found[3])))
     return parts
 
@@ -102,7 +103,7 @@ def _read(source, items, kind, split):
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except Exception as error:  # no such name, no such split, no network, ...
             raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
-    if kind == "prompts" and path.suffix == ".txt":
+    if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows, read = (
         _select([Row(f"{name}:{place}", row) for place, row in rows], items, source),
@@ -110,7 +111,7 @@ def _read(source, items, kind, split):
     )
     for i, row in enumerate(rows):
         known, values = formats.in_our_columns(row.data)
-        if path.suffix == ".csv":
+        if path.suffix.lower() == ".csv":
             values = {name: formats.typed(name, cell) for name, cell in values.items()}
         rows[i] = row._replace(data=values)
         read |= known
@@ -181,7 +182,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     elif "responses" in row and asked is not None:
         texts, scores = ranking(row["responses"])
         answer = texts[scores.index(max(scores))] if texts else None
-    elif "chosen" in row and (is_dialogue(row["chosen"]) or asked is None):
+    elif "chosen" in row and (is_dialogue(row["chosen"]) or not row.keys() & {"prompt", "instruction"}):
         asked, answer = [], turns(row["chosen"])  # with or without its prompt beside it
     elif "chosen" in row:
         answer = row["chosen"]
@@ -499,8 +500,8 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
 def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
-    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). Shows one
-    training example in short, or n_shown whole and then ends the program."""
+    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). With a
+    tokenizer one training example is shown in short, or n_shown whole, after which the program ends."""
     train = load(dataset, split="train")
     if eval_dataset or is_tiny(dataset):
         held_out = load(eval_dataset or dataset, split="test")
@@ -508,11 +509,11 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     else:
         train, held_out = hold_out(train)
     check_same(dataset, dist.seed_of(*(zlib.crc32(repr(d.row.data).encode()) for d in train + held_out)))
-    if dist.is_main():
+    if dist.is_main() and tokenizer:
         print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
         for item in train[: n_shown or 1]:
             print("\n".join(rendered(item, tokenizer, whole=n_shown > 0)))
-    if n_shown:
+    if n_shown and tokenizer:
         raise SystemExit(0)
     return train, held_out
 

@@ -8,7 +8,7 @@ compare scorers: how well does each predict the labels of the same pairs, whoeve
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
-module:function, or a pairwise preference model, which reads an answer beside the reference's. Writes
+FILE.py:function, or a pairwise preference model, which reads an answer beside the reference's. Writes
 samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
 policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """

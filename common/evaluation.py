@@ -191,13 +191,14 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
 
 # -- what a language model says of comparisons -----------------------------------------------------
 def check_sft_model(name, tokenizer, args) -> str | None:
-    """The name of the causal LM that a reward or advantage model is compared with (loading.sft_model: `name`,
-    if it is not None), which has the tokens of --model and can be sampled."""
-    name = loading.sft_model(args.model, name)
-    if name:
-        loading.check_causal_lm(name, tokenizer, args.chat_template)
-        if args.length_prompts or getattr(args, "expected_reward_samples", 0):
-            generate.check_sampled(name, "--length-prompts 0 does without samples")
+    """The name of the causal LM that a reward or advantage model is compared with: `name`, or, of None,
+    runs/sft for the model tiny and else --model, if it is one. It has the same tokens and can be sampled."""
+    name = name or ("runs/sft" if args.model == "tiny" else args.model)
+    if not loading.is_causal_lm(name) and name == args.model:
+        return None
+    loading.check_causal_lm(name, tokenizer, args.chat_template)
+    if args.length_prompts or getattr(args, "expected_reward_samples", 0):
+        generate.check_sampled(name, "--length-prompts 0 does without samples")
     return name
 
 
@@ -454,13 +455,6 @@ class Answers:
         if version > 1:
             figures.update(gains_over(studies, version, {"before": version - 1}))
         return figures
-
-
-def one_line(figures) -> str:
-    """The figures of a version that a person wants to see."""
-    keys = """eval/score gold/score eval/kl sweep/temperature sweep/max sft/score_win pairs/accuracy
-    eval/score_over_before gold/score_over_before""".split()
-    return ", ".join(f"{key} {figures[key]:.3g}" for key in keys if key in figures)
 
 
 def scores_by_prompt(rows) -> list[list[float]]:

@@ -96,8 +96,8 @@ def read_file(path: Path):
     """(place, row) of every row of a file: its line, its number in a list, its row in a spreadsheet."""
     place, kind = 1, "JSON" if ".json" in path.name else path.suffix[1:]
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for row in _rows(file, path.suffix):
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            for row in _rows(file, path.suffix.lower()):
                 if not isinstance(row, dict | tuple):
                     raise TypeError(f"{type(row).__name__}, wanted an object")
                 if None in row:
@@ -109,6 +109,8 @@ def read_file(path: Path):
                 place += 1
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}:{place}: broken gzip data ({error}), fetch it again") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8: save it so, in a spreadsheet program as CSV UTF-8") from None
     except (ValueError, TypeError, RecursionError, csv.Error) as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 

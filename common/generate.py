@@ -57,7 +57,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
     load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
-    return data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
+    shown_by = None if getattr(args, "offline_data", None) else tokenizer  # then its pairs are shown
+    return data.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)
 
 
 def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:

@@ -33,7 +33,7 @@ def find_model(name: str) -> str:
         raise InputError(f"{name} is a run that has not finished: give its command with --resume first")
     if path.exists():
         raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
-    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1:
+    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[1] / f"{path.name}.py"
         mend = f"`python {script.name}` makes it" if script.exists() else "check the path"
         raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
@@ -185,14 +185,6 @@ def n_outputs(name) -> int:
     if hasattr(config, "preference_model"):
         kind = "pairwise preference model, which scores no response alone"
     raise InputError(f"{name} is a {kind}, wanted a run of reward.py or advantage_model.py")
-
-
-def sft_model(model, given=None) -> str | None:
-    """The causal LM that a reward or advantage model is compared with: `given`, or, if nothing is, runs/sft
-    for the model tiny and else `model` itself, if it is one."""
-    if given or model == "tiny":
-        return given or "runs/sft"
-    return model if is_causal_lm(model) else None
 
 
 def check_causal_lm(name, tokenizer=None, chat_template=None):

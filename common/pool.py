@@ -23,6 +23,8 @@ from common.errors import InputError
 from common.metrics import write_json
 
 # -- the pool --------------------------------------------------------------------------------------
+SHOWN = """eval/score gold/score eval/kl sweep/temperature sweep/max sft/score_win pairs/accuracy
+    eval/score_over_before gold/score_over_before""".split()  # of a version, for people
 COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
 
@@ -268,7 +270,9 @@ class Versions:
             if dist.is_main():
                 write_json(self.folder / f"{version}.json", self.studies[version])
         if dist.is_main():
-            print(f"version {version}: {evaluation.one_line(self.figures(version))}")
+            figures = self.figures(version)
+            shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
+            print(f"version {version}: {shown}")
 
     def figures(self, version: int) -> dict[str, float]:
         return self.evaluate.figures(self.studies, version)

@@ -101,7 +101,7 @@ class Args:
     model: str = "runs/sft"
     """The first policy."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or module:function."""
+    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"

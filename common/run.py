@@ -233,8 +233,8 @@ def find_run(args) -> str | None:
             print(f"{folder} is finished already, by {read_json(folder / 'args.json').get('stage')}")
         return "finished"
     if (finished or begun) and not (args.resume or args.overwrite):
-        what = "a finished run" if finished else "an unfinished run"
-        raise InputError(f"{folder} holds {what}: --resume to go on, --overwrite, or another --output-dir")
+        what = "a finished run" if finished else "an unfinished run (--resume goes on with it)"
+        raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
     outputs = _outputs(folder)
     if outputs and not (folder / "args.json").exists():
         raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
@@ -256,6 +256,8 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     held_out: JSON that tells the held-out set, on which before and after are compared, from others:
       InputError for a run that is gone on with on another one."""
     folder, resume = Path(args.output_dir), state == "resume"
+    if data.n_shown:
+        raise InputError("--preview shows what a script trains on: give its command the data")
     dist.barrier()  # data were tokenised and models downloaded
     fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
     now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists

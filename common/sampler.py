@@ -71,7 +71,10 @@ def sample(
     usable |= {"temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0}
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
-    prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
+    masked, prompts, choice = isinstance(prompts, Mapping), token_ids(prompts), (temperature, top_p, top_k)
+    padded = [pad_id in (ids[0], ids[-1]) for ids in prompts]
+    if not masked and len({*map(len, prompts)}) == 1 and any(padded) and not all(padded):
+        raise ValueError("sample: some prompts begin or end with pad_id: give their attention_mask too")
     stop_ids = [] if stop_ids is None else [stop_ids] if isinstance(stop_ids, int) else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)

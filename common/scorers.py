@@ -123,8 +123,9 @@ def _call(term, batch) -> dict[str, list[float]]:
         if set(lengths) != {n}:
             raise ValueError(f"of lengths {lengths}")
     except Exception as error:  # whatever a user's function raises
+        where = f"{batch[0][0].row.where}, columns {data.columns(rows[0])}"
         asked = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
-        why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({batch[0][0].row.where})"
+        why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
     return parts
 

@@ -600,7 +600,7 @@ def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_
 
 
 def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, whole, tmp_path):
-    assert_error(run(small, whole.folder), "finished", "--overwrite", "--resume")
+    assert_error(run(small, whole.folder), "finished", "--overwrite", "--output-dir")
     assert "finished already" in succeeds(run(small, whole.folder, "--resume")).out
     assert run(small, tmp_path, moment="row 6", seed=5).code == -9
     assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")

@@ -422,7 +422,7 @@ def test_resume_of_a_finished_run_says_so_and_changes_nothing(small, undisturbed
 def test_a_finished_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, undisturbed, tmp_path):
     assert run(small, tmp_path, seed=5).code == 0
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    assert_error(run(small, tmp_path), "finished", "--overwrite", "--resume")
+    assert_error(run(small, tmp_path), "finished", "--overwrite", "--output-dir")
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
     assert run(small, tmp_path, "--overwrite").code == 0
     assert_same_result(tmp_path, undisturbed)
