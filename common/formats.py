@@ -109,8 +109,9 @@ def read_file(path: Path):
                 place += 1
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}:{place}: broken gzip data ({error}), fetch it again") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8: save it so, in a spreadsheet program as CSV UTF-8") from None
+    except UnicodeDecodeError as error:
+        line = place + error.object.count(b"\n", 0, error.start)
+        raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
     except (ValueError, TypeError, RecursionError, csv.Error) as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 

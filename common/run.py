@@ -242,11 +242,11 @@ def find_run(args) -> str | None:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
     for name in INPUTS if outputs else ():  # start_run removes the outputs
-        path = Path(getattr(args, name, None) or "/").resolve()
+        value = getattr(args, name, None) or "/"
+        path = Path("/" if value in ("sft", "last", "previous") else value).resolve()  # words, no paths
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
-    return None
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):

@@ -695,7 +695,7 @@ def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
     for options in ({"dataset": "long.jsonl"}, {"scorer": "sft"}, {"pool": "broken.jsonl"}):
         assert_error(run(bad, whole.folder, "--overwrite", **options))
     inside = whole.folder / "pool.jsonl"
-    assert_error(run(bad, whole.folder, "--overwrite", pool=inside), "--overwrite would remove --pool")
+    assert_error(run(bad, whole.folder, "--overwrite", pool=inside), "this run would remove --pool")
     assert contents(whole.folder) == before
 
 

@@ -416,7 +416,6 @@ BAD = [
     ({"max_length": 256}, ["--max-length 256", "128 positions"]),
     ({"margin": "huge"}, ["--margin", "huge"]),
     ({"output_dir": "notes.txt/run"}, ["notes.txt"]),
-    ({"resume": True, "overwrite": True}, ["--resume", "--overwrite"]),
     ({"sav_every": 1}, ["--sav-every", "did you mean --save-every"]),
 ]
 

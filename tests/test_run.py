@@ -61,7 +61,7 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
         (["large", "--max-step=3"], ["--max-step", "did you mean --max-steps"]),
         (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz': see --help"]),
-        (["--gradient-accumulation-steps", "3"], ["': --batch-size or --minibatch-size are all rows"]),
+        (["--gradient-accumulation-steps", "3"], ["': --batch-size (ppo.py: --minibatch-size) is all rows"]),
         (["tiny", "large"], ["'large'"]),
     ],
 )
@@ -427,7 +427,7 @@ def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, w
     leave(tmp_path, *left)
     with pytest.raises(InputError) as error:
         begin(tmp_path)
-    assert all(text in str(error.value) for text in (str(tmp_path), word, "--resume", "--overwrite"))
+    assert all(text in str(error.value) for text in (str(tmp_path), word, "--output-dir", "--overwrite"))
     assert all((tmp_path / name).exists() for name in left)
 
 
@@ -443,7 +443,7 @@ POOL = ["args.json", "pool.jsonl", "versions/1/config.json", "metrics.jsonl"]  #
 
 def test_a_run_that_has_a_pool_only_is_unfinished(tmp_path):
     leave(tmp_path, *POOL)
-    with pytest.raises(InputError, match="(?s)unfinished run: --resume.*--overwrite"):
+    with pytest.raises(InputError, match="(?s)unfinished run .--resume.*--overwrite"):
         begin(tmp_path)
     assert begin(tmp_path, resume=True) == "resume"
     assert all((tmp_path / name).exists() for name in POOL)
