@@ -193,9 +193,9 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
 def check_sft_model(name, tokenizer, args) -> str | None:
     """The name of the causal LM that a reward or advantage model is compared with: `name`, or, of None,
     runs/sft for the model tiny and else --model, if it is one. It has the same tokens and can be sampled."""
-    name = name or ("runs/sft" if args.model == "tiny" else args.model)
-    if not loading.is_causal_lm(name) and name == args.model:
+    if not name and not loading.is_causal_lm(args.model):
         return None
+    name = name or ("runs/sft" if args.model == "tiny" else args.model)
     loading.check_causal_lm(name, tokenizer, args.chat_template)
     if args.length_prompts or getattr(args, "expected_reward_samples", 0):
         generate.check_sampled(name, "--length-prompts 0 does without samples")

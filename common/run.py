@@ -220,8 +220,7 @@ class Run:
 
 def find_run(args) -> str | None:
     """What `args.output_dir` holds for this command: "finished" (nothing is left to do), "resume", or None:
-    begin anew. Changes nothing. InputError for a finished run in the way, or an unfinished one with a
-    checkpoint, without --overwrite or --resume."""
+    begin anew. Changes nothing. InputError for a run in the way without --overwrite or --resume."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
     folder = Path(args.output_dir)
@@ -243,7 +242,8 @@ def find_run(args) -> str | None:
         return "resume"
     for name in INPUTS if outputs else ():  # start_run removes the outputs
         value = getattr(args, name, None) or "/"
-        path = Path("/" if value in ("sft", "last", "previous") else value).resolve()  # words, no paths
+        is_word = name in ("reference", "enhancer") and value in ("sft", "last", "previous")
+        path = Path("/" if is_word else value).resolve()
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
             flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
