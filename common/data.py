@@ -499,9 +499,8 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
 
 def train_and_held_out(dataset, eval_dataset, load, tokenizer):
-    """(training, held-out) documents of a command's data sets; without the latter, of the tiny world's own
-    held-out split or a share of the prompts. No prompt is on both sides. load: of (spec, split). With a
-    tokenizer one training example is shown in short, or n_shown whole, after which the program ends."""
+    """(training, held-out) documents; without eval_dataset tiny's own split or a share of the prompts is held
+    out. No prompt is on both sides. load: of (spec, split). tokenizer: to show an example with."""
     train = load(dataset, split="train")
     if eval_dataset or is_tiny(dataset):
         held_out = load(eval_dataset or dataset, split="test")

@@ -62,7 +62,9 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
             for result, output in zip(results, outputs):
                 mine = torch.zeros(len(rows), mask.shape[1])
                 result[rows] = mine.masked_scatter(mask[rows], output[batch.action_mask].float().cpu())
-    return [sum(dist.gather([result])) for result in results]  # one rank filled each row, the others have 0
+    for result in results if dist.world_size() > 1 else ():  # one rank filled each row, the others have 0
+        torch.distributed.all_reduce(result)
+    return results
 
 
 def freeze(model, n_layers):

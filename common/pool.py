@@ -23,8 +23,7 @@ from common.errors import InputError
 from common.metrics import write_json
 
 # -- the pool --------------------------------------------------------------------------------------
-SHOWN = """eval/score gold/score eval/kl sweep/temperature sweep/max sft/score_win pairs/accuracy
-    eval/score_over_before gold/score_over_before""".split()  # of a version, for people
+SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
 COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
 
