@@ -58,7 +58,7 @@ def sample(
     model: a transformers causal LM. One that FSDP shards belongs inside `consolidated(model)`: outside of it
       every forward gathers weights, and ranks that decode different numbers of steps wait for ever.
     prompts: what a tokenizer or apply_chat_template returns, whose attention_mask drops the padding; or token
-      ids: lists of any lengths, at least one token each, an array or tensor (N, P), or of one prompt (P,).
+      ids without padding: lists of any lengths from 1, an array or tensor (N, P), or of one prompt (P,).
     stop_ids: ids that end a response, or one id; the one that does belongs to it. None: nothing ends it.
     temperature: divides the logits; 0 is greedy. top_k: only so many most likely tokens stay; 0 is off.
     top_p: of these, only the smallest set of most likely tokens whose mass reaches top_p stays; 1 is off.
@@ -71,10 +71,7 @@ def sample(
     usable |= {"temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0}
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
-    masked, prompts, choice = isinstance(prompts, Mapping), token_ids(prompts), (temperature, top_p, top_k)
-    padded = [pad_id in (ids[0], ids[-1]) for ids in prompts]
-    if not masked and len({*map(len, prompts)}) == 1 and any(padded) and not all(padded):
-        raise ValueError("sample: some prompts begin or end with pad_id: give their attention_mask too")
+    prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
     stop_ids = [] if stop_ids is None else [stop_ids] if isinstance(stop_ids, int) else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
