@@ -422,7 +422,9 @@ def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first
         scorers.score(scorer, [pairs[0], pairs[3], pairs[4], pairs[1]], 2, CPU)  # the first of the second two
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     says = str(error.value)
-    assert all(x in says for x in ("my_scores:f", "ZeroDivisionError: ", "'pig so'", "'cat'", "(p.jsonl:2, columns "))
+    assert all(
+        x in says for x in ("my_scores:f", "ZeroDivisionError: ", "'pig so'", "'cat'", "(p.jsonl:2, columns ")
+    )
     assert "p.jsonl:3" not in says and "owl" not in says  # of the first batch
 
 
