@@ -429,10 +429,10 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow_offline": (
-        "RLHF Workflow's baseline, offline DPO on Nectar; docs/recipes.md makes its file",
+        "RLHF Workflow's baseline, offline DPO on Nectar's best and worst answers",
         Args(
             model="RLHFlow/LLaMA3-SFT",
-            offline_data="nectar.jsonl",  # appendix B, as epochs, batch_size, lr and its schedule
+            offline_data="berkeley-nest/Nectar",  # appendix B, as epochs, batch_size, lr and its schedule
             dataset="RLHFlow/prompt-collection-v0.1",  # prompts for the evaluation alone
             iterations=0,
             epochs=1.0,

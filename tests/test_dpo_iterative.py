@@ -8,7 +8,6 @@ import json
 import math
 import re
 import statistics
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -869,17 +868,6 @@ def test_every_argument_is_read_somewhere_beside_its_check():
     modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers)
     read = {*re.findall(r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, modules)))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
-
-
-def test_the_file_of_nectar_that_the_docs_make_is_read_as_its_best_against_its_worst(tmp_path, monkeypatch):
-    ranked = [{"answer": word, "rank": rank} for word, rank in (("ant", 2.0), ("cat", 3.0), ("owl", 1.0))]
-    rows = [{"prompt": "\n\nHuman: copy owl\n\nAssistant: ", "answers": ranked}]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name, split: rows))
-    monkeypatch.chdir(tmp_path)
-    exec(re.search("```python\n(.*?)```", (processes.ROOT / "docs" / "recipes.md").read_text(), re.S)[1], {})
-    [ranking] = comparisons.load("nectar.jsonl", "train", tiny.tokenizer(), 64)
-    assert ranking.prompt == [{"role": "user", "content": "copy owl"}]
-    assert comparisons.two_of(ranking).texts == ["owl", "cat"]
 
 
 def test_recipes_have_the_papers_numbers():
