@@ -40,7 +40,8 @@ class Metrics:
             row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
             if self.report:
                 self.report(row)
-            append_jsonl(self.path, [row])
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 def report_to(kind: str):
