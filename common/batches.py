@@ -40,8 +40,8 @@ def turns_key(turns: list[dict]) -> str:
 
 
 def a_part(items, n, name=lambda item: item.key):
-    """n of some prompts, comparisons or rows, by the hash of their name and in their order: a sample of all of
-    a mixture or of a file that is sorted, where the first n would be of one kind."""
+    """n of some prompts, comparisons or rows, by the hash of their name and in their order: a sample of all
+    of a mixture or of a file that is sorted, where the first n would be of one kind."""
     chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
     return [items[i] for i in sorted(chosen)]
 

@@ -56,8 +56,8 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 
 
 def _joined(rows):
-    """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of which
-    one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
+    """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
+    which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
     joined, single = [], collections.defaultdict(list)
     for row in rows:
         values, column = row.data, "label" if "label" in row.data else "score"
@@ -79,7 +79,6 @@ def _joined(rows):
 
 def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     """The training and the held-out comparisons of a command; a table of both is printed."""
-
     limits = {"min_score_gap": args.min_score_gap, "max_per_prompt": args.max_pairs_per_prompt}
     load_one = functools.partial(load, tokenizer=tokenizer, max_length=args.max_length, **limits)
     train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)

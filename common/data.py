@@ -105,10 +105,8 @@ def _read(source, items, kind, split):
             raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
-    rows, read = (
-        _select([Row(f"{name}:{place}", row) for place, row in rows], items, source),
-        set(formats.READ),
-    )
+    rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
+    read = set(formats.READ)
     for i, row in enumerate(rows):
         known, values = formats.in_our_columns(row.data)
         if path.suffix.lower() == ".csv":

@@ -167,9 +167,8 @@ def shard(model, device, compute_dtype=None):
     model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
     mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
-    for module in list(model.modules()):
-        if type(module).__name__ in (model._no_split_modules or []):  # the decoder layers
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a scalar head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     # Embeddings, final norm and head: tied weights share this group
@@ -182,6 +181,10 @@ def shard(model, device, compute_dtype=None):
     for method in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, method)
     return model
+
+
+def decoder_layers(model) -> list:
+    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
 
 
 def is_sharded(model) -> bool:
@@ -318,9 +321,12 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     try:
         with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
-    except dcp.CheckpointException as error:  # a write that failed on some rank
-        cause = str(next(iter(error.failures.values()))[0])[:120]
-        raise OSError(f"{temporary} cannot be written ({cause}): make room, then --resume") from error
+    except dcp.CheckpointException as error:  # a write that failed on some rank, or a bug
+        causes = [cause for cause, *_ in error.failures.values()]
+        if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
+            raise
+        said = str(causes[0]).split("\n")[0][:120]
+        raise OSError(f"{temporary} cannot be written ({said}): make room, then --resume") from error
     if is_main():
         (temporary / "state.json").write_text(json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)

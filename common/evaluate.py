@@ -253,7 +253,7 @@ def compare_policies(args, run):
 
     # answers, policy by policy
     answers, kl = {temperature: {} for temperature in args.temperatures}, {}
-    load = partial(evaluation.load_policy, args=args, device=device)
+    load = partial(loading.load_frozen, args=args, device=device)
     reference = load(policies[args.reference], own)
     with metrics.progress(len(policies) * len(answers), 0, "evaluate") as bar:
         for name, tokenizer in tokenizers.items():

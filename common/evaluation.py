@@ -202,13 +202,9 @@ def check_sft_model(name, tokenizer, args) -> str | None:
     return name
 
 
-def load_policy(name, tokenizer, args, device):
-    return dist.shard(loading.load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
-
-
 def ask_policy(name, tokenizer, args, device, forward, *inputs):
     """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
-    values = forward(load_policy(name, tokenizer, args, device), *inputs)
+    values = forward(loading.load_frozen(name, tokenizer, args, device), *inputs)
     gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
     return values
 
@@ -236,7 +232,7 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed) -> tupl
     ended in place of the labelled ones)."""
     if not (name and held_out):
         return {}, []
-    policy = load_policy(name, tokenizer, args, device)
+    policy = loading.load_frozen(name, tokenizer, args, device)
     logprobs = comparisons.seq_logprobs(policy, held_out, args.micro_batch_size)
     likelier = [x[i] - x[j] for x, c in zip(logprobs, held_out) for i, j in labelled_pairs(c)]
     figures = {"baseline/sft_logprob_accuracy": metrics.accuracy(likelier)}
@@ -302,7 +298,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
     for other in args.behavior_policies:
         loading.check_causal_lm(other, tokenizer, args.chat_template)
-    policy = load_policy(name, tokenizer, args, device) if k or n else None
+    policy = loading.load_frozen(name, tokenizer, args, device) if k or n else None
     ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
     if k:
         ask, size = comparisons.seq_logprobs, args.micro_batch_size

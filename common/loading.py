@@ -114,8 +114,12 @@ def load_reference(args, policy, tokenizer, device):
     """ppo.py's --reference, by default what the policy began as: of one with adapters, itself without."""
     if args.lora_rank and args.reference in (None, args.model):
         return lora.Without(policy)
-    reference = load_policy(args.reference or args.model, tokenizer, seed=args.seed)
-    return dist.shard(reference.requires_grad_(False), device)
+    return load_frozen(args.reference or args.model, tokenizer, args, device)
+
+
+def load_frozen(name, tokenizer, args, device):
+    """A policy that does not learn, sharded."""
+    return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from common import dist
 from common.errors import InputError
 
 ALPHA = 32  # over r, and a rate of ten times that of all weights: Thinking Machines, "LoRA Without Regret"
@@ -31,8 +32,8 @@ def attach(model, rank: int, seed: int):
     """The model, its own weights frozen, with an adapter of this rank in every linear layer of its decoder
     layers. What it computes is the same until B learns. seed: of A."""
     model.requires_grad_(False)
-    decoder = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
-    adapted = [m for layer in decoder for m in layer.modules() if type(m) is nn.Linear]
+    layers = dist.decoder_layers(model)
+    adapted = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
     if not adapted:
         raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
     generator = torch.Generator().manual_seed(seed)

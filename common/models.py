@@ -69,8 +69,7 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
 
 def freeze(model, n_layers):
     """The first decoder layers stay as they are."""
-    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
-    for layer in layers[:n_layers]:
+    for layer in dist.decoder_layers(model)[:n_layers]:
         layer.requires_grad_(False)
     return model
 

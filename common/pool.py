@@ -251,9 +251,8 @@ class Versions:
         if self.loaded != name:
             self.loaded = self.policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-            args, lora_rank = self.args, getattr(self.args, "lora_rank", 0)
-            options = (args.gradient_checkpointing, args.seed, lora_rank)
-            policy = loading.load_policy(name, self.tokenizer, *options)
+            args, rank = self.args, getattr(self.args, "lora_rank", 0)
+            policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed, rank)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 

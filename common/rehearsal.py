@@ -143,7 +143,7 @@ def main(args: Args):
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
-    policy = dist.shard(loading.load_policy(args.model, tokenizer, seed=args.seed), device)
+    policy = loading.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
         metrics.write_jsonl(args.output, rows)  # whole or not at all

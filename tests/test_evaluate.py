@@ -306,7 +306,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(small):
     """The two small models as policies."""
-    return [evaluation.load_policy(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
+    return [loading.load_frozen(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
 
 
 def other_tokens():
@@ -676,7 +676,7 @@ def test_wins_ties_and_losses_on_prompts_of_ones_own_are_those_that_ppo_counted(
     for policy in "ab":
         prompts = generate.load_prompts(str(asked), "test", TOKENIZER, 64 - 6)
         model, seed = (
-            evaluation.load_policy(str(small / policy), TOKENIZER, args_of(), CPU),
+            loading.load_frozen(str(small / policy), TOKENIZER, args_of(), CPU),
             dist.seed_of(0, "evaluate", 1.0),
         )
         pairs = generate.sample_pairs(model, TOKENIZER, prompts, max_new_tokens=6, seed=seed)
