@@ -12,9 +12,9 @@ model, stays the reference: its log probabilities are computed once for each pai
 begin anew in each iteration, as in the authors' scripts. `--iterations 0` is offline DPO on given pairs.
 
 Reads a policy, an oracle (--scorer) and prompts; writes runs/dpo_iterative: pool.jsonl (every response
-sampled), pairs.jsonl, reference.json (log pi_0), versions/ (each iteration's model and held-out answers),
-model/ (the last one), metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its
-optimiser and its step in the iteration; all else that --resume needs is in these files.
+sampled), pairs.jsonl, versions/ (each iteration's model and held-out answers), model/ (the last one),
+metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its optimiser and its step
+in the iteration; all else that --resume needs is in these files.
 
     python dpo_iterative.py                                  the tiny world, under a minute on two CPU cores
     python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_all_pairs
@@ -32,7 +32,7 @@ from common import comparisons, data, dist, evaluation, generate, loading, model
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
-from common.pool import Pool, References, Versions, write_pairs
+from common.pool import Pool, Versions, write_pairs
 from common.run import Run, launch
 
 
@@ -321,8 +321,8 @@ def main(args: Args):
     run.begin(held_out=evaluate.fingerprint())  # only now is an old run replaced
     versions.begin()
     pool = Pool(run)
-    references = References(run, tokenizer, pair_logprobs)
-    evaluate.held_out_pairs = references.attach(held_out_pairs, reference)
+    evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
+    made, learnt = {}, {}  # of each iteration its pairs; of it and pi_0's name the same, with log pi_0
 
     for iteration in versions.iterations(max(1, args.iterations)):
         latest = versions.path(iteration - 1)
@@ -347,14 +347,17 @@ def main(args: Args):
                 run.log(row, versions.step, iteration)
 
         # 4. train the newest policy on the new pairs, or --model on all so far; log pi_0 once for each pair
-        start = latest
-        to_learn = list(pairs)
-        if args.start_from == "sft" and pairs:
-            start = args.model
-            to_learn += offline if iteration > 1 else []  # in the first they are there already
-            for earlier in range(1, iteration):
-                to_learn += best_against_worst(pool.rows, fresh_prompts[earlier], earlier, args)[0]
-        to_learn = references.attach(to_learn, latest if args.reference == "last" else reference)
+        start = args.model if args.start_from == "sft" and pairs else latest
+        iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
+        pi_0 = latest if args.reference == "last" else reference
+        made[iteration] = pairs
+        for i in iterations:
+            if i not in made:  # but in the run that this one resumes
+                again, _ = best_against_worst(pool.rows, fresh_prompts[i], i, args)
+                made[i] = offline + again if i == 1 else again
+            if (i, pi_0) not in learnt:
+                learnt[i, pi_0] = versions.with_reference(made[i], pi_0, pair_logprobs)
+        to_learn = [pair for i in iterations for pair in learnt[i, pi_0]]
         write_pairs(run.folder, pairs, iteration)  # the new ones; those before are in the file
         model = versions.load(start)
         steps = plan_steps(to_learn, iteration, args)

@@ -257,8 +257,8 @@ def _number(values, name, low, high):
 
 
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
-    """One row a data set, those held out below: its rows and pairs, and the mean tokens of a prompt and of
-    the two responses of a pair."""
+    """One row a data set, those held out below: its rows, different prompts and pairs, and the mean tokens of
+    a prompt and of the two responses of a pair (RLHF Workflow, table 1)."""
     table = []
     for note, comparisons in (("", train), (" (held out)", held_out)):
         for source in sorted({c.source for c in comparisons}):
@@ -267,8 +267,9 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
             chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
             prompts = sum(len(c.prompt_ids) for c in rows) / len(rows)
             table.append({
-                "data": source + note, "rows": len(rows), "pairs": len(pairs),
-                "prompt_tokens": prompts, "chosen_tokens": chosen, "rejected_tokens": rejected,
+                "data": source + note, "rows": len(rows), "prompts": len({c.key for c in rows}),
+                "pairs": len(pairs), "prompt_tokens": prompts, "chosen_tokens": chosen,
+                "rejected_tokens": rejected,
             })  # fmt: skip
     return table
 

@@ -204,8 +204,9 @@ def check_sft_model(name, tokenizer, args) -> str | None:
 
 def ask_policy(name, tokenizer, args, device, forward, *inputs):
     """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
+    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights: what was there before
     values = forward(loading.load_frozen(name, tokenizer, args, device), *inputs)
-    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+    gc.collect()
     return values
 
 

@@ -10,12 +10,9 @@ The pool is a list of rows, the same on every rank, and the file `output_dir`/po
 
 import collections
 import gc
-import hashlib
 import itertools
 import json
 from pathlib import Path
-
-import torch
 
 from common import data, dist, evaluation, formats, generate, loading, metrics, scorers
 from common.batches import Row, split, turns_key
@@ -141,36 +138,6 @@ def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
     return pairs
 
 
-# -- pairs and their reference -------------------------------------------------------------------------
-class References:
-    """log pi_0 of both responses of pairs, computed once for each pair and kept in reference.json by the
-    model and by the pair's ids, which tell data and chat template."""
-
-    def __init__(self, run, tokenizer, pair_logprobs):
-        """pair_logprobs: (model, pairs, args) -> a (2,) for each pair, on every rank."""
-        self.run, self.tokenizer, self.pair_logprobs = run, tokenizer, pair_logprobs
-        self.path = run.folder / "reference.json"
-        self.kept = dist.gather([metrics.read_json(self.path)])[0]  # rank 0's
-
-    def attach(self, pairs, name: str) -> list:
-        """The pairs with their log probabilities under the model of this name, which is loaded only if one is
-        missing, and freed."""
-        args = self.run.args
-        seed = args.seed if name == "tiny" else None  # its weights are a function of it
-        version = scorers.version_of(name, [loading.identity(name), seed, args.share_prompt])
-        known, keys = self.kept.get(version, {}), [pair_key(pair) for pair in pairs]
-        missing = {key: pair for key, pair in zip(keys, pairs) if key not in known}
-        if missing:
-            gc.collect()  # what was there before
-            forward, device, new = self.pair_logprobs, self.run.device, list(missing.values())
-            results = evaluation.ask_policy(name, self.tokenizer, args, device, forward, new, args)
-            known = {**known, **{key: pair.tolist() for key, pair in zip(missing, results)}}
-            self.kept[version] = known
-            if dist.is_main():
-                write_json(self.path, self.kept)
-        return [pair._replace(ref_logprobs=torch.tensor(known[key])) for key, pair in zip(keys, pairs)]
-
-
 def write_pairs(folder, pairs, iteration):
     """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
     read; those of the iterations before stay."""
@@ -186,11 +153,6 @@ def write_pairs(folder, pairs, iteration):
             row["preference"] = pair.preference
         rows.append(row)
     metrics.write_jsonl(folder / "pairs.jsonl", rows)
-
-
-def pair_key(pair) -> str:
-    ids = [ids.tolist() for ids in (pair.prompt_ids, *pair.response_ids)]
-    return hashlib.blake2b(json.dumps(ids).encode(), digest_size=12).hexdigest()
 
 
 # -- the versions -----------------------------------------------------------------------------------
@@ -255,6 +217,15 @@ class Versions:
             policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed, rank)
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
+
+    def with_reference(self, pairs, name: str, pair_logprobs) -> list:
+        """The pairs with log pi_0 of both responses, what pair_logprobs(model, pairs, args) says of the policy
+        of this name, which is loaded for this and freed."""
+        if not pairs:
+            return []
+        args, device = self.args, self.run.device
+        found = evaluation.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
+        return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
 
     def study(self, version: int):
         """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures

@@ -342,16 +342,15 @@ def dpo_steps(folder, **options):
 DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
 
 
-def dpo_reference(folder, name):
-    """Log probabilities of 7 pairs and of 1; what References gives for 3, then for 7 and some twice."""
+def dpo_reference(folder):
+    """Log probabilities of 7 pairs and of 1; what with_reference gives for 7 and some twice."""
     pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2)
-    run = SimpleNamespace(folder=folder / name, args=args, device=CPU)
-    run.folder.mkdir(exist_ok=True)
     model = policy(folder / "tied")[0]
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
-    for n, some in ((3, pairs[:3]), (9, pairs + pairs[2:4])):
-        references = pool.References(run, TOKENIZER, dpo_iterative.pair_logprobs)
-        out[f"known {n}"] = [pair.ref_logprobs for pair in references.attach(some, str(folder / "tied"))]
+    run = SimpleNamespace(folder=folder, args=args, device=CPU)
+    versions, twice = pool.Versions(run, TOKENIZER, "tiny"), pairs + pairs[2:4]
+    learnt = versions.with_reference(twice, str(folder / "tied"), dpo_iterative.pair_logprobs)
+    out["learnt"] = [pair.ref_logprobs for pair in learnt]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
 
@@ -690,7 +689,7 @@ def dpo_updates(folder):
 
 @case
 def dpo_references(folder):
-    return dist.gather([dpo_reference(folder, "references of two")])
+    return dist.gather([dpo_reference(folder)])
 
 
 @case

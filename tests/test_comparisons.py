@@ -347,14 +347,16 @@ def test_column_and_describe_of_pairs_and_rankings(load):
 
 
 def test_statistics_by_hand(load):
-    """Prompts of 6 and 7 tokens, 6.5 on average; pairs better/worse of 2/4, and of the ranking eel fox (3
-    tokens), dog (2), goat (2): 3/2, 3/2, 2/2."""
-    loaded = load([pair(rejected="cat cat cat"), {"prompt": "copy eel eel", "responses": SCORED}])
+    """Two rows of a prompt of 6 tokens, one of 7; pairs better/worse of 2/4 and 2/3, and of the ranking eel
+    fox (3 tokens), dog (2), goat (2): 3/2, 3/2, 2/2."""
+    rows = [pair(rejected="cat cat cat"), {"prompt": "copy eel eel", "responses": SCORED}]
+    loaded = load([*rows, pair(rejected="dog dog")])
     other = [c._replace(source="a") for c in loaded[:1]]
     table = comparisons.statistics(loaded + other, loaded)
     assert [row["data"] for row in table] == ["a", "p.jsonl", "p.jsonl (held out)"]
-    lengths = {"chosen_tokens": (2 + 3 + 3 + 2) / 4, "rejected_tokens": (4 + 2 + 2 + 2) / 4}
-    assert table[1] == {"data": "p.jsonl", "rows": 2, "pairs": 4, "prompt_tokens": 6.5, **lengths}
+    lengths = {"chosen_tokens": (2 + 3 + 3 + 2 + 2) / 5, "rejected_tokens": (4 + 2 + 2 + 2 + 3) / 5}
+    numbers = {"rows": 3, "prompts": 2, "pairs": 5, "prompt_tokens": (6 + 7 + 6) / 3, **lengths}
+    assert table[1] == {"data": "p.jsonl", **numbers}
     assert table[2] == {**table[1], "data": "p.jsonl (held out)"}
 
 

@@ -29,7 +29,6 @@ from common import comparisons, data, dist, evaluation, generate, loading, model
 from common import run as run_module
 from common.errors import InputError
 from common.metrics import read_jsonl
-from common.pool import pair_key
 from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
@@ -44,7 +43,7 @@ OPTIONS |= {"batch_size": 4, "micro_batch_size": 2, "save_every": 3, "lr": 1e-3,
 ONE_STEP = {"batch_size": 100, "micro_batch_size": 7, "epochs": 1, "warmup_ratio": 0, "save_every": 0}
 SHORT = {**ONE_STEP, "eval_prompts": 0}
 FILES = "args.json checkpoint frontier.png iterations.png length.png metrics.jsonl metrics.png model"
-FILES += " pairs.jsonl pool.jsonl reference.json samples.jsonl summary.json versions"
+FILES += " pairs.jsonl pool.jsonl samples.jsonl summary.json versions"
 ROW = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 SCORERS = """
 def same(prompts, responses, rows):
@@ -333,8 +332,6 @@ def test_from_sft_all_pairs_so_far_are_learnt_and_from_last_those_of_the_iterati
 def test_with_the_newest_policy_as_reference_every_iteration_begins_at_log_2(small, whole, tmp_path):
     succeeds(run(small, tmp_path, reference="last", **SHORT))
     assert first_losses(tmp_path) == pytest.approx([LOG2] * 2, abs=1e-6)
-    names = [version.partition("@")[0] for version in read_json(tmp_path / "reference.json")]
-    assert names == [str(small.folder / "first"), f"{tmp_path}/versions/1"]
     assert abs(first_losses(whole.folder)[1] - LOG2) > 1e-5
 
 
@@ -397,18 +394,13 @@ def test_a_model_or_the_version_before_answers_half_of_the_prompts_responses(sma
 # -- the reference -----------------------------------------------------------------------
 @pytest.fixture
 def watched(monkeypatch):
-    """What is loaded, and how many pairs are asked about, in a run in this process."""
-    seen, load, of_each = SimpleNamespace(loaded=[], asked=[]), loading.load_policy, dpo.of_each_comparison
-
-    def noted_load(name, *args, **options):
-        seen.loaded.append(name)
-        return load(name, *args, **options)
+    """The pairs that are asked about in a run in this process."""
+    seen, of_each = SimpleNamespace(asked=[]), dpo.of_each_comparison
 
     def noted(forward, model, pairs, *args):
-        seen.asked.append([pair_key(pair) for pair in pairs])
+        seen.asked.append([(pair.row.where, *pair.texts) for pair in pairs])
         return of_each(forward, model, pairs, *args)
 
-    monkeypatch.setattr(loading, "load_policy", noted_load)
     monkeypatch.setattr(dpo, "of_each_comparison", noted)
     return seen
 
@@ -418,20 +410,6 @@ def test_the_reference_is_asked_once_about_each_pair(small, tmp_path, watched):
     once = [key for keys in watched.asked for key in keys]
     kept = column(tmp_path / "run", "pairs/kept")
     assert [len(keys) for keys in watched.asked] == kept and len(set(once)) == len(once)
-    (known,) = read_json(tmp_path / "run" / "reference.json").values()
-    assert set(known) == set(once)
-    both = best_and_worst(of_iteration(tmp_path / "run", "pool")).values()
-    want = [plain_logprobs(small.folder / "first" / "model", pair) for pair in both]
-    assert sorted(known.values()) == [pytest.approx(x.tolist(), abs=1e-3) for x in sorted(want, key=list)]
-
-
-def test_a_run_that_knows_its_reference_does_not_load_it_again(small, whole, tmp_path, watched):
-    assert run(small, tmp_path / "run", moment="pairs 2").code == -9
-    in_process(small, tmp_path / "run", resume=True)
-    assert watched.asked == []
-    first = small.options["model"]  # for the KL of version 2's samples; version 2 is what was trained
-    assert watched.loaded == [first, f"{tmp_path}/run/versions/1", first]  # it shares prompts
-    assert_same_result(tmp_path / "run", whole.folder)
 
 
 def test_the_figures_of_held_out_pairs_are_counted_from_the_reference_that_is_trained_with(small, tmp_path):
@@ -669,16 +647,6 @@ def test_a_run_with_everything_else_resumes_to_the_same_bits(small, other, tmp_p
     assert run(small, tmp_path, moment=moment, **other.options).code == -9
     succeeds(run(small, tmp_path, "--resume", **other.options))
     assert_same_result(tmp_path, other.folder)
-
-
-def test_overwrite_removes_the_reference_log_probabilities(small, offline, tmp_path):
-    options = offline_options(small)
-    assert run(small, tmp_path, moment="row 2", **options).code == -9
-    path = tmp_path / "reference.json"
-    ((version, known),) = read_json(path).items()
-    path.write_text(json.dumps({version: {key: [0.0, 0.0] for key in known}}))
-    succeeds(run(small, tmp_path, "--overwrite", **options))
-    assert first_losses(tmp_path) == pytest.approx([LOG2], abs=1e-6)
 
 
 def test_a_nan_loss_stops_before_the_step_and_leaves_pool_and_pairs(small, whole, tmp_path):

@@ -4,6 +4,7 @@ test_dpo_iterative.py."""
 import gc
 import math
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -144,7 +145,7 @@ def test_steps_are_epochs_in_orders_of_their_own(n, epochs, sizes):
         assert dpo.plan_steps(list(range(n)), 2, args) != steps
 
 
-# -- two_of, pair_key --------------------------------------------------------------------
+# -- two_of ------------------------------------------------------------------------------
 def ranking(*scores):
     responses = [{"text": text, "score": score} for text, score in zip(tiny.ANIMALS, scores)]
     return {"prompt": "copy ant", "responses": responses}
@@ -180,18 +181,6 @@ def pair_of(
         response_ids=ids[1:], ranks=torch.tensor([0, 1]), source=source, row=data_row, preference=preference,
         ref_logprobs=None if reference is None else torch.tensor(reference),
     )  # fmt: skip
-
-
-def test_a_pairs_key_changes_with_every_token_and_with_nothing_else():
-    pair = pair_of([1, 2], [3, 4], [5, 6])
-    others = [([1, 7], [3, 4], [5, 6]), ([1, 2], [3, 7], [5, 6]), ([1, 2], [3, 4], [5, 7])]
-    others += [([1, 2], [5, 6], [3, 4])]  # the sides exchanged
-    others += [([1], [2, 3, 4], [5, 6]), ([1, 2], [3], [4, 5, 6]), ([1, 2, 3], [4], [5, 6])]  # other borders
-    others += [([12], [3, 4], [5, 6]), ([1, 2], [34], [5, 6])]  # the same digits
-    keys = {pool.pair_key(pair), *(pool.pair_key(pair_of(*ids)) for ids in others)}
-    assert len(keys) == 1 + len(others) and all(type(key) is str for key in keys)
-    same = pair_of([1, 2], [3, 4], [5, 6], 0.5, [-1.0, -2.0], source="other", data_row=Row("g:2", {"a": 1}))
-    assert pool.pair_key(same) == pool.pair_key(pair)
 
 
 # -- pairs_loss --------------------------------------------------------------------------
@@ -261,67 +250,34 @@ def pairs():
     return [pair._replace(ref_logprobs=x) for pair, x in zip(made, plain_references(made) + shifts)]
 
 
-# -- References --------------------------------------------------------------------------
-@pytest.fixture
-def loaded(monkeypatch):
-    """Names of the models that are loaded from now on."""
-    names, load = [], loading.load_policy
-    monkeypatch.setattr(
-        loading,
-        "load_policy",
-        lambda name, *more, **options: names.append(name) or load(name, *more, **options),
-    )
-    return names
-
-
+# -- with_reference ----------------------------------------------------------------------
 def tiny_policy(seed=0):
     return dist.shard(loading.load_policy("tiny", TOKENIZER, seed=seed), CPU)
 
 
-def save(folder, seed=0):
-    dist.save_model(tiny_policy(seed), TOKENIZER, folder)
-    return str(folder)
+def ids_of(pair):
+    return [pair.prompt_ids, *pair.response_ids]
 
 
-def referenced(pairs, name, folder, pair_logprobs=dpo.pair_logprobs, **options):
-    """The pairs' log probabilities, (pairs, 2), as a run that begins or goes on in `folder` has them."""
-    run = SimpleNamespace(folder=folder, args=make_args(output_dir=str(folder), **options), device=CPU)
-    pairs_with = pool.References(run, TOKENIZER, pair_logprobs).attach(pairs, name)
-    assert [pool.pair_key(pair) for pair in pairs_with] == [pool.pair_key(pair) for pair in pairs]
-    return torch.stack([pair.ref_logprobs for pair in pairs_with])
-
-
-def assert_references(found, pairs, seed=0):
-    torch.testing.assert_close(found, plain_references(pairs, seed), rtol=0, atol=1e-4)
+def referenced(pairs, seed=0, **options):
+    """The pairs' log probabilities under the tiny model of this seed, (pairs, 2)."""
+    run = SimpleNamespace(args=make_args(seed=seed, **options), device=CPU, folder=Path())
+    found = pool.Versions(run, TOKENIZER, "tiny").with_reference(pairs, "tiny", dpo.pair_logprobs)
+    assert [pair._replace(ref_logprobs=None) for pair in found] == pairs
+    return torch.stack([torch.zeros(2), *(pair.ref_logprobs for pair in found)])[1:]
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 64])
-def test_references_are_the_sums_of_plain_log_softmax(share_prompt, micro_batch_size, tmp_path):
+def test_references_are_the_sums_of_plain_log_softmax(share_prompt, micro_batch_size):
     pairs, options = make_pairs(), {"share_prompt": share_prompt, "micro_batch_size": micro_batch_size}
-    found = referenced(pairs, "tiny", tmp_path, **options)
-    assert_references(found, pairs)
+    found = referenced(pairs, **options)
+    torch.testing.assert_close(found, plain_references(pairs), rtol=0, atol=1e-4)
     assert (found - found.roll(1, 0)).abs().min() > 0.1  # in another order they would differ
+    torch.testing.assert_close(referenced(pairs, 1), plain_references(pairs, 1), rtol=0, atol=1e-4)
 
 
-def test_only_pairs_that_are_not_known_are_computed_and_each_once(tmp_path, loaded, capsys):
-    pairs, batches = make_pairs(), []
-
-    def noted(model, some, args):
-        batches.append([pool.pair_key(pair) for pair in some])
-        return dpo.pair_logprobs(model, some, args)
-
-    first = referenced(pairs[:2], "tiny", tmp_path, noted)
-    found = referenced([pairs[3], *pairs, pairs[3]], "tiny", tmp_path, noted)
-    assert batches == [[pool.pair_key(pairs[i]) for i in places] for places in ([0, 1], [3, 2, 4])]
-    assert_references(found[1:6], pairs)
-    assert torch.equal(found[0], found[4]) and torch.equal(found[6], found[4])
-    assert torch.equal(found[1:3], first) and loaded == ["tiny"] * 2
-    assert torch.equal(referenced(pairs[::-1], "tiny", tmp_path), found[1:6].flip(0))
-    assert loaded == ["tiny"] * 2 and capsys.readouterr().out == "" and not list(tmp_path.glob("*.tmp"))
-
-
-def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
+def test_the_reference_is_gone_before_training(monkeypatch):
     alive, load = [], loading.load_policy
 
     def noted(*args, **options):
@@ -332,28 +288,11 @@ def test_the_reference_is_gone_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_policy", noted)
     gc.disable()
     try:
-        referenced(make_pairs(2), "tiny", tmp_path)
+        referenced(make_pairs(2))
         assert len(alive) == 1 and alive[0]() is None
+        assert referenced([]).numel() == 0 and len(alive) == 1
     finally:
         gc.enable()
-
-
-def test_under_another_reference_all_are_computed_anew(tmp_path):
-    pairs, name = make_pairs(), save(tmp_path / "model", seed=0)
-    referenced(pairs, name, tmp_path)
-    save(tmp_path / "model", seed=1)  # other weights under the same name
-    assert_references(referenced(pairs[:2], name, tmp_path), pairs[:2], seed=1)
-    assert_references(referenced(pairs, "tiny", tmp_path, seed=2), pairs, seed=2)
-
-
-@pytest.mark.parametrize("damage", [b"", b'{"tiny": {"a', b"\xff\xfe", b"{}"])
-def test_a_damaged_file_of_references_is_made_again(damage, tmp_path, loaded):
-    pairs, path = make_pairs(2), tmp_path / "reference.json"
-    first = referenced(pairs, "tiny", tmp_path)
-    whole = path.read_bytes()
-    path.write_bytes(damage)
-    assert torch.equal(referenced(pairs, "tiny", tmp_path), first) and loaded == ["tiny"] * 2
-    assert path.read_bytes() == whole
 
 
 # -- update ------------------------------------------------------------------------------
@@ -407,8 +346,8 @@ def test_figures_and_gradient_of_a_step_are_those_of_the_formula(share_prompt, m
     assert abs(updated(hard, label_smoothing=0.1, **options)[0]["loss/dpo"] - figures["loss/dpo"]) > 0.05
 
 
-def test_the_first_loss_is_log_2_where_the_policy_is_the_reference(tmp_path):
-    logprobs = referenced(make_pairs(), "tiny", tmp_path)
+def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
+    logprobs = referenced(make_pairs())
     pairs = [pair._replace(ref_logprobs=x) for pair, x in zip(make_pairs(), logprobs)]
     figures, gradients, _ = updated(pairs, micro_batch_size=2)
     assert figures["loss/dpo"] == pytest.approx(LOG2, abs=1e-6)
@@ -463,7 +402,7 @@ def test_pairs_that_were_written_are_read_again(tmp_path):
     read = comparisons.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, 64)
     for name in ("prompt", "texts", "grades", "category", "preference"):
         assert [getattr(pair, name) for pair in read] == [getattr(pair, name) for pair in made]
-    assert pool.pair_key(read[0]) == pool.pair_key(made[0]) and len(read) == 3
+    assert all(map(torch.equal, ids_of(read[0]), ids_of(made[0]))) and len(read) == 3
     written = read_jsonl(tmp_path / "pairs.jsonl")
     assert [(r["iteration"], r["source"]) for r in written] == [(1, "iteration 1")] * 2 + [(1, "rows.jsonl")]
 

@@ -46,17 +46,18 @@ def trl_offline(args):
 def offline(args, share_prompt=True):
     """Pairs per second of the counted steps, each with its share of the reference's time."""
     import dpo_iterative
+    from common import pool
 
     folder, seconds = tempfile.mkdtemp(), []
-    add = dpo_iterative.References.attach
+    add = pool.Versions.with_reference
 
-    def timed(self, pairs, name):
+    def timed(versions, pairs, *inputs):
         start = time.perf_counter()
-        pairs = add(self, pairs, name)
+        pairs = add(versions, pairs, *inputs)
         seconds.append((time.perf_counter() - start) / len(pairs))
         return pairs
 
-    dpo_iterative.References.attach = timed
+    pool.Versions.with_reference = timed
     dpo_iterative.main(
         dpo_iterative.Args(
             model=f"{args.models}/policy", offline_data=f"{args.models}/pairs.jsonl", iterations=0, epochs=1,

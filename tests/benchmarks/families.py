@@ -35,7 +35,7 @@ import dpo_iterative
 import ppo
 import reward
 import sft
-from common import loading, tiny
+from common import loading, pool, tiny
 from common.errors import InputError
 from common.metrics import read_json, read_jsonl, write_jsonl
 from common.sampler import sample
@@ -140,19 +140,21 @@ def run_dpo(folder):
     """Pairs from the sampler beside given ones, whose log probabilities, sharing prompts, are plain ones."""
     given = f"{folder}/pairs.jsonl"
     write_jsonl(given, rows_of("preferences", "train")[:4])
-    _, rows = run(
-        dpo_iterative, folder, "prompts", scorer="common.tiny:gold_scorer", offline_data=given, iterations=1,
-        prompts_per_iteration=4, n_samples=4, max_new_tokens=16, slots=4, batch_size=4, micro_batch_size=4,
-        eval_prompts=2,
-    )  # fmt: skip
+    kept, with_reference = [], pool.Versions.with_reference
+    noted = lambda *inputs: kept.append(with_reference(*inputs)) or kept[-1]
+    with mock.patch.object(pool.Versions, "with_reference", noted):
+        _, rows = run(
+            dpo_iterative, folder, "prompts", scorer="common.tiny:gold_scorer", offline_data=given,
+            iterations=1, prompts_per_iteration=4, n_samples=4, max_new_tokens=16, slots=4, batch_size=4,
+            micro_batch_size=4, eval_prompts=2,
+        )  # fmt: skip
     losses, model = [row["loss/dpo"] for row in rows if "loss/dpo" in row], plain(folder)
     check_close("loss of the first step", losses[0], math.log(2))
-    [kept] = read_json(f"{folder}/dpo_iterative/reference.json").values()
     trained = read_jsonl(f"{folder}/dpo_iterative/pairs.jsonl")
     for row in (row for row in trained if "chosen_score" not in row):  # the given ones that are not held out
         texts = [encoded(row["prompt"][-1]["content"], row[side]) for side in ("chosen", "rejected")]
         sums = [logprobs_of(model, *text).sum() for text in texts]
-        nearest = min(kept.values(), key=lambda pair: abs(pair[0] - sums[0]))
+        nearest = min((pair.ref_logprobs for pair in kept[-1]), key=lambda pair: abs(pair[0] - sums[0]))
         check_close("log probabilities of a pair", nearest, sums)
     plain(f"{folder}/dpo_iterative/model")
 
