@@ -30,6 +30,8 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "best pairs.jsonl rows.jsonl failed.jsonl wandb"
 )
+INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset
+sft_dataset rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
@@ -238,12 +240,12 @@ def find_run(args) -> str | None:
     if args.resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    for name, value in vars(args).items() if outputs else ():  # start_run removes the outputs
-        path = Path(str(value)).resolve()
-        is_old = path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs)
+    for name in INPUTS if outputs else ():  # start_run removes the outputs
+        value = getattr(args, name, None) or "/"
         is_word = name in ("reference", "enhancer") and value in ("sft", "last", "previous")
-        if is_old and name != "output_dir" and not is_word:
-            flag = f"--{name.replace('_', '-')} {value}"
+        path = Path("/" if is_word else value).resolve()
+        if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
+            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
 
 
