@@ -7,7 +7,7 @@ It learns as any language model does: this program writes labelled pairs as rows
 alone, with what the chat template writes after it, carries loss. `oracle` is what such a model says.
 
     python -m common.pairwise --model runs/sft
-    python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --sample-prompts 0 \
+    python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \
         --eval-dataset runs/pairs/held_out.jsonl --output-dir runs/preference
     python dpo_iterative.py --scorer common.pairwise:oracle=runs/preference
 
