@@ -3,8 +3,8 @@ prompt and two responses, and whose next token, A or B, names the better one.
 
     [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
 
-It learns as any language model does: this program writes labelled pairs as rows for sft.py, of which the letter
-alone, with what the chat template writes after it, carries loss. `oracle` is what such a model says.
+It learns as any language model does: this program writes labelled pairs as rows for sft.py, of which only the
+letter and what the chat template writes after it carry loss. `oracle` is what such a model says.
 
     python -m common.pairwise --model runs/sft
     python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \
@@ -34,7 +34,7 @@ def question(prompt: list[dict], a: str, b: str) -> str:
 
 
 def rows_of(some_comparisons, seed) -> list[dict]:
-    """Every labelled pair once, as a row for sft.py, with A and B in an order drawn at random; a tie is none."""
+    """Every labelled pair once as a row for sft.py, A and B in an order drawn at random; a tie is no pair."""
     generator, rows = torch.Generator().manual_seed(seed), []
     for c in some_comparisons:
         for better, worse in labelled_pairs(c):

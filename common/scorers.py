@@ -249,8 +249,8 @@ def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dic
 
 
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares; the
-    same on every rank, and every rank must call it."""
+    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares, on
+    every rank; every rank must call it."""
     return score_and_parts(scorer._replace(pairwise=False), duels, batch_size, device)[0]
 
 

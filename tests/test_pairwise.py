@@ -1,5 +1,5 @@
-"""common/pairwise.py: the rows that it writes, what sft.py has a model learn of them, and what a model then says of
-two responses, in both orders."""
+"""common/pairwise.py: the rows that it writes, what sft.py has a model learn of them, and what a model then
+says of two responses, in both orders."""
 
 import math
 from types import SimpleNamespace
