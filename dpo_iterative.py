@@ -44,8 +44,8 @@ class Args:
     reference: str = "sft"
     """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
     scorer: str = "runs/reward"
-    """The oracle: a run of reward.py, advantage_model.py or common.train_pairwise, which lets each response
-    meet all others, a hub reward model, or FILE.py:function."""
+    """The oracle: a run of reward.py or advantage_model.py, a hub reward model, FILE.py:function, or what has
+    each response meet all others: common.pairwise:oracle=RUN, common.ai_feedback:oracle=ORG/MODEL."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None

@@ -6,7 +6,7 @@ A language model's body with a linear head in place of the unembedding, read at 
 (InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
 arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
 is one batch element, its loss the mean over its pairs. (RLHF Workflow's other preference model, which reads
-two responses at once, is python -m common.train_pairwise.)
+two responses at once, is common/pairwise.py's.)
 
 Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights, optimiser and the
@@ -266,7 +266,7 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow": (
-        "RLHF Workflow's; its pairwise preference model is python -m common.train_pairwise",
+        "RLHF Workflow's; its pairwise preference model is python sft.py rlhf_workflow_preference",
         Args(
             model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
             dataset="hendrydong/preference_700K",  # the authors' published mixture

@@ -193,6 +193,14 @@ RECIPES = {
             lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,  # the authors' code
         ),
     ),
+    "rlhf_workflow_preference": (
+        "RLHF Workflow's pairwise preference model, on what python -m common.pairwise wrote",
+        replace(
+            LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
+            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # its 2.2, as the warm-up
+            eval_dataset="runs/pairs/held_out.jsonl", sample_prompts=0, lr=5e-6,  # lr: the authors' code
+        ),
+    ),
     "llama2": (
         "Llama 2's SFT; give --chat-template with Llama 2's",
         replace(

@@ -246,6 +246,20 @@ def rater(model):
     return fn
 
 
+def oracle(model):
+    """RLAIF's preference between two responses: `--scorer common.ai_feedback:oracle=MODEL`. The function that
+    gives the `preference` of `label`, as log odds; 0 where the labeler's answer is none."""
+    labeler = load_labeler(model, dist.setup(), Args(), "--scorer common.ai_feedback:oracle")
+
+    def fn(duels):
+        items = [Item(0, "", {}, prompt, [a, b]) for prompt, a, b in duels]
+        p = [result.get("preference", 0.5) for result in label(items, labeler, ("",), Args())]
+        return torch.tensor(p, dtype=torch.float64).logit(eps=1e-12).tolist()
+
+    fn.pairwise = True
+    return fn
+
+
 def revise(rows, labeler, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
     revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. A

@@ -8,7 +8,7 @@ compare scorers: how well does each predict the labels of the same pairs, whoeve
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
-FILE.py:function, or a pairwise preference model, which reads an answer beside the reference's. Writes
+FILE.py:function, or one that compares (common/scorers.py) each answer with the reference's. Writes
 samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
 policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """
@@ -246,7 +246,7 @@ def compare_policies(args, run):
     prompts, own = read_prompts(args, tokenizers), tokenizers[args.reference]
     oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
     safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if data.is_tiny(args.dataset) else None)
-    safety_scorer = safety_spec and scorers.load_safety_scorer(safety_spec, own, device)
+    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, own, device, safety=True)
     if args.tie_margin is None and oracle.pairwise:
         args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
@@ -295,7 +295,8 @@ def compare_policies(args, run):
 def load_pairs(paths, args):
     """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
     that is a model. The other ones encode the texts anew."""
-    with_tokens = [path for path in paths.values() if not re.match(scorers.NAMED, path)] or ["tiny"]
+    models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]  # an oracle's or a rater's
+    with_tokens = [name for name in models if not re.match(scorers.NAMED, name)] or ["tiny"]
     tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]

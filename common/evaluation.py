@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from common import comparisons, data, dist, generate, loading, metrics, models, pairwise, scorers, tiny
+from common import comparisons, data, dist, generate, loading, metrics, models, scorers, tiny
 from common.batches import (
     a_part, labelled_pairs, make_blocks, of_each_comparison, response_mask, split, turns_key,
 )  # fmt: skip
@@ -53,14 +53,10 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
 
 
 def oracle_scores(oracle, pairs, opponents, size, device) -> list[float]:
-    """The oracle's score of each (prompt, response); of a pairwise one the probability that it beats the
+    """The oracle's score of each (prompt, response); of one that compares the probability that it beats the
     opponents' response to the same prompt, 1/2 where there are none."""
-    if not oracle.pairwise:
-        return scorers.score(oracle, pairs, size, device)
-    if not opponents:
-        return [0.5] * len(pairs)
-    duels = [(prompt, response, other) for (prompt, response), other in zip(pairs, opponents)]
-    return [1 / (1 + math.exp(-odds)) for odds in scorers.log_odds(oracle, duels, size, device)]
+    others = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
+    return scorers.score(oracle, [*pairs, *others], size, device)[: len(pairs)]
 
 
 class HeldOutDocuments:
@@ -140,7 +136,7 @@ class HeldOutPrompts:
 
 def scored_rows(held_out, values, pairwise=False) -> list[dict]:
     """Comparisons as rows of samples.jsonl. values, in their order: the `score` of every response, or, of a
-    model that reads two at once, the log odds of every labelled pair, a row's `differences`."""
+    scorer that compares, the log odds of every labelled pair, a row's `differences`."""
     rows, values = [comparisons.describe(c) for c in held_out], iter(values)
     for row, c in zip(rows, held_out):
         if pairwise:
@@ -155,28 +151,23 @@ class HeldOutComparisons:
     """What scripts that learn from comparisons evaluate: how well scores of held-out ones predict their
     labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
 
-    def __init__(self, held_out, args, tokenizer=None):
-        """tokenizer: of a model that reads two responses at once (common/pairwise.py); None: of a scorer."""
-        self.held_out, self.args, self.tokenizer, self.samples = held_out, args, tokenizer, []
+    def __init__(self, held_out, args):
+        self.held_out, self.args, self.samples = held_out, args, []
 
     def __call__(self, model) -> dict[str, float]:
-        if self.tokenizer:
-            pairs = [(c.prompt, c.texts[a], c.texts[b]) for c in self.held_out for a, b in labelled_pairs(c)]
-            values = pairwise.preferences(model, self.tokenizer, pairs, self.args.micro_batch_size)
-        else:
-            values = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
-        self.samples = scored_rows(self.held_out, values, pairwise=bool(self.tokenizer))
+        scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
+        self.samples = scored_rows(self.held_out, scores)
         return metrics.pair_figures(self.samples)
 
     def known_figures(self) -> dict[str, float]:
         """Of the last scores, what the tiny world knows, and how differently categories score; and how well
         length alone predicts the labels, a score that a model must beat."""
         longer = [better["tokens"] - worse["tokens"] for *_, better, worse in metrics.pairs_of(self.samples)]
-        figures = {"baseline/length_accuracy": metrics.accuracy(longer)}
-        if not self.tokenizer:
-            figures.update(metrics.known_figures(self.samples))
-            figures["eval/category_spread"] = metrics.category_spread(self.samples)
-        return figures
+        figures = {
+            "baseline/length_accuracy": metrics.accuracy(longer),
+            **metrics.known_figures(self.samples),
+        }
+        return {**figures, "eval/category_spread": metrics.category_spread(self.samples)}
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:

@@ -105,7 +105,7 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *others] if others else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
-    methods = models.token_logprobs, models.logprobs_at, models.next_token_logprobs
+    methods = models.token_logprobs, models.logprobs_at
     model = _ready(model, tokenizer, methods, gradient_checkpointing)
     return lora.attach(model, lora_rank, seed) if lora_rank else model
 
@@ -173,11 +173,6 @@ def is_causal_lm(name) -> bool:
     return any(word in kind for word in ("causal", "ForCausalLM", "LMHeadModel"))
 
 
-def is_preference_model(name) -> bool:
-    """True of a causal LM that common/train_pairwise.py trained."""
-    return is_causal_lm(name) and hasattr(_read_config(name), "preference_model")
-
-
 def n_outputs(name) -> int:
     """1 of a reward model, 2 of an advantage model; InputError for any other model."""
     config = _read_config(name)
@@ -186,9 +181,8 @@ def n_outputs(name) -> int:
         if config.num_labels <= 2:
             return config.num_labels
         kind = f"classifier of {config.num_labels} labels"
-    if hasattr(config, "preference_model"):
-        kind = "pairwise preference model, which scores no response alone"
-    raise InputError(f"{name} is a {kind}, wanted a run of reward.py or advantage_model.py")
+    ours = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
+    raise InputError(f"{name} is a {kind}, wanted {ours}")
 
 
 def check_causal_lm(name, tokenizer=None, chat_template=None):

@@ -135,8 +135,8 @@ def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[fl
 def next_token_logprobs(model, input_ids, where, before=()):
     """log pi of every token that may follow some tokens: (n, V) fp32, nats. input_ids: (B, T), right-padded;
     where: (2, n), their rows and columns; before: token ids in front of every row, which are run once (not by
-    a recurrent model). Call it as a method, like token_logprobs. The head computes in fp32 whatever the body
-    does: in bf16 the logits of two likely tokens are often the same."""
+    a recurrent model). For a model that is not sharded. The head computes in fp32 whatever the body does: in
+    bf16 the logits of two likely tokens are often the same."""
     with _computing(model, input_ids):
         options = {"use_cache": False}
         if before:

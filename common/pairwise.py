@@ -3,91 +3,126 @@ prompt and two responses, and whose next token, A or B, names the better one.
 
     [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
 
-common/train_pairwise.py trains it. An oracle that sees both responses at once can prefer in a circle, which
-no scalar score can.
+It learns as any language model does: this program writes labelled pairs as rows for sft.py, of which only the
+letter and what the chat template writes after it carry loss. `oracle` is what such a model says.
+
+    python -m common.pairwise --model runs/sft
+    python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \
+        --eval-dataset runs/pairs/held_out.jsonl --output-dir runs/preference
+    python dpo_iterative.py --scorer common.pairwise:oracle=runs/preference
+
+An oracle that sees both responses at once can prefer in a circle, which no scalar score can. Differs from the
+paper: both orders are averaged when the model is asked; a soft label counts as its likelier side.
 """
 
-import math
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from common import data, dist, models
-from common.batches import Document, collate, labelled_pairs, make_blocks
+from common import ai_feedback, comparisons, data, dist, loading, metrics, models
+from common.batches import labelled_pairs
+from common.cli import check_flags
+from common.errors import InputError
+from common.run import launch
 
 
-def document(tokenizer, prompt: list[dict], a: str, b: str, letter="A") -> Document:
-    """What the model reads and its answer, `letter`, the only token with loss, right after the opening of an
-    answer: what a template writes around an answer (a space, empty thoughts, a second end token) is not
-    read. ValueError if the letter is no single token of the tokenizer's, or the text cannot be encoded."""
-    text = f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
-    question = {"role": "user", "content": text}
-    ids, mask = data.encode(tokenizer, [question, {"role": "assistant", "content": letter}])
-    opening = ids[: mask.index(True)]
-    data.check_known(tokenizer, opening)
-    answer = tokenizer(letter, add_special_tokens=False)["input_ids"]
-    if len(answer) != 1 or answer == [tokenizer.unk_token_id]:
-        raise ValueError(f"{letter!r} is not one token of this tokenizer's")
-    ids = torch.tensor(opening + answer, dtype=torch.int32)
-    return Document(ids, torch.arange(len(ids)) == len(opening), [question], None)
+def question(prompt: list[dict], a: str, b: str) -> str:
+    return f"[CONTEXT] {data.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
 
 
-def usable(comparisons, tokenizer, max_length, name) -> list:
-    """The comparisons of which every labelled pair can be written as a document of at most max_length tokens;
-    what is dropped is counted and printed. InputError if nothing is left."""
-
-    def written(c):
-        pairs = [(c.texts[better], c.texts[worse]) for better, worse in labelled_pairs(c)]
-        if not pairs:
-            raise ValueError("a tie")
-        if max(len(document(tokenizer, c.prompt, a, b, x).ids) for a, b in pairs for x in "AB") > max_length:
-            raise ValueError(f"longer than {max_length} tokens (--max-length)")
-        return c
-
-    return data.made_of(comparisons, written, f"{name}, as pairs")
-
-
-def documents(comparisons, tokenizer, seed) -> list[Document]:
-    """Every labelled pair, in an order drawn at random, with the letter of the better response."""
-    generator = torch.Generator().manual_seed(seed)
-    written = []
-    for c in comparisons:
+def rows_of(some_comparisons, seed) -> list[dict]:
+    """Every labelled pair once as a row for sft.py, A and B in an order drawn at random; a tie is no pair."""
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for c in some_comparisons:
         for better, worse in labelled_pairs(c):
-            a, b, letter = better, worse, "A"
+            a, b, letter = c.texts[better], c.texts[worse], "A"
             if torch.rand((), generator=generator) >= 0.5:
-                a, b, letter = worse, better, "B"
-            written.append(document(tokenizer, c.prompt, c.texts[a], c.texts[b], letter))
-    return written
+                a, b, letter = b, a, "B"
+            rows.append({"prompt": question(c.prompt, a, b), "completion": letter})
+    return rows
 
 
-def my_packed_batches(documents, model, size):
-    """This rank's share of the documents in batches of at most `size` for `model`, each packed into rows as
-    long as its longest document; the same number of batches on every rank."""
-    for share in dist.my_batches(documents, size, lambda d: len(d.ids)):
-        longest = max((len(d.ids) for d in share), default=0)
-        blocks = make_blocks(share, longest, getattr(model, "packs", True))  # see train_pairwise.py
-        yield collate(blocks, model.config.pad_token_id, model.device)
+# -- what the model says ---------------------------------------------------------------------------
+def encode(tokenizer, text, letter) -> list[int]:
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": letter}]
+    return data.encode(tokenizer, turns)[0]
 
 
-@torch.no_grad()
-def preferences(model, tokenizer, pairs, micro_batch_size) -> list[float]:
-    """log P(a beats b) / P(b beats a) for each (prompt messages, a, b) of `pairs`, the same on every rank.
+def letters_of(tokenizer) -> tuple[list[int], int]:
+    """(the tokens of A and B where sft.py has a model learn them, how many tokens an answer has from there
+    on), whatever the chat template writes before the letter: a space, or empty thoughts."""
+    a, b = (encode(tokenizer, "a question", letter) for letter in "AB")
+    if a == b:
+        raise ValueError("its tokenizer cannot write A and B apart")
+    place = len(os.path.commonprefix([a, b]))
+    return [a[place], b[place]], len(a) - place
 
-    P is p(A) / (p(A) + p(B)), averaged over both orders, since one order alone favours a place. Every rank
-    must call it with the same pairs."""
-    if not pairs:
-        return []
-    letters = [int(document(tokenizer, *pairs[0], letter).ids[-1]) for letter in "AB"]
-    both_orders = [texts for prompt, a, b in pairs for texts in ((prompt, a, b), (prompt, b, a))]
-    documents = [document(tokenizer, *texts)._replace(number=i) for i, texts in enumerate(both_orders)]
-    longest, room = max(len(d.ids) for d in documents), models.n_positions(model.config)
-    if longest > room:
-        raise ValueError(f"a prompt and two responses have {longest} tokens, the model has {room} positions")
-    p_first = []  # (number, p(A) / (p(A) + p(B)))
-    for share in dist.my_batches(documents, micro_batch_size, lambda d: len(d.ids)):
-        batch = collate([[d] for d in share], tokenizer.pad_token_id, model.device)
-        where = batch.action_mask.nonzero().T  # the last token before each letter, which it does not see
-        logprobs = model.next_token_logprobs(batch.input_ids, where)[:, letters]  # (n, 2)
-        p_first += zip((d.number for d in share), torch.softmax(logprobs.double(), -1)[:, 0].tolist())
-    p_first = [p for _, p in sorted(dist.gather(p_first))]
-    means = [(p + (1 - swapped)) / 2 for p, swapped in zip(p_first[::2], p_first[1::2])]
-    return [math.log(max(p, 1e-12)) - math.log(max(1 - p, 1e-12)) for p in means]
+
+def oracle(name):
+    """`--scorer common.pairwise:oracle=NAME`: the function that gives log P(a beats b) / P(b beats a) of
+    (prompt messages, a, b)s by the preference model of this name, whole on every rank. P is p(A) / (p(A) +
+    p(B)), the mean of both orders, since one order alone favours a place."""
+    judge = ai_feedback.LanguageModel(name, dist.setup(), ai_feedback.Args())
+    without_special = partial(data.special_tokens(judge.tokenizer).sub, "")
+
+    def log_odds(duels):
+        letters, n_after = letters_of(judge.tokenizer)
+        p_first = []  # of each order: p(A) / (p(A) + p(B)), (duels,)
+        for order in (duels, [(prompt, b, a) for prompt, a, b in duels]):
+            texts = [without_special(question(*duel)) for duel in order]
+            prompts = [torch.tensor(encode(judge.tokenizer, text, "A")[:-n_after]) for text in texts]
+            if max(map(len, prompts)) > judge.room:
+                raise ValueError(f"a prompt with two responses is longer than {judge.room} tokens")
+            ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(judge.device)
+            where = torch.tensor([(i, len(prompt) - 1) for i, prompt in enumerate(prompts)]).T
+            logprobs = models.next_token_logprobs(judge.model, ids, where.to(judge.device))[:, letters]
+            p_first.append(logprobs.double().softmax(1)[:, 0])
+        p = (p_first[0] + 1 - p_first[1]) / 2
+        return p.logit(eps=1e-12).tolist()
+
+    log_odds.pairwise = True
+    return log_odds
+
+
+@dataclass
+class Args:
+    model: str = "tiny"
+    """The model that sft.py will train, for its tokenizer and chat template."""
+    dataset: str = "tiny"
+    """Pairs and rankings, as reward.py takes them: tiny, a hub name, a file or a mixture."""
+    eval_dataset: str | None = None
+    """Held-out ones. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    output_dir: str = "runs/pairs"
+    """The folder for train.jsonl and held_out.jsonl, which may not be there already."""
+    chat_template: str | None = None
+    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    max_length: int = 3072
+    """Tokens of a prompt with one response; sft.py leaves out what is too long with both."""
+    min_score_gap: float = 0.0
+    """Pairs whose scores differ by less are dropped."""
+    seed: int = 0
+    """Of the places of A and B."""
+
+
+def main(args: Args):
+    dist.setup()
+    check_flags(args)
+    folder = Path(args.output_dir)
+    if folder.exists():
+        raise InputError(f"--output-dir {folder} is there already")
+    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    limits = {"max_length": args.max_length, "min_score_gap": args.min_score_gap}
+    load = partial(comparisons.load, tokenizer=tokenizer, **limits)
+    splits = data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
+    for name, some in zip(("train", "held_out"), splits if dist.is_main() else ()):
+        rows = rows_of(some, args.seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        metrics.write_jsonl(folder / f"{name}.jsonl", rows)  # whole or not at all
+        print(f"wrote {len(rows):,} rows to {folder / name}.jsonl")
+
+
+if __name__ == "__main__":
+    launch(main, {"rows": ("labelled pairs as rows for sft.py", Args())})

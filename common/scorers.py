@@ -4,8 +4,9 @@ A scorer is a reward model or an advantage model (a run directory, a folder, a h
 `FILE.py:function` or `module:function`, called on each rank with its own rows (docs/scorers.md):
 fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
 `module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge;
-`f.py:a*0.7+f.py:b` is a weighted sum. Where responses are only ranked a scorer may be a pairwise preference
-model (common/pairwise.py).
+`f.py:a*0.7+f.py:b` is a weighted sum. Where responses are only ranked a function may compare two of them,
+which its attribute `pairwise` = True says: fn(duels: list[(prompt messages, a, b)]) -> list of the log odds
+log P(a beats b) / P(b beats a), as of common.pairwise:oracle=RUN.
 """
 
 import collections
@@ -28,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import data, dist, generate, loading, models, pairwise
+from common import data, dist, generate, loading, models
 from common.batches import a_part, split
 from common.errors import InputError
 from common.losses import safety_gated_score
@@ -55,6 +56,10 @@ def terms_of(spec) -> list[Term]:
     if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
         raise InputError(f"--scorer {spec}: {WANTED}, or a sum of functions, f.py:a*0.7+f.py:b")
     return []
+
+
+def compares(term) -> bool:
+    return getattr(term.function, "pairwise", False)
 
 
 def named_function(flag, spec):
@@ -90,7 +95,7 @@ def try_functions(args):
         with contextlib.suppress(ValueError):  # it has no prompt
             prompts.append(generate.Prompt([], generate.prompt_turns(row.data), row))
     for term, prompt in itertools.product(terms, prompts):
-        _call(term, [(prompt, answer) for answer in answers])
+        _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
 
 
 def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]:
@@ -109,13 +114,16 @@ def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]
 
 
 def _call(term, batch) -> dict[str, list[float]]:
-    """{part: a number for each} of what a function gives; of a list {"": a number for each}."""
-    questions = [prompt.question for prompt, _ in batch]
-    texts = [response.text for _, response in batch]
-    rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, _ in batch]
-    did, n = "raised", len(batch)
+    """{part: a number for each} of what a function gives for (prompt, response)s, or, if it compares, for
+    (prompt, a, b)s; of a list {"": a number for each}."""
+    questions = [prompt.question for prompt, *_ in batch]
+    texts = [response.text for _, response, *_ in batch]
+    rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, *_ in batch]
+    arguments, did, n = (questions, texts, rows), "raised", len(batch)
+    if compares(term):
+        arguments = ([(prompt.turns, a.text, b.text) for prompt, a, b in batch],)
     try:
-        given = term.function(questions, texts, rows)
+        given = term.function(*arguments)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
         parts = given if isinstance(given, dict) else {"": given}
         parts = {str(part): [float(x) for x in numbers] for part, numbers in parts.items()}
@@ -138,12 +146,13 @@ class Scorer(NamedTuple):
     model: object = None  # with its
     tokenizer: object = None
     same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
-    pairwise: bool = False  # it compares the responses to a prompt with each other
     gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
+    pairwise: bool = False  # its functions compare two responses
 
 
-def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False) -> Scorer:
-    """spec: see the module. tokenizer: the policy's. pairwise: whether a pairwise preference model will do.
+def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=False) -> Scorer:
+    """spec: see the module. tokenizer: the policy's. pairwise: whether one that compares will do. safety: its
+    score is to be the logit of P(safe), which it is of a model only after a fit (fit_safety_gate).
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
     terms, sources = terms_of(spec), []
@@ -159,19 +168,25 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False) -> Scorer
         except TypeError as error:
             raise InputError(f"--scorer {spec}: {error}; wanted a function of one text") from error
     if terms:
-        return Scorer(spec, version_of(spec, sources if len(terms) > 1 else sources[0]), terms)
-    pairwise = pairwise and loading.is_preference_model(spec)
-    n_outputs = 0 if pairwise else loading.n_outputs(spec)
+        kinds = set(map(compares, terms))
+        if kinds == {False, True} or True in kinds and not pairwise:
+            mend = "it serves dpo_iterative.py and common.evaluate, beside no function that scores"
+            raise InputError(f"--scorer {spec} compares two responses, and scores none: {mend}")
+        version = version_of(spec, sources if len(terms) > 1 else sources[0])
+        return Scorer(spec, version, terms, pairwise=True in kinds)
     own = loading.load_tokenizer(spec, quiet=True)
-    model = loading.load_policy(spec, own) if pairwise else loading.load_scorer(spec, own, n_outputs)
+    model = loading.load_scorer(spec, own, loading.n_outputs(spec))
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version_of(spec, loading.identity(spec)), (), model, own, pairwise=pairwise)
-    scorer = for_tokens(scorer, tokenizer)
-    if scorer.same_tokens and not pairwise:
+    version = version_of(spec, loading.identity(spec))
+    scorer = for_tokens(Scorer(spec, version, (), model, own), tokenizer)
+    if scorer.same_tokens:
         loading.check_room(max_length, spec, model.config)
-    if not scorer.same_tokens and dist.is_main():
+    elif dist.is_main():
         print(f"{spec} has other tokens or another chat template: it scores the text")
-    return scorer
+    gate = getattr(model.config, "safety_gate", None) if safety else None
+    if safety and not gate and dist.is_main():
+        print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
+    return scorer._replace(gate=(gate["scale"], gate["bias"])) if gate else scorer
 
 
 def version_of(spec, behind) -> str:
@@ -187,27 +202,26 @@ def same_tokens(a, b) -> bool:
 
 
 def for_tokens(scorer, tokenizer) -> Scorer:
-    """The scorer for a policy with this tokenizer. One that compares reads texts, whatever the tokens."""
-    if scorer.functions or scorer.pairwise:
+    """The scorer for a policy with this tokenizer. A function reads texts, whatever the tokens."""
+    if scorer.functions:
         return scorer
     return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
 
 
 def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
-    end is scored as if it had ended where it was cut. A pairwise preference model gives the mean probability
-    that a response beats the prompt's other responses among the pairs."""
+    end is scored as if it had ended where it was cut. One that compares gives the mean probability that a
+    response beats the prompt's other responses among the pairs."""
     return score_and_parts(scorer, pairs, batch_size, device)[0]
 
 
 @torch.no_grad()
 def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dict[str, float]]:
     """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
-    mine, parts = range(len(pairs))[dist.rank() :: dist.world_size()], {}
     if scorer.pairwise:
-        scores = _round_robin(scorer, pairs, batch_size, device)
-        found = [(i, scores[i]) for i in mine]
-    elif scorer.functions:
+        return _round_robin(scorer, pairs, batch_size, device), {}
+    mine, parts = range(len(pairs))[dist.rank() :: dist.world_size()], {}
+    if scorer.functions:
         scores, parts = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
         found = list(zip(mine, scores))
     else:
@@ -223,7 +237,7 @@ def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dic
             found += [(i, x) for (i, *_), x in zip(batch, scores) if i is not None]
     scale, bias = scorer.gate
     scores = [scale * x + bias for _, x in sorted(dist.gather(found))]
-    for (prompt, response), x in zip(pairs, scores):
+    for (prompt, response, *_), x in zip(pairs, scores):
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
@@ -234,28 +248,10 @@ def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dic
     return scores, {name: statistics.fmean(numbers) for name, numbers in by_name.items()}
 
 
-def load_safety_scorer(spec, tokenizer, device, max_length=0) -> Scorer:
-    """load_scorer of one whose score is the logit of P(safe), which it is of a model only after a fit."""
-    scorer = load_scorer(spec, tokenizer, device, max_length=max_length)
-    gate = getattr(scorer.model and scorer.model.config, "safety_gate", None)  # fit_safety_gate's
-    if gate:
-        return scorer._replace(gate=(gate["scale"], gate["bias"]))
-    if scorer.model and dist.is_main():
-        print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
-    return scorer
-
-
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a pairwise preference
-    model; the same on every rank, and every rank must call it."""
-    texts = []
-    for prompt, a, b in duels:
-        turns, text = _without_special(scorer.tokenizer, prompt, a)
-        texts.append((turns, text, _without_special(scorer.tokenizer, prompt, b)[1]))
-    try:
-        return pairwise.preferences(scorer.model, scorer.tokenizer, texts, batch_size)
-    except ValueError as error:  # its template refuses a role, for one
-        raise InputError(f"{scorer.name}: {error}") from None
+    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares, on
+    every rank; every rank must call it."""
+    return score_and_parts(scorer._replace(pairwise=False), duels, batch_size, device)[0]
 
 
 def _round_robin(scorer, pairs, batch_size, device):
@@ -264,18 +260,12 @@ def _round_robin(scorer, pairs, batch_size, device):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
     duels = [(pairs[i][0], pairs[i][1], pairs[j][1]) for i, j in games]
-    won, played = [0.0] * len(pairs), [0] * len(pairs)
-    for (i, j), odds in zip(games, log_odds(scorer, duels, batch_size, device)):
-        p = 1 / (1 + math.exp(-odds))
-        won[i], won[j] = won[i] + p, won[j] + 1 - p
-        played[i], played[j] = played[i] + 1, played[j] + 1
-    return [x / n if n else 0.5 for x, n in zip(won, played)]
-
-
-def _without_special(tokenizer, prompt, response):
-    """(turns, response's text) without what are special tokens of this tokenizer."""
-    plain = data.special_tokens(tokenizer).sub
-    return [{**m, "content": plain("", m["content"])} for m in prompt.turns], plain("", response.text)
+    odds = torch.tensor(log_odds(scorer, duels, batch_size, device), dtype=torch.float64)
+    won = [[] for _ in pairs]  # P(it wins) of each game that a response plays
+    for (i, j), p in zip(games, odds.sigmoid().tolist()):
+        won[i].append(p)
+        won[j].append(1 - p)
+    return [statistics.fmean(of_one or [0.5]) for of_one in won]
 
 
 def _encode(scorer, prompt, response, end):
@@ -288,9 +278,11 @@ def _encode(scorer, prompt, response, end):
             ids = ids[: room - len(prompt_ids) - len(end)]
         ids = [*ids, *end]
     else:
-        messages, answer = _without_special(scorer.tokenizer, prompt, response)
+        plain = data.special_tokens(scorer.tokenizer).sub
+        messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
         try:
-            prompt_ids, [ids] = data.encode_responses(scorer.tokenizer, messages, [answer])
+            text = plain("", response.text)
+            prompt_ids, [ids] = data.encode_responses(scorer.tokenizer, messages, [text])
         except ValueError as error:  # its template refuses a role, for one
             raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
         ids = ids[: ids.index(eos)] + (end if eos in end else [])  # else the text has all of the template
@@ -330,9 +322,8 @@ class Gated:
 
 def load_gated(args, tokenizer, device) -> Gated:
     """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
-    scorer, safety = load_scorer(args.scorer, tokenizer, device, max_length=args.max_length), None
-    if args.safety_scorer:
-        safety = load_safety_scorer(args.safety_scorer, tokenizer, device, args.max_length)
+    load = functools.partial(load_scorer, tokenizer=tokenizer, device=device, max_length=args.max_length)
+    scorer, safety = load(args.scorer), args.safety_scorer and load(args.safety_scorer, safety=True)
     for loaded in filter(None, (scorer, safety)):
         if not loaded.same_tokens and not args.retokenize:
             why = f"{loaded.name} has other tokens or another chat template than {args.model}"

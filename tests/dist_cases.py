@@ -32,8 +32,7 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, tiny,
-    train_pairwise,
+    comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, scorers, tiny,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import InputError, NotFinite
@@ -234,8 +233,7 @@ def read_checkpoint(folder):
     return equal, train(model, optimizer, [8, 8], start=16), plain["after"], saved
 
 
-# Comparisons of each step. With micro-batches of 2, 5 are 3 and 2: rank 1's second one is empty; of 1, and of
-# the last 3 pairs of a pairwise model, a rank has fewer or none
+# Comparisons of each step. With micro-batches of 2, 5 are 3 and 2: rank 1's second one is empty; of 1, it has none
 STEPS = [5, 1, 8, 3]
 
 
@@ -273,17 +271,6 @@ def reward_steps(folder, model=None, margin="none", **options):
     return steps_of(loaded, lambda batch, step: reward.update(model, optimizer, batch, args))
 
 
-def pairwise_steps(folder):
-    """The same of train_pairwise.py."""
-    args = train_pairwise.Args(max_length=64, micro_batch_size=2)
-    model, optimizer = policy()
-
-    def update(batch, step):
-        return train_pairwise.update(model, optimizer, pairwise.documents(batch, TOKENIZER, step), args)
-
-    return steps_of(pairs(folder), update)
-
-
 def advantage_steps(folder, n_samples=0):
     """[loss, squared error of e, accuracy, gradient norm] of each step."""
     args = advantage_model.Args(micro_batch_size=2, n_others=1)
@@ -296,7 +283,6 @@ KINDS = {  # names of cases and of what is compared
     "reward": lambda folder: reward_steps(folder),
     "reward_margin": lambda folder: reward_steps(folder, margin="small"),
     "reward_rows": lambda folder: reward_steps(folder, share_prompt=False),
-    "pairwise": lambda folder: pairwise_steps(folder),
     "advantage": lambda folder: advantage_steps(folder),
     "advantage_samples": lambda folder: advantage_steps(folder, n_samples=2),
 }
@@ -305,7 +291,10 @@ KINDS = {  # names of cases and of what is compared
 def answers(folder):
     """What models say of held-out comparisons, of which there are 7."""
     loaded, args, llm = pairs(folder)[:7], reward.Args(micro_batch_size=2), policy()[0]
-    texts = [(c.prompt, *c.texts[:2]) for c in loaded]
+    oracle = f"common.pairwise:oracle={folder / 'tied'}"
+    oracle = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
+    response = lambda text: generate.Response([], text, True)
+    duels = [(generate.Prompt([], c.prompt, c.row), *map(response, c.texts[:2])) for c in loaded]
 
     def outputs(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
@@ -317,8 +306,8 @@ def answers(folder):
         "outputs": of_each_comparison(outputs, scorer(2)[0], loaded, 2, True),
         "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded, 2)],
         "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded[:1], 2)],
-        "pairwise": pairwise.preferences(llm, TOKENIZER, texts, 2),
-        "one_pairwise": pairwise.preferences(llm, TOKENIZER, texts[:1], 2),
+        "pairwise": scorers.log_odds(oracle, duels, 2, CPU),
+        "one_pairwise": scorers.log_odds(oracle, duels[:1], 2, CPU),
     }
 
 
@@ -584,6 +573,13 @@ def scorer_steps(folder):
 @case
 def of_models(folder):
     return dist.gather([answers(folder)])
+
+
+@case
+def rows_of_pairs(folder):
+    names = {"dataset": str(folder / "pairs.jsonl"), "output_dir": str(folder / "rows of pairs")}
+    pairwise.main(pairwise.Args(**names))
+    return {}
 
 
 @case

@@ -128,7 +128,7 @@ def sft(*argv, moment=None, cwd=ROOT) -> Ended:
 def _serve():
     import transformers
 
-    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS, "common.train_pairwise"):
+    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS, "common.pairwise"):
         importlib.import_module(name)
     # imported on first use
     for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):

@@ -747,6 +747,20 @@ def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_pa
         assert len(set(got)) > 5
 
 
+@pytest.mark.parametrize("labeler, want", [("exact", 1.0), ("biased", 0.4505), ("mute", 0.0)])
+def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
+    """copy ant bear: "ant bear" has gold 2, "ant" 1. P = sigma(1) in both orders: log odds 1; with a place bias
+    of 2 (sigma(3) + 1 - sigma(1)) / 2 = 0.61076, log odds 0.4505."""
+    spec = f"common.ai_feedback:oracle=gold_labeler:{labeler}"
+    oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
+    answers = [generate.Response([], text, True) for text in ("ant bear", "ant")]
+    prompt = generate.Prompt([], item().prompt, Row("rows:1", {}))
+    duels = [(prompt, *answers), (prompt, *answers[::-1])]
+    assert scorers.log_odds(oracle, duels, 8, CPU) == pytest.approx([want, -want], abs=1e-4)
+    won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8, CPU)
+    assert won == pytest.approx([sigmoid(want), sigmoid(-want)], abs=1e-4)
+
+
 def test_a_rater_with_another_model_under_its_name_has_another_version(folders, tmp_path):
     versions = []
     for kind in ("spaced", "bytes"):

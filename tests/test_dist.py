@@ -289,6 +289,15 @@ def test_scores_and_log_probabilities_equal_one_rank_on_every_rank_and_in_order(
     assert len(set(flat(one["scores"]))) > 10 and len(set(flat(one["logprobs"]))) > 10  # they tell the order
 
 
+def test_two_ranks_write_the_rows_of_pairs_that_one_writes(two, tmp_path):
+    assert two("rows_of_pairs") == {}
+    args = dist_cases.pairwise.Args(dataset=str(two.folder / "pairs.jsonl"), output_dir=str(tmp_path / "one"))
+    dist_cases.pairwise.main(args)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        one, both = (path / name for path in (tmp_path / "one", two.folder / "rows of pairs"))
+        assert one.read_text() == both.read_text() != ""
+
+
 def test_samples_of_a_policy_are_the_same_on_every_rank_and_in_the_order_of_the_prompts(two):
     ranks = two("samples")
     assert ranks[0] == ranks[1] and ranks[0]["sharded"]

@@ -538,8 +538,8 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
 
 
 def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
-    judge = marked(tmp_path / "judge", loading.load_policy("tiny", TOKENIZER), preference_model={})
-    tmp_path = tmp_path / "run"
+    dist.save_model(dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
+    judge, tmp_path = f"common.pairwise:oracle={tmp_path / 'judge'}", tmp_path / "run"
     succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
     groups = collections.defaultdict(list)
     for r in of_iteration(tmp_path, "pool"):

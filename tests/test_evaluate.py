@@ -4,7 +4,6 @@ kind; the KL against plain softmax; whole runs of small random policies."""
 import contextlib
 import io
 import itertools
-import json
 import math
 import statistics
 from pathlib import Path
@@ -81,20 +80,17 @@ def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens(monkeypatch):
 
 
 def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_references(tmp_path):
-    folder = smaller_model(tmp_path / "model")
-    config = read_json(folder / "config.json")
-    (folder / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
-    oracle = scorers.load_scorer(str(folder), TOKENIZER, CPU, pairwise=True)
-    assert oracle.pairwise
+    spec = f"common.pairwise:oracle={smaller_model(tmp_path / 'model')}"
+    oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     pairs = {"x": answers("fox", "cat", "eel"), "ref": answers("ant", "cat", "eel eel")}
     args, tokenizers = args_of(reference="ref"), dict.fromkeys(pairs, TOKENIZER)
     scores = evaluate.judge(oracle, pairs, tokenizers, args, CPU)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
-    odds = pairwise.preferences(oracle.model, oracle.tokenizer, texts, 8)
+    odds = oracle.functions[0].function(texts)
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
     assert scores["ref"] == [0.5] * 3
-    found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=str(folder), eval_prompts=2)
+    found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=spec, eval_prompts=2)
     assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
 
 
@@ -711,9 +707,8 @@ def compared(small, tmp_path_factory):
     wordy = loading.load_scorer(str(small / "wordy"), other_tokens(), 1)
     dist.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
     smaller_model(folder / "pm")
-    config = read_json(folder / "pm" / "config.json")
-    (folder / "pm" / "config.json").write_text(json.dumps(config | {"preference_model": {}}))
-    specs = (*(f"{name}={folder / name}" for name in ("rm", "am", "wordy", "pm")), f"gold={GOLD}")
+    specs = tuple(f"{name}={folder / name}" for name in ("rm", "am", "wordy"))
+    specs = (*specs, f"pm=common.pairwise:oracle={folder / 'pm'}", f"gold={GOLD}")
     dataset = small_pairs(folder)
     found = run(folder / "run", (), scorers=specs, dataset=dataset)
     found.folder = folder
@@ -755,8 +750,7 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
         want = models.scores_of(model, batches.collate_comparisons(held_out, tokenizer.pad_token_id))
         got = [r["score"] for row in rows[name][:24] for r in row["responses"]]
         assert got == pytest.approx(want.tolist(), abs=1e-4)
-    oracle = scorers.load_scorer(str(compared.folder / "pm"), tokenizer, CPU, pairwise=True)
-    want = pairwise.preferences(oracle.model, tokenizer, [(c.prompt, *c.texts) for c in held_out], 8)
+    want = pairwise.oracle(str(compared.folder / "pm"))([(c.prompt, *c.texts) for c in held_out])
     assert [x for row in rows["pm"][:24] for x in row["differences"]] == pytest.approx(want, abs=1e-5)
 
 

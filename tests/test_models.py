@@ -479,26 +479,6 @@ def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_
     assert loading.export_dtype("tiny", None) == torch.float32
 
 
-def test_a_preference_model_is_a_causal_lm_whose_configuration_says_so(tmp_path):
-    plain = causal(tmp_path / "lm", "llama")
-    says_so = saved(tmp_path / "pairwise", LlamaConfig(**SMALL, preference_model=True))
-    head = LlamaConfig(**SMALL, num_labels=1, preference_model=True)
-    LlamaForSequenceClassification(head).save_pretrained(tmp_path / "rm")
-    names = ("tiny", plain, says_so, str(tmp_path / "rm"))
-    assert [loading.is_preference_model(name) for name in names] == [False, False, True, False]
-    with pytest.raises(InputError, match="pairwise preference model, which scores no response alone, wanted"):
-        loading.n_outputs(says_so)
-
-
-def test_what_is_written_of_a_preference_model_is_one(tmp_path):
-    policy = dist.shard(loading.load_policy("tiny", tiny.tokenizer()), torch.device("cpu"))
-    for marked in (False, True):
-        if marked:  # as train_pairwise.py marks it
-            policy.config.preference_model = True
-        dist.save_model(policy, tiny.tokenizer(), tmp_path / "model")
-        assert loading.is_preference_model(str(tmp_path / "model")) is marked
-
-
 def test_n_outputs_of_a_run_directory(tmp_path):
     classifier(tmp_path / "model", 2)
     (tmp_path / "summary.json").write_text("{}")
@@ -510,7 +490,9 @@ def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wan
     for name, kind in (("tiny", "a causal language model"), (lm, "a LlamaForCausalLM")):
         with pytest.raises(InputError) as error:
             loading.n_outputs(name)
-        assert str(error.value) == f"{name} is {kind}, wanted a run of reward.py or advantage_model.py"
+        assert str(error.value).startswith(
+            f"{name} is {kind}, wanted a run of reward.py or advantage_model.py"
+        )
 
 
 def test_n_outputs_of_a_classifier_of_more_labels_is_an_error(tmp_path):

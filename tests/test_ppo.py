@@ -894,7 +894,7 @@ def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(smal
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
     dist.save_model(model, TOKENIZER, tmp_path / "fitted")
     specs = (str(tmp_path / "fitted"), GOLD)
-    gates = [scorers.load_safety_scorer(spec, TOKENIZER, CPU).gate for spec in specs]
+    gates = [scorers.load_scorer(spec, TOKENIZER, CPU, safety=True).gate for spec in specs]
     assert gates == [(2.0, -0.5), (1.0, 0.0)] and "P(safe)" not in capsys.readouterr().out
 
 

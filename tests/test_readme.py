@@ -18,7 +18,7 @@ PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path: path.read_text("utf-8") for path in PATHS}
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for path, text in PAGES.items()}
 README, TEXT = PAGES[PATHS[0]], "\n".join(PAGES.values())
-PROGRAMS = {f"common.{name}" for name in "ai_feedback evaluate rehearsal sampler train_pairwise".split()}
+PROGRAMS = {f"common.{name}" for name in "ai_feedback evaluate pairwise rehearsal sampler".split()}
 PROGRAMS |= set(processes.SCRIPTS)
 LINK = re.compile(r"(!?)\[[^]]+\]\(([^)\s]+)\)")
 LINKS = [(path, picture, target) for path in PATHS for picture, target in LINK.findall(PROSE[path])]

@@ -1,4 +1,4 @@
-"""common/scorers.py: scores of responses by models, functions and pairwise preference models."""
+"""common/scorers.py: scores of responses by models, functions and what compares two of them."""
 
 import importlib
 import math
@@ -15,7 +15,7 @@ from transformers import (
 )  # fmt: skip
 
 import ppo
-from common import data, dist, generate, loading, pairwise, scorers, tiny
+from common import data, dist, generate, loading, scorers, tiny
 from common.batches import Row
 from common.errors import InputError
 
@@ -156,13 +156,12 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
-@pytest.mark.parametrize("pairwise", [False, True])
-def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(pairwise, tmp_path):
+def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
     dist.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
-        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py"
+        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py .*common.pairwise:oracle=RUN"
         with pytest.raises(InputError, match=words):
-            scorers.load_scorer(name, TOKENIZER, CPU, pairwise=pairwise)
+            scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
 
 
 def test_a_classifier_of_three_labels_is_refused_before_anything_is_scored(tmp_path):
@@ -451,89 +450,77 @@ def test_the_version_changes_with_the_functions_source(write):
     assert all(version.startswith("my_scores:f@") for version in versions)
 
 
-# -- pairwise preference models ------------------------------------------------------------------
+# -- what compares two responses -----------------------------------------------------------------
 BEATS = {("ant", "cat"): 3 / 4, ("cat", "dog"): 9 / 10, ("dog", "ant"): 3 / 4}  # in a circle
 BEATS |= {("bear", "eel"): 1 / 4}
 BEATS |= {(b, a): 1 - p for (a, b), p in BEATS.items()}
 
 
-@pytest.fixture
-def games(monkeypatch):
-    """What the oracle was asked; it says BEATS in place of a model."""
-    asked = []
-
-    def preferences(model, tokenizer, pairs, batch_size):
-        asked.append((model, tokenizer, list(pairs), batch_size))
-        return [math.log(BEATS[a, b] / (1 - BEATS[a, b])) for _, a, b in pairs]
-
-    monkeypatch.setattr(pairwise, "preferences", preferences)
-    return asked
+def oracle_of(function):
+    function.pairwise = True
+    return scorers.Scorer("oracle", "oracle@1", [scorers.Term(function, name="oracle")], pairwise=True)
 
 
-ORACLE = scorers.Scorer("oracle", "oracle@1", model="a model", tokenizer=TOKENIZER, pairwise=True)
-
-
-def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(games, load):
+def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(load):
     """ant beats cat by 3/4 and dog by 1/4: 1/2. cat: (1/4 + 9/10) / 2. dog: (1/10 + 3/4) / 2. A prompt's
     only response has nothing to beat: 1/2."""
+    calls = []
+
+    def beats(duels):
+        calls.append(duels)
+        return [math.log(BEATS[a, b] / (1 - BEATS[a, b])) for _, a, b in duels]
+
     a, b, c = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}, {"prompt": "rest dog eel"}])
     texts = [(a, "ant"), (b, "bear"), (a, "cat"), (c, "goat"), (b, "eel"), (a, "dog")]
-    got = scorers.score(ORACLE, [(prompt, response(text)) for prompt, text in texts], 3, CPU)
+    got = scorers.score(oracle_of(beats), [(prompt, response(text)) for prompt, text in texts], 3, CPU)
     assert got == pytest.approx([0.5, 0.25, 0.575, 0.5, 0.75, 0.425])
-    ((model, tokenizer, asked, batch_size),) = games  # in one call
-    assert (model, tokenizer, batch_size) == ("a model", TOKENIZER, 3)
-    assert [turns for turns, _, _ in asked] == [a.turns] * 3 + [b.turns]
-    pairs = {frozenset(pair[1:]) for pair in asked}
-    assert len(asked) == len(pairs) == 4 and frozenset(("ant", "goat")) not in pairs
+    assert [len(call) for call in calls] == [3, 1]
+    duels = sum(calls, [])
+    assert [turns for turns, _, _ in duels] == [a.turns] * 3 + [b.turns]
+    assert len({frozenset(duel[1:]) for duel in duels}) == 4
 
 
-def test_special_tokens_in_a_text_are_left_out_for_the_oracle(monkeypatch, load):
-    asked = []
-    monkeypatch.setattr(
-        pairwise, "preferences", lambda model, tokenizer, texts, *_: asked.extend(texts) or [0.0]
-    )
+@pytest.mark.parametrize(
+    "odds, says",
+    [([math.nan], "gives nan for 'ant', to"), ([None], "wanted 1 numbers"), ([1, 1], "of lengths .2.")],
+)
+def test_log_odds_that_cannot_be_are_an_input_error_that_names_the_oracle(odds, says, load):
     (prompt,) = load([{"prompt": "copy ant"}])
-    answers = [response("ant")._replace(text="ant <|user|>"), response("cat")]
-    assert scorers.score(ORACLE, [(prompt, answer) for answer in answers], 8, CPU) == [0.5, 0.5]
-    assert asked == [(prompt.turns, "ant ", "cat")]
+    oracle = oracle_of(lambda duels: odds)
+    with pytest.raises(InputError, match=f"oracle.* {says}"):
+        scorers.score(oracle, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
 
 
-def test_a_text_that_the_oracle_cannot_read_is_an_input_error_that_names_it(monkeypatch, load):
-    def preferences(*_):
-        raise ValueError("the chat template refuses it")
+def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(docs_functions(tmp_path))
+    write_rows(tmp_path / "p.jsonl", [{"prompt": "copy ant"}])
+    spec = "shorter.py:shorter"
+    scorers.try_functions(ppo.Args(scorer=spec, dataset="p.jsonl"))
+    (prompt,) = generate.load_prompts("p.jsonl", "train", TOKENIZER, 64)
+    scorer = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
+    assert scorer.pairwise and scorers.for_tokens(scorer, None) is scorer
+    duels = [(prompt, response("ant bear"), response("ant")), (prompt, response("ant"), response("owl"))]
+    assert scorers.log_odds(scorer, duels, 8, CPU) == [-0.5, 0.0]
+    for refused, pairwise in ((spec, False), (f"{spec}+common.tiny:gold_scorer", True)):
+        with pytest.raises(InputError, match="compares two responses, and scores none"):
+            scorers.load_scorer(refused, TOKENIZER, CPU, pairwise=pairwise)
 
-    monkeypatch.setattr(pairwise, "preferences", preferences)
-    (prompt,) = load([{"prompt": "copy ant"}])
-    with pytest.raises(InputError, match="oracle: the chat template refuses it"):
-        scorers.score(ORACLE, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
 
-
-def save_policy(folder, **about):
-    """A tiny causal LM, with these figures in its configuration."""
+def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path, load):
     policy = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
-    for key, value in about.items():
-        setattr(policy.config, key, value)
     with torch.no_grad():  # far from uniform, so that orders and letters differ
         for parameter in policy.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
-    dist.save_model(policy, TOKENIZER, folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory):
-    return save_policy(tmp_path_factory.mktemp("oracle") / "model", preference_model=True)
-
-
-def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(oracle, load):
-    scorer = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and not scorer.functions and scorer.version.startswith(f"{oracle}@")
-    assert not any(p.requires_grad for p in scorer.model.parameters())
+    dist.save_model(policy, TOKENIZER, tmp_path)
+    name = f"common.pairwise:oracle={tmp_path}"
+    scorer = scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
+    assert scorer.pairwise and scorer.version.startswith(f"{name}@")
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
     got = scorers.score(scorer, pairs, 2, CPU)
-    plain, letters = AutoModelForCausalLM.from_pretrained(oracle), TOKENIZER.convert_tokens_to_ids(["A", "B"])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    letters = TOKENIZER.convert_tokens_to_ids(["A", "B"])
 
     def beats(prompt, first, second):
         """By plain transformers on the text as it is written in the paper, both orders."""
@@ -563,17 +550,6 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
     given = [generate.Response(ids, "", ended) for ids, ended in ways]
     found = [scorers._encode(scorer, asked, response, [EOS])[1] for response in given]
     assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
-
-
-def test_a_pairwise_oracle_reads_texts_whatever_the_policys_tokens(oracle):
-    scorer, other = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True), tiny.tokenizer()
-    other.add_tokens(["zebra"])
-    assert scorers.for_tokens(scorer, other) is scorer
-
-
-def test_a_pairwise_preference_model_is_refused_where_scores_are_more_than_ranks(oracle):
-    with pytest.raises(InputError, match="a pairwise preference model, which scores no response alone"):
-        scorers.load_scorer(oracle, TOKENIZER, CPU)
 
 
 # -- versions ------------------------------------------------------------------------------------

@@ -592,6 +592,7 @@ def test_a_model_that_cannot_be_sampled_says_how_to_train_it(small, tmp_path):
 def test_recipes_have_the_papers_numbers():
     of = {name: (x.lr, x.batch_size, x.max_length, x.epochs) for name, (_, x) in sft.RECIPES.items()}
     assert of["llama2"] == (2e-5, 64, 4096, 2.0) and of["rlhf_workflow"] == (2e-5, 32, 8192, 1.0)
+    assert of["rlhf_workflow_preference"] == (5e-6, 128, 3072, 1.0)
     assert of["dpo"] == (5e-7, 64, 512, 1.0) and of["constitutional"] == (3e-4 / 2, 1024, 2048, 1.0)
 
 

@@ -21,7 +21,7 @@ ARMS = {
     "reference: last": ["--reference", "last"],
     "the true reward as oracle": ["--scorer", "common.tiny:gold_scorer"],
     "Advantage Model as oracle": ["--scorer", "{advantage_model}"],
-    "pairwise oracle": ["--scorer", "{pairwise}"],
+    "pairwise oracle": ["--scorer", "common.pairwise:oracle={pairwise}"],
     "length bias": BIASED,
     "length bias, penalty 0.1": [*BIASED, "--length-penalty", "0.1"],
     "offline pairs first": ["--offline-data", "tiny", "--offline-pairs", "{pairs}"],
@@ -37,8 +37,8 @@ class Args:
     advantage_model: str = "runs/advantage_model"
     biased: str = "runs/reward_biased"
     """Of reward.py --dataset tiny:length_bias=0.6."""
-    pairwise: str = "runs/train_pairwise"
-    """Of python -m common.train_pairwise."""
+    pairwise: str = "runs/preference"
+    """Of sft.py on the rows of python -m common.pairwise (docs/reward.md)."""
     pairs: int = 1480
     """About as many as the recipe trains on in its three iterations."""
     folder: str = "runs/dpo_arms"
