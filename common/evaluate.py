@@ -3,7 +3,7 @@ compare scorers: how well does each predict the labels of the same pairs, whoeve
 
     python -m common.evaluate                                         the runs that the quickstart makes
     python -m common.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
-    python -m common.evaluate --policies runs/sft runs/ppo --dataset old.jsonl    what ppo.py forgot
+    python -m common.evaluate --policies dataset runs/ppo --reference dataset --dataset tiny:kind=sft
     python -m common.evaluate --scorers runs/reward hub=org/reward-model --dataset reward_bench.parquet
     torchrun --nproc-per-node 8 -m common.evaluate --policies ...
 
@@ -19,7 +19,6 @@ import itertools
 import math
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,19 +32,19 @@ from common.run import Run, launch, start_run
 
 QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
 runs/dpo_iterative""".split()
+N_BOOTSTRAP = 200  # resamples of the prompts, for Elo's intervals
 
 
 @dataclass
 class Args:
     # what is compared: policies, or in their place scorers
     policies: tuple[str, ...] = ()
-    """Runs, folders or hub names, each perhaps as name=path. None: the quickstart's runs that are there."""
+    """Runs, folders, hub names, or dataset: the answers that its rows hold; each perhaps as name=path. A plot
+    joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs that are there."""
     scorers: tuple[str, ...] = ()
     """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
     dataset: str = "tiny"
     """Prompts, or with --scorers pairs and rankings; all rows of a file, so give one nobody learnt from."""
-    split: str = "test"
-    """Of tiny, or of a hub data set: train or test."""
     max_length: int = 64
     """Longest prompt with its response, tokens; of --scorers those of the first that is a model."""
     chat_template: str | None = None
@@ -71,8 +70,6 @@ class Args:
     tie_margin: float | None = None
     """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
     standard deviations of the reference's scores; of a pairwise oracle 0.1."""
-    n_bootstrap: int = 200
-    """Resamples of the prompts, for Elo's intervals."""
     # the run
     output_dir: str = "runs/evaluate"
     """The run directory."""
@@ -91,9 +88,7 @@ def check(args):
         args,
         ("scorers", not (args.scorers and args.policies), "none beside --policies"),
         ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
-        ("split", args.split in ("train", "test"), "train or test"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
-        ("n_bootstrap", args.n_bootstrap >= 20, "20 or more"),
         ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
     )
 
@@ -115,28 +110,28 @@ def named(specs, flag, args) -> dict[str, str]:
 
 # -- policies --------------------------------------------------------------------------------------
 def read_policies(args) -> dict[str, str]:
-    """name -> path. Of the quickstart's runs those that are there; what is not is said."""
-    specs = args.policies
-    if not specs:
-        specs = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
-        for path in [path for path in QUICKSTART if path not in specs and dist.is_main()]:
-            print(f"{Path(path).name} is left out: no finished run in {path}")
-    paths = named(specs, "--policies", args)
+    """name -> path. Of the quickstart's runs those that are there."""
+    there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
+    paths = named(args.policies or there, "--policies", args)
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
-    for path in paths.values():
+    for path in [path for path in paths.values() if path != "dataset"]:
         loading.check_causal_lm(path)
         generate.check_sampled(path)
     return paths
 
 
-def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
+def read_prompts(args, models, tokenizers) -> dict[str, list[generate.Prompt]]:
     """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
     room, of_policy = args.max_length - args.max_new_tokens, {}
-    load = partial(generate.load_prompts, args.dataset, args.split, max_tokens=room)
     for name, tokenizer in tokenizers.items():
         same = [other for other in of_policy if scorers.same_tokens(tokenizers[other], tokenizer)]
-        prompts = of_policy[same[0]].values() if same else load(tokenizer=tokenizer)
+        if same:
+            prompts = of_policy[same[0]].values()
+        else:
+            prompts = generate.load_prompts(args.dataset, "test", tokenizer, room)
+        if name not in models:
+            prompts = [prompt for prompt, _ in own_answers(prompts, tokenizer, args.dataset)]
         of_policy[name] = {prompt.key: prompt for prompt in prompts}
     first, *others = of_policy.values()
     keys = [key for key in first if all(key in of_key for of_key in others)]
@@ -145,6 +140,17 @@ def read_prompts(args, tokenizers) -> dict[str, list[generate.Prompt]]:
     data.check_same(args.dataset, dist.seed_of(*sorted(keys)))
     chosen = a_part([first[key] for key in keys], args.eval_prompts)
     return {name: [of_key[prompt.key] for prompt in chosen] for name, of_key in of_policy.items()}
+
+
+def own_answers(prompts, tokenizer, dataset) -> list[tuple]:
+    """(prompt, the response that its row holds, as sft.py would learn it), where there is one."""
+
+    def answered(prompt):
+        text = data.sft_messages(prompt.row.data)[0][-1]["content"]
+        _, [ids] = data.encode_responses(tokenizer, prompt.turns, [text])
+        return prompt, generate.Response(ids, text, finished=True)
+
+    return data.made_of(list(prompts), answered, dataset)
 
 
 def judge(oracle, pairs, tokenizers, args, device) -> dict[str, list[float]]:
@@ -185,7 +191,7 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
     won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
     n = len(won)
     generator = torch.Generator().manual_seed(args.seed)
-    times_drawn = torch.stack(list(metrics.resamples(n, args.n_bootstrap, generator))).double()
+    times_drawn = torch.stack(list(metrics.resamples(n, N_BOOTSTRAP, generator))).double()
     low, high = metrics.percentiles(elo(times_drawn @ won, n, m, anchor))
     return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 
@@ -197,53 +203,54 @@ COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="t
 def figures(rows, args) -> dict[str, dict[str, float]]:
     """name -> figures. rows: name -> rows of samples.jsonl."""
     results, reference_rows = {}, rows[args.reference]
+    kinds = [kind for kind in JUDGES if kind in reference_rows[0]]
+    scores = {kind: {name: [row[kind] for row in rows[name]] for name in rows} for kind in kinds}
     for name, policy_rows in rows.items():
         result = results[name] = metrics.means(policy_rows, COLUMNS)
         result.update(metrics.against(reference_rows, policy_rows, args.tie_margin))
+        longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
+        for kind, of_policy in scores.items():
+            won = metrics.outcomes(of_policy[name], of_policy[args.reference], result[f"{kind}_tie_margin"])
+            result[f"{kind}_win_lc"] = length_controlled(won, longer)
+            rate, n = sum(won) / len(won), len(won)
+            result.update(metrics.with_interval(f"{kind}_win_rate", rate, *metrics.wilson(rate, n), n))
         if "safety" in policy_rows[0]:
             marked = [row for row in policy_rows if row["is_safety"]] or policy_rows
             result["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
-    for kind in [kind for kind in JUDGES if kind in reference_rows[0]]:
-        scores = {name: [row[kind] for row in policy_rows] for name, policy_rows in rows.items()}
+    for kind, of_policy in scores.items() if len(rows) > 1 else ():
         margin = results[args.reference][f"{kind}_tie_margin"]
-        for name, policy_rows in rows.items():
-            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
-            won = metrics.outcomes(scores[name], scores[args.reference], margin)
-            results[name][f"{kind}_win_lc"] = length_controlled(won, longer)
-        if len(rows) > 1:
-            games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
-            elos = ratings(games, len(rows), list(rows).index(args.reference), args)
-            for name, (rating, low, high) in zip(rows, elos):
-                interval = metrics.with_interval(f"{kind}_elo", rating, low, high, len(reference_rows))
-                results[name].update(interval)
+        games = [metrics.outcomes(*two, margin) for two in itertools.combinations(of_policy.values(), 2)]
+        elos = ratings(games, len(rows), list(rows).index(args.reference), args)
+        for name, rating in zip(rows, elos):
+            results[name].update(metrics.with_interval(f"{kind}_elo", *rating, len(reference_rows)))
     return results
 
 
-def table(results) -> list[dict]:
-    """The figures as people read them; games by the true reward where it is known."""
-    lines = []
-    for name, result in results.items():
-        kind = "gold" if "gold" in result else "score"
-        line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
-        line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
-        line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
-        line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
-        if f"{kind}_elo" in result:
-            line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
-        line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
-        line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
-        if "harmless" in result:
-            line["harmless"] = f"{result['harmless']:.0%}"
-        lines.append(line)
-    return lines
+def table_line(name, result) -> dict:
+    """A policy's figures as people read them; games by the true reward where it is known."""
+    kind = "gold" if "gold" in result else "score"
+    line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
+    line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
+    line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
+    line["win rate"] = metrics.interval(result, f"{kind}_win_rate", ".0%")
+    line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
+    if f"{kind}_elo" in result:
+        line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
+    line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
+    line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
+    if "harmless" in result:
+        line["harmless"] = f"{result['harmless']:.0%}"
+    return line
 
 
 def compare_policies(args, run):
     """(rows of samples.jsonl, summary.json)"""
     device, policies, tokenizers = run.device, read_policies(args), {}
-    for name, path in policies.items():
+    models = {name: path for name, path in policies.items() if path != "dataset"}
+    for name in policies:  # the data set's answers are written in the first model's tokens
+        path = models.get(name) or next(iter(models.values()), "tiny")
         tokenizers[name] = loading.load_tokenizer(path, args.chat_template, quiet=True)
-    prompts, own = read_prompts(args, tokenizers), tokenizers[args.reference]
+    prompts, own = read_prompts(args, models, tokenizers), tokenizers[args.reference]
     oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
     safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if data.is_tiny(args.dataset) else None)
     safety_scorer = safety_spec and scorers.load_scorer(safety_spec, own, device, safety=True)
@@ -252,20 +259,19 @@ def compare_policies(args, run):
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
-    answers, kl = {temperature: {} for temperature in args.temperatures}, {}
-    load = partial(loading.load_frozen, args=args, device=device)
-    reference = load(policies[args.reference], own)
-    with metrics.progress(len(policies) * len(answers), 0, "evaluate") as bar:
-        for name, tokenizer in tokenizers.items():
-            policy = reference if name == args.reference else load(policies[name], tokenizer)
-            for t, pairs in answers.items():
-                seed = dist.seed_of(args.seed, "evaluate", t)
-                pairs[name] = generate.answers(policy, tokenizer, prompts[name], args, seed, temperature=t)
-                if scorers.same_tokens(tokenizer, own):
-                    kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
-                bar.update(1)
-            policy = None  # gone before the next one is loaded
-            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+    def ask(policy, name):
+        for t, pairs in answers.items():
+            seed = dist.seed_of(args.seed, "evaluate", t)
+            pairs[name] = generate.answers(policy, tokenizers[name], prompts[name], args, seed, temperature=t)
+            if reference and scorers.same_tokens(tokenizers[name], own):
+                kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
+
+    given = {name: own_answers(prompts[name], own, args.dataset) for name in policies if name not in models}
+    answers, reference, kl = {t: dict(given) for t in args.temperatures}, None, {}
+    if args.reference in models:
+        reference = loading.load_frozen(models[args.reference], own, args, device)
+    for name in metrics.progress(len(models), 0, "evaluate", list(models)):
+        evaluation.ask_policy(models[name], tokenizers[name], args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}
@@ -279,16 +285,15 @@ def compare_policies(args, run):
             rows[name] = evaluation.describe_samples(pairs[name], args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         results[f"{temperature:g}"] = figures(rows, args)
-    about = {"reference": args.reference, "prompts": len(prompts[args.reference]), "scorer": args.scorer}
+    summary = {"reference": args.reference, "prompts": len(prompts[args.reference]), "scorer": args.scorer}
     if dist.is_main():
-        for temperature, of_policy in results.items():
-            margins = {kind: of_policy[args.reference].get(f"{kind}_tie_margin") for kind in JUDGES}
-            ties = ", ".join(f"{x:.3g} by {JUDGES[kind]}" for kind, x in margins.items() if x is not None)
-            against = f"temperature {temperature}, against {args.reference}; ties within {ties}:"
-            print(f"{about['prompts']} prompts, {against}")
-            metrics.print_table(table(of_policy))
+        print(f"{summary['prompts']} prompts, against {args.reference}; T: temperature")
+        lines = []
+        for t, of_policy in results.items():
+            lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
+        metrics.print_table(lines)
         plots.compared(run.folder, results)
-    return samples, {**about, "temperatures": results}
+    return samples, {**summary, "temperatures": results}
 
 
 # -- scorers ---------------------------------------------------------------------------------------
@@ -298,7 +303,7 @@ def load_pairs(paths, args):
     models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]  # an oracle's or a rater's
     with_tokens = [name for name in models if not re.match(scorers.NAMED, name)] or ["tiny"]
     tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
-    held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
+    held_out = comparisons.load(args.dataset, "test", tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:
         raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")

@@ -29,13 +29,10 @@ def figure(panels=1, size=(4.8, 3.2)):
 def save(drawing, path):
     """Write a figure; below each of its axes stands a legend, where it covers no curve, and the figure grows
     by it."""
-    most = 0
-    for axis in drawing.axes:
-        n = len(axis.get_legend_handles_labels()[1])
-        if n:  # 5: the room that ticks and their label take, in font sizes
-            axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)
-        most = max(most, n)
-    drawing.set_figheight(drawing.get_figheight() + 0.18 * most)
+    labels = [axis.get_legend_handles_labels()[1] for axis in drawing.axes]
+    for axis in [axis for axis, texts in zip(drawing.axes, labels) if texts]:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the ticks' label
+    drawing.set_figheight(drawing.get_figheight() + 0.18 * max(map(len, labels)))
     drawing.savefig(path)
     return drawing
 
@@ -144,7 +141,8 @@ def accuracy_by_difference(scorers, axis):
 
 # -- of policies that are compared -----------------------------------------------------------------
 def compared(folder, results):
-    """`folder`/elo.png: ratings. frontier.png: rewards against the KL. Both at the first temperature.
+    """`folder`/elo.png: ratings. frontier.png: rewards against the KL, where it is known; dpo/0.1 and dpo/0.3
+    are points of a curve dpo. Both at the first temperature.
 
     results: temperature -> policy -> figures of common/evaluate.py. Returns both; of one policy None."""
     temperature, policies = next(iter(results.items()))
@@ -154,18 +152,22 @@ def compared(folder, results):
     elos, left = figure(len(kinds), (4.8, 1 + 0.35 * len(policies)))
     frontiers, right = figure(len(kinds))
     for kind, ratings, rewards in zip(kinds, left, right):
+        curves = {}
         for name, r in policies.items():
             low, elo, high = (r.get(f"{kind}_elo{end}") for end in ("_low", "", "_high"))
             ratings.barh(name, elo - 1000, left=1000, color="C0")
             if low is not None:  # enough prompts for an interval
                 ratings.hlines(name, low, high, color="black")
             if "kl" in r:
-                rewards.plot(r["kl"], r[kind], "o", markersize=6, label=name)
+                curve, _, label = name.partition("/")
+                curves.setdefault(curve, []).append((r["kl"], r[kind]))
+                rewards.annotate(label, (r["kl"], r[kind]), (3, 5), textcoords="offset points", fontsize=8)
+        for curve, points in curves.items():
+            rewards.plot(*zip(*sorted(points)), "o-", markersize=6, label=curve)
         ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
         ratings.axvline(1000, color="black", linewidth=1)
         ratings.invert_yaxis()
-        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL to the reference (nats)")
-        rewards.set_ylabel("mean over held-out prompts")
+        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)")
         rewards.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         rewards.xaxis.set_major_formatter("{x:g}")
-    return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png")
+    return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png") if curves else None

@@ -5,8 +5,8 @@ import contextlib
 import io
 import itertools
 import math
+import re
 import statistics
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
@@ -33,7 +33,7 @@ PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
 
 
 def args_of(**options):
-    short = {"max_new_tokens": 6, "n_bootstrap": 20, "scorer": GOLD, "reference": "untrained"}
+    short = {"max_new_tokens": 6, "scorer": GOLD, "reference": "untrained"}
     return evaluate.Args(
         **short | {name: str(x) if name.endswith("_dir") else x for name, x in options.items()}
     )
@@ -189,8 +189,8 @@ def test_ratings_do_not_depend_on_the_order_of_players_or_on_the_rest_of_a_batch
 def test_an_interval_is_the_bootstrap_over_prompts():
     """Every resample is played again, prompt by prompt."""
     games = [[1, 0, 0.5, 1, 1], [0, 0, 1, 0.5, 1], [0, 1, 0.5, 0, 0]]  # 0 and 1, 0 and 2, 1 and 2
-    args = args_of(n_bootstrap=30, seed=3)
-    draws = torch.randint(5, (30, 5), generator=torch.Generator().manual_seed(3)).tolist()
+    args = args_of(seed=3)
+    draws = torch.randint(5, (200, 5), generator=torch.Generator().manual_seed(3)).tolist()
 
     def rating(prompts):
         won = [sum(results[k] for k in prompts) for results in games]
@@ -230,6 +230,7 @@ def test_figures_are_those_of_the_rows():
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
+    assert (a["score_win_rate"], a["score_win_rate_n"]) == (0.5, 4)
     ref = found["ref"]
     assert (ref["score_elo"], ref["score_gain"], ref["score_win_lc"]) == (1000, 0, 0.5)
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
@@ -262,6 +263,7 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
 def printed(**more):
     out = {"score_gain": 0.5, "score_gain_low": -0.25, "score_gain_high": 1.25, "score_win": 0.5}
     out |= {"score_tie": 0.3, "score_lose": 0.2, "score_win_lc": 0.61, "score": 1.5, "length": 7.26}
+    out |= {"score_win_rate": 0.65, "score_win_rate_n": 9}
     return (
         out | {"finished": 0.95, "score_elo": 1034.6, "score_elo_low": 990.2, "score_elo_high": 1080} | more
     )
@@ -270,13 +272,13 @@ def printed(**more):
 def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
     known = printed(gold=2.0, score_gain=0.75)
     gold = {key.replace("score", "gold"): x for key, x in known.items() if "score" in key}
-    (line,) = evaluate.table({"ppo": printed(kl=3.456, harmless=0.5)})
+    line = evaluate.table_line("ppo", printed(kl=3.456, harmless=0.5))
     assert line == {
         "policy": "ppo", "score": "1.50", "score gain": "+0.50 [-0.25, +1.25]",
-        "win / tie / lose": "50% / 30% / 20%", "LC win": "61%", "Elo": "1035 [990, 1080]", "KL": "3.46",
+        "win / tie / lose": "50% / 30% / 20%", "win rate": "65% (n = 9)", "LC win": "61%", "Elo": "1035 [990, 1080]", "KL": "3.46",
         "tokens": 7.26, "ended": "95%", "harmless": "50%",
     }  # fmt: skip
-    (line,) = evaluate.table({"ppo": printed() | gold})
+    line = evaluate.table_line("ppo", printed() | gold)
     assert line["gold"] == line["score"] == "1.50" and line["KL"] == ""
     assert line["gold gain"].startswith("+0.75")
     assert "score gain" not in line and "harmless" not in line
@@ -285,7 +287,10 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
 def test_the_table_has_no_negative_share_of_ties():
     rows = {"ref": [row("ant", 0.5)] * 10, "a": [row("ant", 1.0)] * 9 + [row("ant", 0.0)]}
     found = evaluate.figures(rows, args_of(reference="ref"))
-    assert evaluate.table(found)[1]["win / tie / lose"] == "90% / 0% / 10%"
+    assert found["a"]["score_win_rate"] == 0.9  # Wilson's interval of 9 of 10, from scipy
+    interval = [found["a"][f"score_win_rate_{end}"] for end in ("low", "high")]
+    assert interval == pytest.approx([0.5958, 0.9821], abs=2e-4)
+    assert evaluate.table_line("a", found["a"])["win / tie / lose"] == "90% / 0% / 10%"
 
 
 # -- the KL ----------------------------------------------------------------------------------------
@@ -378,7 +383,7 @@ def test_mistaken_policies_are_named(small, tmp_path):
             policies(*specs, **options)
 
 
-def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_path, monkeypatch, capsys):
+def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, finished in (("sft", True), ("ppo", False)):
         (tmp_path / "runs" / name).mkdir(parents=True)
@@ -386,16 +391,13 @@ def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_pa
         if finished:
             (tmp_path / "runs" / name / "summary.json").write_text("{}")
     assert policies(reference="sft") == {"untrained": "tiny", "sft": "runs/sft"}
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [Path(path).name for path in evaluate.QUICKSTART[2:]]
-    assert "ppo is left out: no finished run in runs/ppo" in lines
     with pytest.raises(InputError, match="--reference ppo: no such policy; there are untrained, sft"):
         policies(reference="ppo")
 
 
 # -- prompts ---------------------------------------------------------------------------------------
 def read_prompts(path, tokenizers, **options):
-    return evaluate.read_prompts(args_of(dataset=str(path), **options), tokenizers)
+    return evaluate.read_prompts(args_of(dataset=str(path), **options), tokenizers, tokenizers)
 
 
 def keys(prompts):
@@ -549,23 +551,18 @@ def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surp
     assert sampled
 
 
-def test_a_run_prints_a_table_for_each_temperature(world):
-    lines = world.out.splitlines()
-    heads = [i for i, line in enumerate(lines) if line.startswith("16 prompts, temperature")]
-    for i, key in zip(heads, ("1", "0"), strict=True):
-        ties = f"{world.summary['temperatures'][key]['again']['gold_tie_margin']:.3g}"
-        ties = f"ties within {ties} by the scorer, {ties} by the true reward:"  # which is the scorer here
-        assert lines[i] == f"16 prompts, temperature {key}, against again; {ties}"
-        head, *rows = lines[i + 1 : i + 5]
-        names = ["policy", "gold", "score", "gold gain", "win / tie / lose", "LC win", "Elo", "KL", "tokens"]
-        places = [head.index(name) for name in [*names, "ended", "harmless"]]
-        assert places == sorted(places) and [line.split()[0] for line in rows] == ["untrained", "again", "a"]
-        figures = world.summary["temperatures"][key]["a"]
-        cell = lambda name: rows[2][head.index(name) :].split("  ")[0]
-        assert cell("gold gain").startswith(f"{figures['gold_gain']:+.2f} [")
-        assert cell("Elo").startswith(f"{figures['gold_elo']:.0f} [") and cell("KL") == f"{figures['kl']:.2f}"
-        assert cell("harmless") == f"{figures['harmless']:.0%}" and cell("LC win").endswith("%")
-    assert lines[-1] == f"wrote {world.folder}/summary.json"
+def test_a_run_prints_a_line_for_each_temperature_and_policy(world):
+    first, head, *rows, last = world.out.splitlines()
+    assert first.startswith("16 prompts, against again") and last == f"wrote {world.folder}/summary.json"
+    names = "T,policy,gold,score,gold gain,win / tie / lose,win rate,LC win,Elo,KL,tokens,ended,harmless"
+    places = [re.search(rf"(^|  ){name}( |$)", head).start() for name in names.split(",")]
+    assert places == sorted(places)
+    order = [[key, name] for key in ("1", "0") for name in ("untrained", "again", "a")]
+    assert [row.split()[:2] for row in rows] == order
+    for row, (key, name) in zip(rows, order):
+        line = evaluate.table_line(name, world.summary["temperatures"][key][name])
+        cells = [cell for cell in re.split("  +", row)[1:]]
+        assert cells == [f"{cell:.1f}" if isinstance(cell, float) else cell for cell in line.values()]
 
 
 def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, small, capsys):
@@ -619,6 +616,33 @@ def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
         assert figures["harmless"] == sum(x >= 0 for x in safety) / 2 and "score_elo" not in figures
 
 
+def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
+    """Of every format that sft.py learns; what holds no answer is asked of nobody."""
+    rows = [
+        {"prompt": "copy ant", "completion": "ant"},
+        {"prompt": "first cat dog", "chosen": "cat", "rejected": "dog"},
+        {"prompt": "rest eel fox", "responses": [{"text": "eel", "score": 0}, {"text": "fox", "score": 1}]},
+        {"prompt": "copy hen", "completion": "hen", "label": False},
+        {"prompt": "copy koi"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    options = {"dataset": str(path), "temperatures": (1.0, 0.0)}
+    found = run(tmp_path / "run", [small / "a", "dataset"], reference="dataset", **options)
+    for t in options["temperatures"]:
+        assert [(r["response"], r["tokens"], r["score"]) for r in of(found, "dataset", t)] == [
+            (text, 2, 1.0) for text in ("ant", "cat", "fox")
+        ]
+        assert [r["prompt"] for r in of(found, "a", t)] == [r["prompt"] for r in of(found, "dataset", t)]
+        a, given = (found.summary["temperatures"][f"{t:g}"][name] for name in ("a", "dataset"))
+        wins = [(1 + (r["score"] > 1) - (r["score"] < 1)) / 2 for r in of(found, "a", t)]
+        assert a["score_win_rate"] == sum(wins) / 3 and given["score_win_rate"] == 0.5
+        assert "kl" not in a and a["score_gain"] == pytest.approx(a["score"] - 1)
+    assert "dropped 2 of 5 rows" in found.out and not (tmp_path / "run" / "frontier.png").exists()
+    found = run(tmp_path / "other", [small / "a", "gold=dataset"], reference="a", **options)
+    figures = found.summary["temperatures"]["0"]
+    assert "kl" in figures["a"] and "kl" not in figures["gold"] and figures["gold"]["score"] == 1
+
+
 def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
     folder = tmp_path / "run"
     smaller_model(folder / "model")
@@ -636,9 +660,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--temperatures", "-1"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
         (["--temperatures", "nan"], "--temperatures .*0 or more"),
-        (["--split", "x"], "--split x: wanted train or test"),
         (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
-        (["--n-bootstrap", "1"], "--n-bootstrap 1: wanted 20 or more"),
         (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
         (["--max-length", "26"], "none of its 1000 rows can be used.*longer than 2 tokens"),
         (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),

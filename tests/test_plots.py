@@ -135,6 +135,20 @@ def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, tic
     assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()
 
 
+def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp_path):
+    results = results_to_plot(**{"dpo/0.1": 3.0, "sft": 0.0, "dpo/1": 0.5, "dpo/0.3": 1.0, "ppo/0.1": 2.0})
+    results["dpo/0.3"]["gold"] = 5.0
+    _, frontier = plots.compared(tmp_path, {"1": results})
+    assert_readable(frontier)
+    gold = frontier.axes[1]
+    assert points_of(gold) == [([0.5, 1, 3], [2, 5, 2]), ([0], [2]), ([2], [2])]
+    assert legend_texts(gold) == ["dpo", "sft", "ppo"]
+    labels = {text.get_text(): text.xy for text in gold.texts}
+    assert labels["1"] == (0.5, 2) and labels["0.3"] == (1, 5) and labels[""] == (0, 2)
+    _, frontier = plots.compared(tmp_path, {"1": results_to_plot(a=None, b=None)})
+    assert frontier is None
+
+
 def test_ratings_are_bars_from_1000_with_their_interval(tmp_path):
     results = results_to_plot(a=0.0, b=0.0)
     results["a"].update(score_elo=1100.0, score_elo_low=1050.0, score_elo_high=1150.0)
