@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 
 from common import comparisons, dist, evaluation, loading, models, plots
-from common.batches import labelled_pairs, my_comparison_batches
+from common.batches import labelled_pairs, my_comparison_batches, to_device
 from common.cli import check_flags
 from common.errors import InputError
 from common.losses import advantage_model_loss, advantage_score
@@ -145,16 +145,17 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
     loss = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
     if not batch.comparisons:
         return loss
-    sizes = torch.tensor(batch.sizes, device=device)
-    ratios = torch.cat([c.ratios for c in batch.comparisons]).to(device)  # (responses, K)
-    advantages = advantage_score(rewards, expected.repeat_interleave(sizes), ratios, n_policies(args))
+    sizes = to_device(torch.tensor(batch.sizes), device)
+    ratios = to_device(torch.cat([c.ratios for c in batch.comparisons]), device)  # (responses, K)
+    expected = expected.repeat_interleave(sizes, output_size=len(rewards))
+    advantages = advantage_score(rewards, expected, ratios, n_policies(args))
     single = []  # the comparisons of one pair, which go through one call
     for c, of_responses in zip(batch.comparisons, advantages.split(batch.sizes)):
         pairs = labelled_pairs(c)
         if len(pairs) == 1:
-            single.append(of_responses[list(pairs[0])])
+            single.append(torch.stack([of_responses[place] for place in pairs[0]]))
         elif pairs:
-            better, worse = torch.tensor(pairs, device=device).T
+            better, worse = to_device(torch.tensor(pairs), device).T
             mean_loss, loss_metrics = advantage_model_loss(
                 of_responses[better], of_responses[worse], args.bound
             )

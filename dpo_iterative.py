@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from common import comparisons, data, dist, evaluation, generate, loading, models, plots, scorers
-from common.batches import Comparison, my_comparison_batches, of_each_comparison, turns_key
+from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
 from common.pool import Pool, Versions, write_pairs
@@ -225,9 +225,9 @@ def pairs_loss(logprobs, pairs, n, args):
     (2 pairs,), of the policy: chosen, rejected, chosen, rejected, ..."""
     chosen, rejected = logprobs.view(-1, 2).T
     references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
-    ref_chosen, ref_rejected = references.to(logprobs).view(-1, 2).T
+    ref_chosen, ref_rejected = to_device(references, logprobs.device).view(-1, 2).T
     preference = torch.tensor([1.0 if pair.preference is None else pair.preference for pair in pairs])
-    soft = {"preference": preference.to(logprobs), "label_smoothing": args.label_smoothing}
+    soft = {"preference": to_device(preference, logprobs.device), "label_smoothing": args.label_smoothing}
     return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, **soft, n_rows=n)
 
 

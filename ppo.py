@@ -36,7 +36,7 @@ import torch
 
 from common import data, dist, evaluation, generate, loading, models, plots, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
-from common.batches import response_mask, split
+from common.batches import response_mask, split, to_device
 from common.errors import InputError
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
 from common.run import Run, check_flags, launch
@@ -213,8 +213,8 @@ class Rollout:
     def in_batch(self, x, batch):
         """The (B, R) of the documents of a batch, laid out as the batch has them: (B', T-1)."""
         rows = [document.number for document in batch.documents]
-        of_tokens = x[rows][self.mask[rows]].to(batch.input_ids.device)
-        return torch.zeros(batch.action_mask.shape).to(of_tokens).masked_scatter(batch.action_mask, of_tokens)
+        of_tokens = to_device(x[rows][self.mask[rows]], batch.input_ids.device)
+        return of_tokens.new_zeros(batch.action_mask.shape).masked_scatter(batch.action_mask, of_tokens)
 
 
 def blocks_of(documents, rows, args):

@@ -29,7 +29,7 @@ from typing import Literal
 import torch
 
 from common import comparisons, dist, evaluation, loading, models, plots, scorers
-from common.batches import my_comparison_batches
+from common.batches import my_comparison_batches, to_device
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
 
@@ -121,14 +121,13 @@ def comparison_loss(scores, batch, n, sums):
         chosen, rejected = torch.stack([of_pair for _, of_pair in pairs]).T
         margin = [0.0 if c.margins is None else c.margins[0, 1] for c, _ in pairs]
         preference = [1.0 if c.preference is None else c.preference for c, _ in pairs]
-        margin, preference = torch.tensor([margin, preference], device=device)
+        margin, preference = to_device(torch.tensor([margin, preference]), device)
         pair_loss, pair_metrics = bradley_terry_loss(chosen, rejected, margin, preference, n_rows=n)
         loss = loss + pair_loss
         sums.add(pair_metrics)
     for c, of_ranking in each:
         if len(of_ranking) > 2:
-            margin = None if c.margins is None else c.margins.to(device)
-            mean_loss, ranking_metrics = ranking_loss(of_ranking, c.ranks.to(device), margin)
+            mean_loss, ranking_metrics = ranking_loss(of_ranking, c.ranks, c.margins)
             loss = loss + mean_loss / n
             sums.add(ranking_metrics)
     return loss

@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from common import dist
+from common.sampler import to_device
 
 RATINGS = ("significantly better", "better", "slightly better", "negligibly better")  # Llama 2's four levels
 
@@ -58,10 +59,9 @@ def response_mask(documents: list[Document]) -> torch.Tensor:
 
 def response_lengths(batch) -> torch.Tensor:
     """(B, T-1): at each response token of a batch the number of tokens of its response; 1 elsewhere."""
-    lengths = [n_response_tokens([[document]]) for document in batch.documents]
-    of_token = torch.tensor([float(n) for n in lengths for _ in range(n)])
-    mask = batch.action_mask.cpu()
-    return torch.ones(mask.shape).masked_scatter(mask, of_token).to(batch.input_ids.device)
+    lengths, mask = [n_response_tokens([[document]]) for document in batch.documents], batch.action_mask
+    of_token = to_device(torch.tensor([float(n) for n in lengths for _ in range(n)]), mask.device)
+    return torch.ones(mask.shape, device=mask.device).masked_scatter(mask, of_token)
 
 
 def split(items: list, size: int) -> list[list]:
@@ -100,6 +100,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
+    places: torch.Tensor  # (2, n), row and column of each True
     documents: list[Document]  # row by row
 
 
@@ -119,8 +120,9 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             response_mask[i, start:end] = document.response_mask
             response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
-    documents = [document for block in blocks for document in block]
-    return Batch(input_ids.to(device), position_ids.to(device), response_mask[:, 1:].to(device), documents)
+    documents, mask = [document for block in blocks for document in block], response_mask[:, 1:]
+    tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a device, nonzero would wait for it
+    return Batch(*(to_device(x, device) for x in tensors), documents)
 
 
 def my_micro_batches(blocks: list[list[Document]], model, size: int):
@@ -214,16 +216,17 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
                     ends[i].append((row, column - 1))
     mask = None
     if share_prompt:
-        tree, branch = tree.to(device), branch.to(device)
+        tree, branch = to_device(tree, device), to_device(branch, device)
         ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
     else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     ends = [end[0] for end in ends], [place for end in ends for place in end[1:]]
-    ends = (torch.tensor(places, dtype=torch.long).reshape(-1, 2).T.to(device) for places in ends)
+    ends = (torch.tensor(places, dtype=torch.long).reshape(-1, 2).T for places in ends)
+    input_ids, position_ids, *ends = (to_device(x, device) for x in (input_ids, position_ids, *ends))
     sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
-    return ComparisonBatch(input_ids.to(device), position_ids.to(device), mask, *ends, sizes, comparisons)
+    return ComparisonBatch(input_ids, position_ids, mask, *ends, sizes, comparisons)
 
 
 @torch.no_grad()

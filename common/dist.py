@@ -279,7 +279,9 @@ class Sums:
     def over_ranks(self) -> dict[str, float]:
         """{name: total}, the same on every rank. Every rank must call it, also one without a share."""
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
-        mine = {name: combine(name, [float(x) for x in values]) for name, values in self.values.items()}
+        each = [x.reshape(1) for values in self.values.values() for x in values]
+        numbers = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
+        mine = {name: combine(name, [next(numbers) for _ in values]) for name, values in self.values.items()}
         ranks = gather([mine])
         names = {name: None for of_rank in ranks for name in of_rank}  # in their order
         return {name: combine(name, [totals[name] for totals in ranks if name in totals]) for name in names}
@@ -293,7 +295,8 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
     norms = []
     for model in models:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-        norms.append((norm.full_tensor() if is_sharded(model) else norm).item())
+        norms.append(norm.full_tensor() if is_sharded(model) else norm)
+    norms = torch.stack(norms).tolist()
     finite = all(map(math.isfinite, [loss, *norms]))
     for optimizer in optimizers:
         if finite:

@@ -174,7 +174,7 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
     """The scores of each comparison's responses and samples, on every rank."""
 
     def by_comparison(model, batch):
-        return [scores.tolist() for scores in models.scores_of(model, batch).split(batch.sizes)]
+        return [scores.tolist() for scores in models.scores_of(model, batch).cpu().split(batch.sizes)]
 
     size, share_prompt = args.micro_batch_size, args.share_prompt
     return of_each_comparison(by_comparison, model, some_comparisons, size, share_prompt)

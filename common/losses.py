@@ -85,9 +85,9 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, ties counting 1/2, "n_rows": n}).
     Raises ValueError on a preference outside [0, 1]."""
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
-    preference = torch.ones_like(chosen_scores) if preference is None else preference
+    given, preference = preference, torch.ones_like(chosen_scores) if preference is None else preference
     _same_shape(chosen=chosen_scores, rejected=rejected_scores, margin=margin, preference=preference)
-    if not ((preference >= 0) & (preference <= 1)).all():
+    if given is not None and not ((given >= 0) & (given <= 1)).all():
         raise ValueError("bradley_terry_loss: a preference is a probability, from 0 to 1")
     difference = chosen_scores - rejected_scores
     loss_sum = -(
@@ -103,15 +103,16 @@ def ranking_loss(scores, ranks, margin=None):
     (InstructGPT, arXiv:2203.02155, eq. 1: the pairs of a prompt are one batch element, or each response would
     be learnt K - 1 times an epoch.)
 
-    scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best, equal ranks are ties.
+    scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best, equal ranks are ties; may be on a CPU.
     margin: (K, K) or None for 0, reward units: as in bradley_terry_loss.
     Returns (loss, metrics) as bradley_terry_loss does, for these pairs.
     Raises ValueError if no two ranks differ."""
     _same_shape(scores=scores, ranks=ranks)
-    better, worse = torch.nonzero(ranks[:, None] < ranks[None, :], as_tuple=True)
-    if len(better) == 0:
+    pairs = torch.nonzero(ranks[:, None] < ranks[None, :]).T  # (2, n): of ranks on a CPU, no device is asked
+    if pairs.shape[1] == 0:
         raise ValueError("ranking_loss: no response is better than another, there is nothing to learn from")
-    margin = None if margin is None else margin[better, worse]
+    margin = None if margin is None else margin[tuple(pairs)].to(scores.device, non_blocking=scores.is_cuda)
+    better, worse = pairs.to(scores.device, non_blocking=scores.is_cuda)
     return bradley_terry_loss(scores[better], scores[worse], margin)
 
 
@@ -319,7 +320,7 @@ def _mean_over_rows(name, loss_sum, n_rows, signs):
     if n_rows is None and len(signs) == 0:
         raise ValueError(f"{name}: there is no pair to learn from")
     n_correct = (torch.sign(signs.detach()) + 1).sum() / 2
-    n = n_correct.new_tensor(len(signs))
+    n = torch.full_like(n_correct, len(signs))
     metrics = {"loss_sum": loss_sum.detach(), "n_correct": n_correct, "n_rows": n}
     return loss_sum / (len(signs) if n_rows is None else n_rows), metrics
 

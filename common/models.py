@@ -2,13 +2,13 @@
 scores; and checks of how it takes batches. (common/loading.py loads it.)"""
 
 import math
-import sys
 from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from common import batches, dist, losses
+from common.sampler import n_positions as n_positions, to_device
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
@@ -16,30 +16,35 @@ LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp3
 
 
 # -- log probabilities -----------------------------------------------------------------------------
-def token_logprobs(model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False):
+def token_logprobs(
+    model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False, places=None
+):  # fmt: skip
     """log pi(token t+1 | tokens <= t) for every action, computed only where action_mask is True.
 
     input_ids: (B, T), right-padded: under causal attention no token sees the padding after it, so no
       attention mask is needed.
     action_mask: (B, T-1) bool, True where token t+1 is an action. temperature: divides the logits.
     position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
+    places: (2, n), row and column of each True of action_mask; None: asked, and the device waited for.
     Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats, no
     gradient) of each of these distributions.
 
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
     runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
     exists."""
+    rows, columns = action_mask.nonzero().T if places is None else places
     with _computing(model, input_ids):
-        hidden = _last_hidden(model, input_ids, position_ids)[:, :-1][action_mask]
-        found = _unembed(model, hidden, input_ids[:, 1:][action_mask], temperature, entropy)
+        hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
+        found = _unembed(model, hidden, input_ids[rows, columns + 1], temperature, entropy)
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
-    logprobs, entropies = (zeros.masked_scatter(action_mask, x) for x in found)
+    logprobs, entropies = (zeros.index_put((rows, columns), x) for x in found)
     return (logprobs, entropies) if entropy else logprobs
 
 
 def logprobs(model, batch, temperature=1.0, entropy=False):
     """token_logprobs of a batches.Batch: (B, T-1), and with entropy=True a second one."""
-    return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy)
+    options = temperature, entropy, batch.places
+    return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, *options)
 
 
 def logprobs_and_entropies(model, batch, temperature=1.0):
@@ -52,18 +57,20 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
     tensors on every rank: row i is document i's, 0 behind its response, R the longest one. plan: lists of
     blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
     documents = [document for blocks in plan for block in blocks for document in block]
-    mask, results = batches.response_mask(sorted(documents, key=lambda document: document.number)), []
+    mask = batches.response_mask(sorted(documents, key=lambda document: document.number))
+    rows, found, results = [], [], []
     for blocks in plan:
         for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
             outputs = forward(model, batch, *options)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            results = results or [torch.zeros(mask.shape) for _ in outputs]
-            rows = [document.number for document in batch.documents]
-            for result, output in zip(results, outputs):
-                mine = torch.zeros(len(rows), mask.shape[1])
-                result[rows] = mine.masked_scatter(mask[rows], output[batch.action_mask].float().cpu())
-    for result in results if dist.world_size() > 1 else ():  # one rank filled each row, the others have 0
-        torch.distributed.all_reduce(result)
+            found.append([output[tuple(batch.places)] for output in outputs])
+            rows += [document.number for document in batch.documents]
+    for of_tokens in zip(*found):
+        result, mine = torch.zeros(mask.shape), torch.zeros(len(rows), mask.shape[1])
+        result[rows] = mine.masked_scatter(mask[rows], torch.cat(of_tokens).float().cpu())
+        if dist.world_size() > 1:  # one rank filled each row, the others have 0
+            torch.distributed.all_reduce(result)
+        results.append(result)
     return results
 
 
@@ -127,7 +134,7 @@ def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[fl
     must call it. temperature: divides the logits."""
     found, blocks = [], [[document._replace(number=i)] for i, document in enumerate(documents)]
     for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
-        sums = logprobs(model, batch, temperature).double().sum(1)
+        sums = logprobs(model, batch, temperature).cpu().double().sum(1)
         found += zip((document.number for document in batch.documents), sums.tolist())
     return [x for _, x in sorted(dist.gather(found))]
 
@@ -155,10 +162,10 @@ def next_token_logprobs(model, input_ids, where, before=()):
 def mean_nll(model, blocks, micro_batch_size) -> float:
     """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
     ranks. Every rank must call it."""
-    nll_sum = 0.0
+    sums = dist.Sums()
     for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
-        nll_sum -= losses.masked_sum(logprobs(model, batch), batch.action_mask).item()
-    return sum(dist.gather([nll_sum])) / batches.n_response_tokens(blocks)
+        sums.add({"nll": -losses.masked_sum(logprobs(model, batch), batch.action_mask)})
+    return sums.over_ranks()["nll"] / batches.n_response_tokens(blocks)
 
 
 def _computing(model, input_ids):
@@ -222,10 +229,10 @@ def scores_of(model, batch):
         options = batch.position_ids, batch.attention_mask
         return model.head_outputs(batch.input_ids, batch.response_ends, *options)[:, 0]
     rewards, expected = rewards_and_expected(model, batch)
-    sizes = torch.tensor(batch.sizes, dtype=torch.long, device=rewards.device)  # also of no comparison
+    sizes = torch.tensor(batch.sizes, dtype=torch.long)  # also of no comparison
     n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
-    expected, ratios = expected.repeat_interleave(sizes), rewards.new_ones(len(rewards), n_others)
-    return losses.advantage_score(rewards, expected, ratios=ratios, n_policies=n_policies)
+    expected = expected.repeat_interleave(to_device(sizes, rewards.device), output_size=len(rewards))
+    return losses.advantage_score(rewards, expected, rewards.new_ones(len(rewards), n_others), n_policies)
 
 
 def score(model, input_ids, response_mask):
@@ -247,40 +254,30 @@ def score(model, input_ids, response_mask):
 def state_values(model, batch):
     """V of the state before each response token, by a model with one output: (B, T-1) fp32, 0 elsewhere.
     Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""
-    mask = batch.action_mask
-    outputs = model.head_outputs(batch.input_ids, mask.nonzero().T, batch.position_ids)[:, 0]
-    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, outputs)
+    outputs = model.head_outputs(batch.input_ids, batch.places, batch.position_ids)[:, 0]
+    return outputs.new_zeros(batch.action_mask.shape).index_put(tuple(batch.places), outputs)
 
 
 def response_logprobs(model, batch) -> torch.Tensor:
     """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
     (n_responses,), gradient flows."""
-    device, none = batch.input_ids.device, torch.zeros(0, dtype=torch.long)  # none: of no comparison
+    none = torch.zeros(0, dtype=torch.long)  # of no comparison
     texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
-    targets = torch.cat([none, *texts]).to(device)
-    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)]).to(device)  # in its response
     sizes, lengths = (torch.tensor(x, dtype=torch.long) for x in (batch.sizes, [len(ids) for ids in texts]))
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths).to(device)
-    prompt = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # of each response
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
+    prompt = torch.arange(len(sizes)).repeat_interleave(sizes)  # of each response
+    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)])  # in its response
+    on_cpu = torch.cat([none, *texts]), within, owner, prompt, lengths
+    targets, within, owner, prompt, lengths = (to_device(x, batch.input_ids.device) for x in on_cpu)
     (rows, ends), before = batch.response_ends, batch.prompt_ends[1][prompt]
     # A response's first token comes after the prompt's last one, which may stand far before it
-    columns = torch.where(within == 0, before[owner], (ends - lengths.to(device))[owner] + within)
+    columns = torch.where(within == 0, before[owner], (ends - lengths)[owner] + within)
     where = torch.stack([rows[owner], columns])
     logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
     return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
 
 
 # -- checks: what not every architecture can ----------------------------------------------------------
-def n_positions(config) -> int:
-    """How many tokens a row may have. Of longrope the original length: a longer row turns its whole batch to
-    other rotary frequencies."""
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope["original_max_position_embeddings"]
-    return getattr(config, "max_position_embeddings", sys.maxsize)
-
-
 def window(config) -> int:
     """How many tokens the layer of a model sees that sees fewest; 0: all see all."""
     sizes = [getattr(config.get_text_config(), key, None) for key in WINDOWS]

@@ -36,6 +36,7 @@ SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
 LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _sampling
+WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python goes on, and are waited for to be read
 
 
 class Rollout(NamedTuple):
@@ -84,68 +85,87 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     slots = min(slots, n_rows)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=device)
-    tokens = torch.full((n_rows, max_new_tokens), pad_id, dtype=torch.long, device=device)
-    logprobs = torch.zeros(n_rows, max_new_tokens, device=device)
-    n_tokens = torch.zeros(n_rows, dtype=torch.long, device=device)
-    finished = torch.zeros(n_rows, dtype=torch.bool, device=device)
+    n_tokens, finished = [0] * n_rows, set()  # of all output rows; those that a stop id ended
+    drawn, drawn_rows = [], []  # (tokens, log probabilities) of each step's rows; their output rows
 
     # Longest prompts first: rows beside each other have like lengths, and little of the cache is read in vain
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     waiting = deque(i * n + j for i in order for j in range(n))  # rows without a slot yet, as output rows
     prefilled = {}  # prompt -> (a cache, its row there, its last logits), of the last prompts that were run
     cache = RaggedCache(model, slots, max(map(len, prompts)), max_new_tokens)
-    row = torch.zeros(slots, dtype=torch.long, device=device)  # which output row a slot holds
-    length = torch.zeros(slots, dtype=torch.long, device=device)  # its tokens with cached keys and values
-    live, logits = 0, None  # slots 0 to live - 1 are decoding; logits (live, V) of their next tokens
+    live, logits = [], None  # the output rows in the first slots; logits (live, V) of their next tokens
+    ahead = device.type in WORKS_AHEAD
     if progress is True:
         progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
 
+    def step(token):
+        lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # with cached keys and values
+        return _next_logits(model, token[:, None], cache.begin(lengths, device), cache)
+
     while live or waiting:
         # refill
-        new = [waiting.popleft() for _ in range(min(slots - live, len(waiting)))]
+        new = [waiting.popleft() for _ in range(min(slots - len(live), len(waiting)))]
         if new:
             first = []
             for j, r in enumerate(new):
                 if r // n not in prefilled:  # then no row of the prompts before is left
                     prefilled = None  # so that one group is held, not two
                     prefilled = _prefill(model, prompts, list(dict.fromkeys(r // n for r in new[j:])))
-                cache.fill(live + j, *prefilled[r // n][:2], len(prompts[r // n]))
-                row[live + j], length[live + j] = r, len(prompts[r // n])
+                cache.fill(len(live) + j, *prefilled[r // n][:2], len(prompts[r // n]))
                 first.append(prefilled[r // n][2])
-            logits = torch.stack(first) if live == 0 else torch.cat([logits, torch.stack(first)])
-            live += len(new)
+            logits = torch.cat([logits, torch.stack(first)]) if live else torch.stack(first)
+            live += new
             prefilled = {i: kept for i, kept in prefilled.items() if waiting and i == waiting[0] // n}
 
         # choose
         token, logprob = choose(logits, *choice, generator)
-        rows, at = row[:live], n_tokens[row[:live]]
-        tokens[rows, at], logprobs[rows, at] = token, logprob
-        n_tokens[rows] = at + 1
-        finished[rows] = torch.isin(token, stop)
-        done = (finished[rows] | (at + 1 == max_new_tokens)).tolist()
+        drawn.append((token, logprob))
+        drawn_rows += live
+        for row in live:
+            n_tokens[row] += 1
+        stopped, following = torch.isin(token, stop), token
+        if ahead:  # the device runs the next step, of finished rows too, before it is asked which these are
+            stopped, copied = stopped.to("cpu", non_blocking=True), torch.Event(device)
+            copied.record()
+            following = step(token)
+            copied.synchronize()
+        finished |= {row for row, stops in zip(live, stopped.tolist()) if stops}
+        done = [row in finished or n_tokens[row] == max_new_tokens for row in live]
 
         # compact
-        left = live - sum(done)
+        left = len(live) - sum(done)
         holes = [slot for slot in range(left) if done[slot]]
-        movers = [slot for slot in range(left, live) if not done[slot]]
+        movers = [slot for slot in range(left, len(live)) if not done[slot]]
         if holes:
-            cache.move(movers, holes)
-            for state in (row, length, token):
-                state[holes] = state[movers]
+            sources, targets = to_device([movers, holes], device)
+            cache.move(sources, targets)
+            following = following.index_copy(0, targets, following[sources])  # `drawn` holds the tokens
+            for source, target in zip(movers, holes):
+                live[target] = live[source]
         if progress:
-            progress.update(live - left)
-        live = left
+            progress.update(len(live) - left)
+        live = live[:left]
 
         # step
-        if live:
-            logits = _next_logits(model, token[:live, None], cache.begin(length[:live]), cache)
-            length[:live] += 1
+        logits = following[:left] if ahead or not live else step(following[:left])
 
+    mask = torch.arange(max(n_tokens), device=device) < to_device(n_tokens, device)[:, None]  # (B, R)
+    order = to_device(drawn_rows, device).argsort(stable=True)  # row by row, in a row as drawn
+    tokens, logprobs = (torch.cat(of_steps)[order] for of_steps in zip(*drawn))
     if logprobs.isnan().any():
         raise ValueError("sample: the model gives NaN logits")
-    mask = torch.arange(int(n_tokens.max()), device=device) < n_tokens[:, None]  # (B, R)
-    tokens, logprobs = (x[:, : mask.shape[1]].clone() for x in (tokens, logprobs))
+    tokens = tokens.new_full(mask.shape, pad_id).masked_scatter(mask, tokens)
+    logprobs = logprobs.new_zeros(mask.shape).masked_scatter(mask, logprobs)
+    finished = to_device([row in finished for row in range(n_rows)], device)
     return Rollout(torch.arange(n_rows, device=device) // n, tokens, mask, logprobs, finished)
+
+
+def to_device(x, device):
+    """A CPU tensor, or a list of numbers, on the device, without a wait for what runs there."""
+    x = torch.as_tensor(x)
+    if torch.device(device).type not in WORKS_AHEAD:  # Apple's MPS might read what is freed by then
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)  # of other memory a copy may wait
 
 
 def choose(logits, temperature, top_p, top_k, generator=None):
@@ -171,9 +191,10 @@ def _most_likely(probs, top_p, top_k):
         ranked, ids = probs.topk(top_k)
         whole = ranked.sum(-1, keepdim=True)
     else:  # sorting a whole vocabulary can cost more than the model: try the first thousand tokens
-        ranked, ids = probs.topk(min(1024, vocabulary))
+        size = vocabulary if probs.device.type in WORKS_AHEAD else min(1024, vocabulary)  # `any` waits for it
+        ranked, ids = probs.topk(size)
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
-        if (ranked.sum(-1, keepdim=True) < top_p * whole).any():
+        if size < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.sort(-1, descending=True)
     before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
     return torch.where(before < top_p * whole, ranked, 0.0), ids
@@ -303,17 +324,17 @@ class RaggedCache(Cache):
             for state in layer.states.values():
                 state[targets] = state[sources]
 
-    def begin(self, length):
-        """Before a step: live rows' lengths (live,) -> its attention mask (live, longest + 1) bool."""
+    def begin(self, lengths, device):
+        """Before a step: live rows' lengths, a list -> its attention mask (live, longest + 1) bool."""
         if self.end == self.columns:  # no column is left: the rows go back to the first ones
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
                 tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = self.held
-        longest = int(length.max())
+        longest = max(lengths)
         self.end, self.held = self.end + 1, max(self.held, longest + 1)
         for layer in self.layers:
-            layer.begin(len(length), longest, self.end)
-        return torch.arange(-longest, 1, device=length.device) >= -length[:, None]
+            layer.begin(len(lengths), longest, self.end)
+        return torch.arange(-longest, 1, device=device) >= -to_device(lengths, device)[:, None]
 
 
 def _prefill(model, prompts, which):
@@ -322,8 +343,8 @@ def _prefill(model, prompts, which):
     device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
     group = which[: max(1, PREFILL_TOKENS // width)]
     paddings = [width - len(prompts[i]) for i in group]
-    ids = torch.tensor([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device=device)
-    mask = torch.arange(width, device=device) >= torch.tensor(paddings, device=device)[:, None]
+    ids = to_device([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device)
+    mask = torch.arange(width, device=device) >= to_device(paddings, device)[:, None]
     cache = DynamicCache(config=model.config)
     logits = _next_logits(model, ids, mask, cache)
     return {i: (cache, row, logits[row]) for row, i in enumerate(group)}
@@ -379,7 +400,7 @@ def _check_model(model, prompts, max_new_tokens):
     """Refuse what a ragged cache would get wrong, silently or not; then, once a model, try a short ragged
     batch against plain forwards."""
     config = model.config.get_text_config()
-    kind, room = config.model_type, _n_positions(config)
+    kind, room = config.model_type, n_positions(config)
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > room:
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
@@ -403,8 +424,10 @@ def _check_model(model, prompts, max_new_tokens):
     model.ragged_cache_works = True
 
 
-def _n_positions(config):
-    """Of longrope the original length: a longer row turns its whole batch to other frequencies."""
+def n_positions(config) -> int:
+    """How many tokens a row may have. Of longrope the original length: a longer row turns its whole batch to
+    other rotary frequencies."""
+    config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         return rope["original_max_position_embeddings"]
@@ -446,7 +469,7 @@ def main(args: Args):
         prompt = tokenizer(text)  # without a chat template a text to go on with
         if tokenizer.chat_template:
             prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-        room = _n_positions(model.config.get_text_config()) - len(prompt["input_ids"])
+        room = n_positions(model.config) - len(prompt["input_ids"])
         out = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,

@@ -2,12 +2,16 @@
 
 import copy
 import dataclasses
+import importlib
+import inspect
 import json
 import math
+import sys
 import types
 from pathlib import Path
 
 import pytest
+import test_shape
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -25,7 +29,7 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import data, dist, loading, models, tiny
+from common import batches, data, dist, loading, models, sampler, tiny
 from common.batches import Comparison, Document, Row, collate, collate_comparisons, make_blocks
 from common.errors import InputError
 
@@ -986,3 +990,76 @@ def test_find_model_says_what_is_missing(files, name, says, folder):
     with pytest.raises(InputError, match=says) as error:
         loading.find_model(name)
     assert name.rstrip("/") in str(error.value)
+
+
+# -- what a device would be waited for: values that Python reads, masks whose True ones are counted ------
+class Waits(TorchDispatchMode):
+    """Counts them, as if the tensors were not on the CPU; not in a `host` function, whose tensors stay there."""
+
+    n, counts = 0, True
+
+    def __torch_dispatch__(self, op, kinds, args=(), kwargs=None):
+        name, kwargs = op.overloadpacket.__name__, kwargs or {}
+        masks = [
+            x for x in (args[1] if "index" in name and isinstance(args[1], list) else []) if x is not None
+        ]
+        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "equal")
+        waits |= any(x.dtype == torch.bool for x in masks)
+        self.n += waits and self.counts
+        return op(*args, **kwargs or {})
+
+    def host(self, function):
+        def run(*args, **kwargs):
+            self.counts = False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.counts = True
+
+        return run
+
+
+@pytest.mark.parametrize(
+    "name, most",
+    [("sft", 1), ("reward", 1), ("advantage_model", 0), ("ppo", 2), ("dpo_iterative", 1)],
+)
+def test_a_micro_batch_waits_for_the_device_so_often_at_most(name, most, monkeypatch):
+    """transformers reads the positions once a forward; two losses check their labels."""
+    script, waits, counts = importlib.import_module(name), Waits(), []
+    monkeypatch.setitem(sys.modules, "algorithm", script)
+    exec(test_shape.STEP, step := {"NAME": name})
+    given, step["args"].packing = step["given"], False
+    given.update(blocks=[[document] for document in step["documents"]], extra={})
+    for place, function in ((batches, "collate"), (batches, "collate_comparisons"), (script, "to_device")):
+        if hasattr(place, function):
+            monkeypatch.setattr(place, function, waits.host(getattr(place, function)))
+    if name == "ppo":
+        monkeypatch.setattr(script.Rollout, "in_batch", waits.host(script.Rollout.in_batch))
+    for size in (9, 1):  # one micro-batch; three, or of the two pairs two
+        step["args"].micro_batch_size, before = size, waits.n
+        with waits:
+            script.update(**{key: given[key] for key in inspect.signature(script.update).parameters})
+        counts.append(waits.n - before)
+    n_more = 2 if name in ("sft", "ppo") else 1
+    assert counts[1] - counts[0] == most * n_more
+
+
+def test_a_device_that_works_ahead_answers_alike_and_is_waited_for_once_a_step(model, monkeypatch):
+    """Here a CPU that is said to. Finished rows run one step more."""
+    prompts = [[3 + i] * length for i, length in enumerate((2, 9, 5, 5, 7, 1, 12))]
+    options = {"n": 2, "max_new_tokens": 12, "stop_ids": list(range(3, V, 6)), "pad_id": 0, "slots": 5}
+    want = [sampler.sample(model, prompts, temperature=t, seed=1, **options) for t in (0, 1.0)]
+    seen, waits, choose = [], Waits(), sampler.choose
+    event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: seen.append("wait"))
+    monkeypatch.setattr(torch, "Event", lambda device: event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    monkeypatch.setattr(sampler, "WORKS_AHEAD", ("cpu",))
+    monkeypatch.setattr(sampler, "choose", lambda *given: seen.append("step") or choose(*given))
+    monkeypatch.setattr(sampler, "_prefill", waits.host(sampler._prefill))
+    for t, plain in zip((0, 1.0), want):
+        with waits:
+            ahead = sampler.sample(model, prompts, temperature=t, seed=1, **options)
+        assert torch.equal(ahead.response_tokens, plain.response_tokens)
+        torch.testing.assert_close(ahead.sample_logprobs, plain.sample_logprobs)
+    assert seen.count("wait") == seen.count("step") > 20
+    assert waits.n == 2  # for NaN, once a call

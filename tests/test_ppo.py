@@ -165,7 +165,7 @@ def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
     model = SimpleNamespace(head_outputs=own_id)
     ids = torch.tensor([[11, 12, 13, 14, 15], [21, 22, 23, 0, 0]])
     mask = torch.tensor([[False, True, True, True], [True, True, False, False]])
-    values = lambda mask: models.state_values(model, Batch(ids, None, mask, [])).tolist()
+    values = lambda mask: models.state_values(model, Batch(ids, None, mask, mask.nonzero().T, [])).tolist()
     assert values(mask) == [[0, 12, 13, 14], [21, 22, 0, 0]] and values(mask & False) == [[0] * 4] * 2
 
 

@@ -150,7 +150,7 @@ def test_an_algorithm_copied_out_with_what_it_needs_takes_a_step(name, tmp_path)
             head += [ast.unparse(node)] if node.names else []
     (tmp_path / "algorithm.py").write_text("\n".join([*head, *map(ast.unparse, kept)]))
     (tmp_path / "common").mkdir()
-    for file in NEEDED | {"loading", "lora", "tiny"}:  # these make the models of step.py
+    for file in NEEDED | {"sampler", "loading", "lora", "tiny"}:  # these make the models of step.py
         shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
     (tmp_path / "step.py").write_text(f"NAME = {name!r}\n{STEP}")
     # -I: nothing can lend it the rest of the project
