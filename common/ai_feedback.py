@@ -1,5 +1,6 @@
 """AI feedback: a language model in the annotator's place. It makes data sets for the scripts:
 
+    sample    pairs of responses without a label, of one or more policies: rows for label
     label     which of two responses is better, as a soft label for reward.py (distilled RLAIF)
     rate      how good a response is, from 1 to 10 (direct RLAIF)
     revise    answer, criticise by a principle, revise, R times: rows for sft.py (Constitutional AI)
@@ -13,6 +14,7 @@
 P is the labeler's probability of the text after the opening of its answer. With --chain-of-thought it first
 writes a rationale, and the answer is read after it. What it is asked stands in common/ai_feedback.toml.
 
+    python -m common.ai_feedback sample --model runs/sft --dataset prompts.jsonl --output-dir runs/pairs
     python -m common.ai_feedback label --model org/name --dataset pairs.jsonl --output-dir runs/labels
     python reward.py --model org/other --dataset runs/labels/rows.jsonl
     python ppo.py --model org/other --dataset prompts.jsonl --scorer common.ai_feedback:rater=org/name
@@ -22,7 +24,7 @@ Every rank holds the whole labeler, and a share of the rows. A labeler may also 
 gives an object with the two methods of LanguageModel.
 """
 
-import bisect
+import contextlib
 import itertools
 import math
 import os
@@ -65,20 +67,21 @@ def fill(template, values) -> str:
 
 class Question(NamedTuple):
     template: str  # the user's turn, with {name} for
-    values: dict[str, str]  # texts, the only part that may be shortened
+    values: dict[str, str]  # texts
     opening: str = ""  # what the answer begins with
+    before: tuple = ()  # messages before the user's turn
 
 
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
-    """A causal LM on this rank's device, whole. Texts that do not fit are cut in their middle, and counted in
-    `shortened`."""
+    """A causal LM on this rank's device, whole. A question that does not fit, or that its chat template
+    refuses, has no answer, and is counted in `unasked`."""
 
     def __init__(self, name, device, args):
         from transformers import AutoModelForCausalLM
 
         loading.check_causal_lm(name)
-        self.name, self.device, self.batch_size, self.shortened = name, device, args.batch_size, 0
+        self.name, self.device, self.batch_size, self.unasked = name, device, args.batch_size, 0
         self.tokenizer = loading.load_tokenizer(name, args.chat_template)
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
@@ -88,27 +91,17 @@ class LanguageModel:
         self.room = min(args.max_length or room, room)
 
     def encode(self, question, reserve) -> list[int]:
-        """Token ids of the question and the opening of the answer. Where `reserve` more tokens would not fit,
-        as many of the longest texts' tokens are kept at either end as do."""
-        plain, decode = data.special_tokens(self.tokenizer).sub, self.tokenizer.decode
-        texts = {name: plain("", text) for name, text in question.values.items()}
-        whole = {name: self._ids(text) for name, text in texts.items()}
-        opening = self._ids(plain("", question.opening))
-
-        def with_sides(n):  # with n tokens at most at either end of each text
-            long = {name: ids for name, ids in whole.items() if len(ids) > 2 * n}
-            cut = {name: f"{decode(ids[:n])} [...] {decode(ids[-n:])}" for name, ids in long.items()}
-            content = fill(question.template, {**texts, **cut})
-            return data.prompt_ids(self.tokenizer, [{"role": "user", "content": content}]) + opening
-
-        longest = max(map(len, whole.values()), default=0)
-        ids = with_sides(longest)
-        if len(ids) + reserve > self.room:
-            sides = range(1, longest // 2 + 1)
-            n = bisect.bisect(sides, self.room - reserve, key=lambda n: len(with_sides(n)))
-            if n == 0:
-                raise InputError(f"{self.name} has room for {self.room} tokens, too few for the template")
-            ids, self.shortened = with_sides(n), self.shortened + 1
+        """Token ids of the question and the opening of the answer; none where it has no answer, or where
+        `reserve` more tokens would not fit."""
+        plain, ids = data.special_tokens(self.tokenizer).sub, []
+        values = {name: plain("", text) for name, text in question.values.items()}
+        turns = [{**turn, "content": plain("", turn["content"])} for turn in question.before]
+        turns.append({"role": "user", "content": fill(question.template, values)})
+        with contextlib.suppress(ValueError):  # the chat template refuses it
+            ids = data.prompt_ids(self.tokenizer, turns) + self._ids(plain("", question.opening))
+        if not ids or len(ids) + reserve > self.room:
+            self.unasked += 1
+            return []
         return ids
 
     def _ids(self, text):
@@ -120,7 +113,7 @@ class LanguageModel:
         may begin another's ("1" and "10"): then the shorter one's probability is that of ending there."""
         p = torch.zeros(len(questions), len(options), dtype=torch.float64)
         rows = [(i, *self._with_options(question, options)) for i, question in enumerate(questions)]
-        rows.sort(key=lambda row: -len(row[1]))
+        rows = sorted((row for row in rows if row[1]), key=lambda row: -len(row[1]))
         shared = os.path.commonprefix([ids[:-depth] for _, ids, depth, _ in rows])  # examples: run once
         if models.recurrent(self.model):  # no keys and values to go on from
             shared = []
@@ -151,16 +144,17 @@ class LanguageModel:
         if not apart or not all(path and path[:-1] == longest[: len(path) - 1] for path in paths):
             raise InputError(f"{self.name}: its tokenizer cannot write {', '.join(options)} apart")
         ids = self.encode(question._replace(opening=f"{question.opening} {options[0]}"), reserve=4)
-        return [*ids[: len(ids) - len(paths[0])], *longest[:-1]], len(longest), paths
+        return ids and [*ids[: len(ids) - len(paths[0])], *longest[:-1]], len(longest), paths
 
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
         """(text, whether it ended) of one answer to each question, without its opening."""
         prompts = [self.encode(question, max_new_tokens) for question in questions]
         responses = generate.my_responses(
-            self.model, self.tokenizer, prompts, max_new_tokens=max_new_tokens, temperature=temperature,
-            slots=self.batch_size, seed=seed,
+            self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
+            temperature=temperature, slots=self.batch_size, seed=seed,
         )  # fmt: skip
-        return [(response.text.strip(), response.finished) for response in responses]
+        answers = ((response.text.strip(), response.finished) for response in responses)
+        return [next(answers) if ids else ("", False) for ids in prompts]
 
 
 def load_labeler(spec, device, args, flag="--model"):
@@ -176,7 +170,35 @@ def load_labeler(spec, device, args, flag="--model"):
     return labeler
 
 
-# -- the three tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------
+# -- the tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------------
+def sample(rows, policies, principles, args):
+    """Of each row {"responses": [{"text", "model"}], "ai": {"dropped"}}: --responses answers of each of
+    `policies`, {name: labeler}, but those that did not end, have no words, or are there already."""
+    for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
+        questions, texts = [], [{} for _ in group]
+        for row in group:
+            *before, last = row.prompt
+            question = Question("{prompt}", {"prompt": last["content"]}, before=tuple(before))
+            questions += [question] * args.responses
+        for place, (name, policy) in enumerate(policies.items()):
+            seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
+            answers = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
+            for i, (text, ended) in enumerate(answers):
+                if text and ended:
+                    texts[i // args.responses].setdefault(text, name)
+        for of_row in texts:
+            responses = [{"text": text, "model": name} for text, name in of_row.items()]
+            result = {"ai": {"dropped": args.responses * len(policies) - len(responses)}}
+            enough = {"responses": responses} if len(responses) > 1 else {"failed": "no two responses"}
+            yield {**enough, **result}
+
+
+def pairs_of(row):
+    """The rows of every two of the responses that `sample` found; any other row as it is."""
+    pairs = itertools.combinations(row.get("responses", ()), 2)
+    return [{**row, "responses": list(pair)} for pair in pairs] or [row]
+
+
 def preamble_and_examples(args):
     parts = [TEXTS["by_principle" if args.constitution else args.preamble]]
     for example in TEXTS["examples"][: args.examples]:
@@ -297,7 +319,7 @@ class Item(NamedTuple):
     key: str  # of batches.a_part
     about: dict  # what a row that is written begins with
     prompt: list[dict]
-    texts: list[str]  # label: two; rate: one; revise: one or none
+    texts: list[str]  # label: two; rate: one; revise: one or none; sample: not read
     human: float | None = None  # P(texts[0] is the better one) by the row's label, if it has one
 
 
@@ -328,9 +350,12 @@ def read_items(args) -> list[Item]:
 
 
 # -- measures --------------------------------------------------------------------------------------
-def measures(rows, failed, shortened) -> dict[str, float]:
+def measures(rows, failed, unasked) -> dict[str, float]:
     """The figures of summary.json, as docs/runs.md defines them."""
-    figures = {"rows": len(rows), "failed": len(failed), "shortened": shortened}
+    figures = {"rows": len(rows), "failed": len(failed), "unasked": unasked}
+    dropped = {row["row"]: row["ai"]["dropped"] for row in [*rows, *failed] if "dropped" in row.get("ai", ())}
+    if dropped:  # by row: a row of several pairs says it in each
+        figures["dropped"] = sum(dropped.values())
     judged, unjudged = ([r for r in x if r.get("human") not in (None, 0.5)] for x in (rows, failed))
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]
     if judged:
@@ -349,13 +374,17 @@ def measures(rows, failed, shortened) -> dict[str, float]:
 
 @dataclass
 class Args:
-    task: Literal["label", "rate", "revise"] = "label"
+    task: Literal["sample", "label", "rate", "revise"] = "label"
     """The first word of the command."""
     model: str = ""
-    """The labeler: a causal LM (run directory, folder, hub name), or module:function."""
+    """The labeler, or sample's policy: a causal LM (run directory, folder, hub name), or module:function."""
+    others: tuple[str, ...] = ()
+    """More policies of sample."""
+    responses: int = 2
+    """Of each policy to a prompt of sample; every two different ones are a pair."""
     dataset: str = "tiny"
-    """label: pairs or rankings, as reward.py takes them; rate: rows of `prompt` and `response` or
-    `completion`; revise: prompts, perhaps with a `response` to begin with."""
+    """sample: prompts; label: pairs or rankings, as reward.py takes them; rate: rows of `prompt` and
+    `response` or `completion`; revise: prompts, perhaps with a `response` to begin with."""
     split: Literal["train", "test"] = "train"
     """Of tiny, or of a hub data set."""
     output_dir: str = "runs/ai_feedback"
@@ -403,6 +432,8 @@ def check(args):
     check_flags(
         args,
         ("model", args.model, "the labeler's name"),
+        ("others", args.task == "sample" or not args.others, "none but with sample"),
+        ("responses", args.responses * (1 + len(args.others)) >= 2, "2 or more, or --others"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
         ("revisions", args.revisions >= 1, "1 or more"),
@@ -421,9 +452,11 @@ def main(args: Args):
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # model
-    if (args.task == "revise" or args.chain_of_thought) and not re.fullmatch(scorers.NAMED, args.model):
-        generate.check_sampled(args.model)
-    labeler = load_labeler(args.model, run.device, args)
+    names = [args.model, *args.others]
+    for name in names if args.task in ("sample", "revise") or args.chain_of_thought else ():
+        if not re.fullmatch(scorers.NAMED, name):
+            generate.check_sampled(name)
+    labelers = {name: load_labeler(name, run.device, args) for name in names}
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # what is there already
@@ -437,10 +470,13 @@ def main(args: Args):
         metrics.write_jsonl(path, rows)
 
     # loop
-    work = {"label": label, "rate": rate, "revise": revise}[args.task]
+    work = {"sample": sample, "label": label, "rate": rate, "revise": revise}[args.task]
+    size = args.batch_size if args.task == "sample" else 1  # rows of one rank in a row
+    labeler = labelers if args.task == "sample" else labelers[args.model]
     with metrics.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
-            mine = chunk[dist.rank() :: dist.world_size()]
+            shares = split(chunk, size)[dist.rank() :: dist.world_size()]
+            mine = [item for share in shares for item in share]
             results = zip(mine, work(mine, labeler, principles, args))
             new = dist.gather([{**item.about, **result} for item, result in results])
             rows += new
@@ -449,13 +485,14 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
-    shortened = sum(dist.gather([getattr(labeler, "shortened", 0)]))
+    unasked = sum(dist.gather([getattr(labeler, "unasked", 0) for labeler in labelers.values()]))
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
+        good = [pair for row in good for pair in pairs_of(row)]
         bad = [row for row in rows if "failed" in row]
         metrics.write_jsonl(run.folder / "failed.jsonl", bad)
         metrics.write_jsonl(path, good)
-        figures = measures(good, bad, shortened)
+        figures = measures(good, bad, unasked)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
         metrics.write_json(run.folder / "summary.json", figures)  # last
@@ -466,6 +503,7 @@ RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
     "rate": ("ratings of responses from 1 to 10", Args(task="rate")),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
+    "sample": ("pairs of responses without a label, for label", Args(task="sample")),
 }
 
 if __name__ == "__main__":

@@ -158,15 +158,15 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     assert found["alignment"] == found["accuracy"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
     assert found["alignment/one_order"] == 0.6
-    assert (found["rows"], found["failed"], found["shortened"], found["mass"]) == (7, 0, 3, 1.0)
+    assert (found["rows"], found["failed"], found["unasked"], found["mass"]) == (7, 0, 3, 1.0)
 
 
 def test_the_accuracy_counts_pairs_without_an_answer_as_half_and_those_without_a_label_not_at_all():
     failed = [{"human": human, "failed": "neither 1 nor 2"} for human in (1.0, 0.0, 0.3, 0.5, None)]
     found = ai.measures(ROWS, failed, 0)
     assert found["alignment"] == 0.7 and found["accuracy"] == (3.5 + 1.5) / 8 and found["failed"] == 5
-    assert ai.measures([], failed, 0) == {"rows": 0, "failed": 5, "shortened": 0, "accuracy": 0.5}
-    assert ai.measures([], failed[3:], 0) == {"rows": 0, "failed": 2, "shortened": 0}
+    assert ai.measures([], failed, 0) == {"rows": 0, "failed": 5, "unasked": 0, "accuracy": 0.5}
+    assert ai.measures([], failed[3:], 0) == {"rows": 0, "failed": 2, "unasked": 0}
 
 
 def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
@@ -436,10 +436,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
-DOTS = [(".", "."), ("..", "."), ("[", "..."), ("[...", "]"), ("Ġ", "[...]")]
 MERGES = {  # how " 10" is written
     "bytes": [],  # " ", "1", "0"
-    "spaced": [("Ġ", str(i)) for i in range(1, 10)] + DOTS,  # " 1", "0"; and " [...]", the mark of a cut
+    "spaced": [("Ġ", str(i)) for i in range(1, 10)],  # " 1", "0"
     "whole": [("1", "0")],  # " ", "10"
     "one": [("1", "0"), ("Ġ", "10"), *[("Ġ", str(i)) for i in range(1, 10)]],  # " 10"
 }
@@ -598,40 +597,20 @@ def test_special_tokens_in_texts_are_left_out(model_of):
     assert [ids.count(labeler.tokenizer.convert_tokens_to_ids(x)) for x in SPECIAL] == [0, 1, 1, 1]
 
 
-def test_texts_that_are_too_long_are_cut_in_their_middle_and_counted(folders):
+def test_a_question_that_does_not_fit_or_that_the_template_refuses_has_no_answer(folders):
     rooms = [language_model(folders / "bytes", max_length=n).room for n in (None, 4096, 100)]
     assert rooms == [2048, 2048, 100]  # the model's positions, at most
-    labeler = language_model(folders / "spaced", max_length=100)
-    long = "begin " + "x" * 300 + " end"
-    question = ai.Question("Of {a} and {b}:", {"a": long, "b": "a short text"}, "Rating:")
-    ids = labeler.encode(question, 10)
-    text = labeler.tokenizer.decode(ids)
-    match = re.fullmatch(
-        r"<user>Of (begin x+) \[\.\.\.\] (x+ end) and a short text:<end><assistant>Rating:", text
-    )
-    assert match and abs(len(match[1]) - len(match[2])) < 8
-    assert 80 <= len(ids) <= 90 and labeler.shortened == 1
-    labeler.encode(question._replace(values={"a": "a", "b": "b"}), 10)
-    assert labeler.shortened == 1
-    # Both are too long
-    ids = labeler.encode(question._replace(values={"a": long, "b": long}), 10)
-    assert len(ids) <= 90 and labeler.shortened == 2
-    assert labeler.tokenizer.decode(ids).count("[...]") == 2
-    assert torch.isfinite(labeler.probabilities([question], TEN)).all()
-    assert len(labeler.generate([question], 30, 1.0, 0)) == 1
-    with pytest.raises(InputError, match="has room for 100 tokens, too few for the template"):
-        labeler.encode(ai.Question("x" * 100 + "{a}", {"a": "a"}), 4)
-    with pytest.raises(InputError, match="too few for the template"):
-        labeler.encode(ai.Question("x" * 100, {}), 4)
-
-
-@pytest.mark.parametrize(
-    "text", ["begin " + "x" * 300 + " end", "漢字" * 100], ids=["the mark has 7 tokens", "characters are cut"]
-)
-def test_texts_are_cut_whatever_the_mark_of_a_cut_costs(text, folders):
     labeler = language_model(folders / "bytes", max_length=100)
-    ids = labeler.encode(ai.Question("Of {a}:", {"a": text}, "Rating:"), 10)
-    assert len(ids) <= 90 and "[...]" in labeler.tokenizer.decode(ids) and labeler.shortened == 1
+    long, short = (ai.Question("Rate {a}", {"a": "x" * n}, "Rating:") for n in (85, 20))
+    n = len(labeler.encode(short, 0))  # <user>Rate xx...<end><assistant>Rating:, a token a letter
+    assert n == 3 + 5 + 20 + 7 and labeler.encode(short, 100 - n) and labeler.unasked == 0
+    assert labeler.encode(short, 101 - n) == [] and labeler.unasked == 1
+    p = labeler.probabilities([long, short, long], TEN)
+    assert (p[[0, 2]] == 0).all() and torch.equal(p[1:2], labeler.probabilities([short], TEN))
+    texts = labeler.generate([short, long, short], 30, 0.0, 0)
+    assert texts[1] == ("", False) and texts[0] == texts[2] != ("", False) and labeler.unasked == 4
+    labeler.tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert labeler.generate([short], 30, 0.0, 0) == [("", False)] and labeler.unasked == 5
 
 
 def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of):
@@ -678,11 +657,40 @@ def test_a_model_revises_and_another_seed_gives_other_texts(folders, prompts, tm
     assert {r["ai"]["first"] for r in first.rows}.isdisjoint(r["ai"]["first"] for r in other.rows)
 
 
-def test_the_summary_counts_what_was_shortened(folders, pairs, tmp_path):
-    options = {"model": str(folders / "spaced"), "max_rows": 2, "min_mass": 1e-12}
-    whole, cut = (run(tmp_path / str(n), pairs, max_length=n, **options) for n in (None, 290))
-    assert whole.summary["shortened"] == 0 < cut.summary["shortened"]
-    assert [r["chosen"] for r in cut.rows] == [r["chosen"] for r in whole.rows]  # they are written whole
+def test_a_pair_too_long_for_the_labeler_fails_and_its_questions_are_counted(folders, pairs, tmp_path):
+    options = {"model": str(folders / "spaced"), "max_rows": 3, "min_mass": 1e-12}
+    whole, less = (run(tmp_path / str(n), pairs, max_length=n, **options) for n in (None, 290))
+    n = len(less.failed)
+    assert whole.summary["unasked"] == 0 < n == 3 - len(less.rows) and less.summary["unasked"] == 2 * n
+
+
+# -- sample ----------------------------------------------------------------------------------
+class Writer:
+    """Answers the questions with `texts`, one after the other; a text with a star did not end."""
+
+    def __init__(self, *texts):
+        self.texts, self.asked = iter(texts), []
+
+    def generate(self, questions, max_new_tokens, temperature, seed):
+        self.asked += [(*question.before, text_of(question)) for question in questions]
+        return [(text.strip("*"), "*" not in text) for text, _ in zip(self.texts, questions)]
+
+
+def test_every_two_different_answers_to_a_prompt_are_a_pair_and_the_others_are_counted():
+    policies = {"a": Writer("x", "y", "x", "x*", "", "x"), "b": Writer("z", "y", "x", "x", "x", "x")}
+    system = {"role": "system", "content": "be brief"}
+    rows = [item(texts=()), item(texts=(), number=1)]
+    rows[0].prompt.insert(0, system)
+    one, two = ai.sample(rows, policies, (), args_of("sample", responses=3))
+    assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
+    found = [[(r["text"], r["model"]) for r in pair["responses"]] for pair in ai.pairs_of(one)]
+    x, y, z = ("x", "a"), ("y", "a"), ("z", "b")
+    assert found == [[x, y], [x, z], [y, z]] and one["ai"] == {"dropped": 3}
+    assert two == {"failed": "no two responses", "ai": {"dropped": 5}} and ai.pairs_of(two) == [two]
+    again = [pair for row in ai.pairs_of(one) for pair in ai.pairs_of(row)]
+    assert again == ai.pairs_of(one)
+    rows = [{**row, "row": 0} for row in again]
+    assert ai.measures(rows, [{**two, "row": 1}], 0) == {"rows": 3, "failed": 1, "unasked": 0, "dropped": 8}
 
 
 # -- rate ------------------------------------------------------------------------------------
@@ -711,7 +719,7 @@ def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
 def test_a_labeler_that_gives_no_number_rates_nothing(responses, tmp_path):
     found = run(tmp_path / "run", responses, "rate", model="gold_labeler:mute")
     assert found.rows == [] and {r["failed"] for r in found.failed} == {"no number from 1 to 10"}
-    assert found.summary == {"rows": 0, "failed": 20, "shortened": 0}
+    assert found.summary == {"rows": 0, "failed": 20, "unasked": 0}
 
 
 def test_completions_are_rated_too_and_the_row_names_the_answer_response(tmp_path):
@@ -956,26 +964,28 @@ class Dice(GoldLabeler):
         return [(f"{seed} {i}", True) for i in range(len(questions))]
 
 
-@pytest.mark.parametrize("lines", [12, 9])
+@pytest.mark.parametrize("task, lines", [("revise", 12), ("revise", 9), ("sample", 9)])
 def test_sampled_texts_of_a_resumed_run_are_those_of_an_undisturbed_one(
-    lines, prompts, tmp_path, monkeypatch
+    task, lines, prompts, tmp_path, monkeypatch
 ):
     """DESIGN: a chunk that was killed is redone whole. With chunks of 6, 12 lines are two chunks; 9 are what
     a crash in the middle of the second write leaves."""
     monkeypatch.setattr(gold_labeler, "dice", Dice, raising=False)
     options = {"model": "gold_labeler:dice", "chunk_rows": 6}
-    whole = run(tmp_path / "run", prompts, "revise", **options)
+    whole = run(tmp_path / "run", prompts, task, **options)
     (tmp_path / "run" / "summary.json").unlink()
     kept = whole.text.splitlines(keepends=True)[:lines]
     (tmp_path / "run" / "rows.jsonl").write_text("".join(kept))
-    assert run(tmp_path / "run", prompts, "revise", resume=True, **options).text == whole.text
+    assert run(tmp_path / "run", prompts, task, resume=True, **options).text == whole.text
 
 
-@pytest.mark.parametrize("task, chunk_rows, max_rows", [("label", 1, 3), ("revise", 7, 15)])
-def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, prompts, tmp_path):
-    """In chunks of one row, rank 1 has nothing to do."""
-    dataset = {"label": pairs, "revise": prompts}[task]
+@pytest.mark.parametrize("task, chunk_rows, max_rows", [("label", 1, 3), ("revise", 7, 15), ("sample", 7, 9)])
+def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, prompts, folders, tmp_path):
+    """In chunks of one row, rank 1 has nothing to do. What is sampled is so too, in groups of a batch."""
+    dataset = {"label": pairs, "revise": prompts, "sample": prompts}[task]
     options = {"model": "gold_labeler:noisy", "chunk_rows": chunk_rows, "max_rows": max_rows}
+    if task == "sample":
+        options |= {"model": str(folders / "spaced"), "batch_size": 2, "responses": 3, "temperature": 1.0}
     alone = run(tmp_path / "one", dataset, task, **options)
     succeeds(script(tmp_path / "two", dataset, task, ranks=2, **options))
     assert (tmp_path / "two" / "rows.jsonl").read_text() == alone.text
@@ -991,6 +1001,7 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"model": tmp_path / "scorer"}, ["SequenceClassification", "wanted a causal language model"]),
         ({"dataset": responses}, ["none of its 20 rows", "are no preference row"]),
         ({"examples": 9}, ["--examples 9", "0 to 8"]),
+        ({"others": "gold_labeler:exact"}, ["--others", "none but with sample"]),
         ({"chains": 2}, ["--chains 2", "1 without --chain-of-thought"]),
         ({"min_mass": 0}, ["--min-mass 0", "more than 0"]),
     ]
@@ -1006,6 +1017,7 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"examples": -1}, "--examples -1"),
         ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
         ({"task": "revise", "revisions": 0}, "--revisions 0"),
+        ({"task": "sample", "responses": 1}, "--responses 1: wanted 2 or more, or --others"),
         ({"max_rows": 0}, "--max-rows 0"),
         ({"chunk_rows": 0}, "--chunk-rows 0"),
         ({"batch_size": 0}, "--batch-size 0"),
@@ -1069,7 +1081,7 @@ def test_a_response_with_a_lone_surrogate_is_left_out_by_name(task, tmp_path):
 
 
 def test_the_first_word_of_the_command_is_the_task():
-    for task in ("label", "rate", "revise"):
+    for task in ("sample", "label", "rate", "revise"):
         assert parse(ai.RECIPES, [task, "--model", "m"]).task == task
     assert parse(ai.RECIPES, ["--model", "m"]).task == "label"
 
@@ -1084,7 +1096,11 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
         "save_every": 0,
     }  # fmt: skip
     base = smaller_model(tmp_path / "base")
-    succeeds(script(tmp_path / "labels", pairs, model="gold_labeler:noisy"))
+    more = {"temperature": 1.0, "max_new_tokens": 8, "max_rows": 12}
+    succeeds(script(tmp_path / "pairs", prompts, "sample", model=base, **more))
+    sampled = read_jsonl(tmp_path / "pairs" / "rows.jsonl")
+    write_rows(tmp_path / "all.jsonl", sampled + read_jsonl(pairs))
+    succeeds(script(tmp_path / "labels", tmp_path / "all.jsonl", model="gold_labeler:noisy"))
     succeeds(script(tmp_path / "revised", prompts, "revise"))
 
     def trained(name, folder, **options):
