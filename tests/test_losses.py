@@ -1080,3 +1080,61 @@ def test_dpo_stays_finite_far_out(smoothing):
     expected = torch.tensor([smoothing, smoothing - 1]) * 0.1 / 2
     torch.testing.assert_close(chosen.grad, expected)
     assert torch.log(torch.sigmoid(torch.tensor(-1e4))).isinf()
+
+
+# -- cpl_loss ----------------------------------------------------------------------------
+# Multiples of log 3 in rows that begin with a prompt of one token, or of two, and end in padding (NAN). With
+# gamma = 1/2 the sums are -2, -1 and -3, -4; with alpha = 2 and lam = 1/2 h is -4 + 3 = -1 and -2 + 4 = 2
+CPL = [[NAN, -1, -2], [NAN, -1, NAN]], [[NAN, NAN, -1, -2, -4], [NAN, NAN, -2, -4, NAN]]
+CHOSEN, REJECTED = (torch.tensor(side, dtype=torch.float64) * LOG3 for side in CPL)
+WHERE = ~CHOSEN.isnan(), ~REJECTED.isnan()
+
+
+def test_cpl_by_hand():
+    """Both S are ranked as labelled, -4 > -6 and -2 > -8, though the margin makes the first loss log 4."""
+    chosen, rejected = CHOSEN.clone().requires_grad_(), REJECTED.clone().requires_grad_()
+    loss, parts = losses.cpl_loss(chosen, rejected, *WHERE, 2.0, gamma=0.5, lam=0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(of_thirds(-1, 2)) and (parts["n_correct"], parts["n_rows"]) == (2, 2)
+    rewards = parts["chosen_reward_sum"].item(), parts["rejected_reward_sum"].item()
+    assert rewards == pytest.approx((-6 * LOG3, -14 * LOG3))
+    # -alpha gamma^t P(wrong) / n, P(wrong) = 3/4 and 1/10; lam and the other sign for the rejected one
+    torch.testing.assert_close(chosen.grad, torch.tensor([[0, -0.75, -0.375], [0, -0.1, 0]]).double())
+    want = torch.tensor([[0, 0, 0.375, 0.1875, 0.09375], [0, 0, 0.05, 0.025, 0]]).double()
+    torch.testing.assert_close(rejected.grad, want)
+
+
+@pytest.mark.parametrize(
+    "wrong, multiples",
+    [
+        (lambda c, r: losses.cpl_loss(c * 0.5 ** T(c), r * 0.5 ** T(r), *WHERE, 2, 1, 0.5), (-1.25, 0)),
+        (lambda c, r: losses.cpl_loss(c, r, *WHERE, 2, 1.0, 0.5), (1, 4)),
+        (lambda c, r: losses.cpl_loss(c / 2, r, *WHERE, 2, 0.5, 1.0), (4, 7)),
+        (lambda c, r: losses.cpl_loss(c, r, *WHERE, 2, 0.5, 1.0), (2, 6)),
+        (lambda c, r: losses.cpl_loss(c / N_C, r / N_R, *WHERE, 2, 0.5, 0.5), (-1, 0)),
+    ],
+    ids=["t from the prompt", "no gamma", "lam on the chosen side", "no lam", "mean"],
+)
+def test_cpl_differs_from_its_wrong_variants(wrong, multiples):
+    assert wrong(CHOSEN, REJECTED)[0].item() == pytest.approx(of_thirds(*multiples))
+    assert abs(of_thirds(*multiples) - of_thirds(-1, 2)) > 0.05
+
+
+T = lambda x: torch.arange(x.shape[1])
+N_C, N_R = (mask.sum(1, keepdim=True) for mask in WHERE)
+
+
+def test_cpl_without_discount_and_bias_is_dpo_without_a_reference():
+    sides = [losses.masked_sum(x, mask, 1) for x, mask in zip((CHOSEN, REJECTED), WHERE)]
+    loss, parts = losses.dpo_loss(*sides, *[torch.zeros(2)] * 2, 0.3, n_rows=5)
+    same, same_parts = losses.cpl_loss(CHOSEN, REJECTED, *WHERE, 0.3, n_rows=5)
+    assert same.item() == pytest.approx(loss.item())
+    torch.testing.assert_close(same_parts, parts)
+
+
+@pytest.mark.parametrize("options", [{"gamma": 0}, {"gamma": 1.1}, {"lam": 0}, {"lam": 1.1}, {"lam": NAN}])
+def test_gamma_and_lam_of_cpl_are_above_0_and_at_most_1(options):
+    with pytest.raises(ValueError, match="above 0 and at most 1"):
+        losses.cpl_loss(CHOSEN, REJECTED, *WHERE, 1.0, **options)
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.cpl_loss(CHOSEN[:1], REJECTED, *WHERE, 1.0)
