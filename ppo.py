@@ -11,13 +11,10 @@ over the n response tokens of an optimiser step; "old" is of the rollout. (Llama
 policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses keep what the policy knew:
 
     + c_ptx (mean NLL of text)                                        the pretrained gradient (Qwen)
-    + c_sr (mean over rows of sum_t -log pi_theta(y_t | x, y_<t))     selective rehearsal, eq. 9
-
-Eq. 9 is of "Stabilizing RLHF through Advantage Model and Selective Rehearsal", arXiv:2309.10202.
+    + c_sr (mean over rows of sum_t -log pi_theta(y_t | x, y_<t))     selective rehearsal (2309.10202, eq. 9)
 
 Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
-summary.json, with --patience best/, and checkpoint/: policy, value model and their optimisers, the iterations
-and steps that are done, the statistics of the scores, and what tells the scorers from others.
+summary.json, with --patience best/, and checkpoint/: both models, their optimisers, all else to go on from.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
@@ -121,6 +118,8 @@ class Args:
     """Rehearsal rows of an optimiser step, over all ranks."""
     rehearsal_norm: Literal["sum", "mean"] = "sum"
     """A row's negative log likelihood is the sum over its tokens, as eq. 9 has it, or their mean."""
+    hold_out_rehearsed: bool = False
+    """Leave the prompts of --rehearsal-data out of the rollouts."""
     # optimiser steps
     epochs: int = 2
     """Passes over a rollout."""
@@ -188,6 +187,7 @@ def check(args):
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
         ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
+        ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "--rehearsal-data"),
         ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
     )
 
@@ -363,6 +363,8 @@ def main(args: Args):
         generate.check_policy(name, tokenizer, args)
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     extra_data, held_out_text = data.load_extra(args, tokenizer, held_out)
+    if args.hold_out_rehearsed:
+        prompts = data.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
 
     # models: policy and value learn; the reference and the scorer, with --safety-scorer a pair, are asked
     scorer = scorers.load_gated(args, tokenizer, run.device)
@@ -395,11 +397,9 @@ def main(args: Args):
 
         # 1. sample: n responses to each of this iteration's prompts
         batch_prompts = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
-        pairs = generate.sample_pairs(
-            policy, tokenizer, batch_prompts, n=args.n_samples, max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature, top_p=args.top_p, slots=args.slots,
-            seed=dist.seed_of(args.seed, "rollout", iteration),
-        )  # fmt: skip
+        seed = dist.seed_of(args.seed, "rollout", iteration)
+        options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
+        pairs = generate.answers(policy, tokenizer, batch_prompts, args, seed, **options)
         documents = generate.documents(pairs)
         finished = torch.tensor([response.finished for _, response in pairs])
         rollout = Rollout(pairs, documents, response_mask(documents), finished)

@@ -489,7 +489,7 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
     def other(document):
         if document.key in held:
-            raise ValueError("the prompt is in the held-out set too (--eval-dataset)")
+            raise ValueError("the prompt is in the held-out set too (--eval-dataset, --hold-out-rehearsed)")
         return document
 
     held = {d.key for d in held_out}

@@ -315,6 +315,36 @@ def dpo_loss(
     return loss, metrics
 
 
+def cpl_loss(
+    chosen_logprobs, rejected_logprobs, chosen_mask, rejected_mask, alpha, gamma=1.0, lam=1.0, n_rows=None
+):
+    """Contrastive preference learning: pairs without a reference, later tokens discounted.
+
+    S(y) = alpha * sum_t gamma^t log pi(y_t | x, y_<t),   t = 0 at a response's first token
+    L = -(1 / n_rows) sum_b log sigmoid(S_c - lam * S_r)
+    (Hejna et al., arXiv:2310.13639, section 3.) People are taken to prefer what regrets less: log odds of
+    sum_t gamma^t (A_c,t - A_r,t), A the best policy's advantages. The policy of the highest return + alpha *
+    entropy is pi = exp(A / alpha), so alpha log pi stands for A, and S for y's reward less the value of x.
+    S is below 0: a lam below 1, the paper's conservative bias, is a margin of (1 - lam) |S_r|, and likelier
+    data a lower loss. Each token lowers S: short responses win. gamma = lam = 1 is dpo_loss, references 0.
+
+    *_logprobs: (n, T-1), nats, gradient flows. *_mask: (n, T-1) bool, the tokens of a row's one response, its
+      end token included. T may differ between the sides. alpha: above 0. gamma, lam: above 0, at most 1.
+    Returns (loss, metrics) as dpo_loss does, S the implicit reward. ValueError on other gamma or lam."""
+    if not (0 < gamma <= 1 and 0 < lam <= 1):
+        raise ValueError(f"cpl_loss: gamma {gamma} or lam {lam} is not above 0 and at most 1")
+    rewards = []
+    for logprobs, mask in ((chosen_logprobs, chosen_mask), (rejected_logprobs, rejected_mask)):
+        _same_shape(logprobs=logprobs, mask=mask)
+        t = mask.cumsum(1) - 1  # wherever in its row a response begins
+        rewards.append(alpha * masked_sum(gamma**t * logprobs, mask, dim=1))
+    chosen, rejected = rewards
+    loss, metrics = bradley_terry_loss(chosen, rejected, margin=(lam - 1) * rejected, n_rows=n_rows)
+    metrics["chosen_reward_sum"] = chosen.detach().sum()
+    metrics["rejected_reward_sum"] = rejected.detach().sum()
+    return loss, metrics
+
+
 def _mean_over_rows(name, loss_sum, n_rows, signs):
     """(loss, metrics) of pairs; signs: (n,), above 0 where a pair is ranked as labelled, 0 for a tie."""
     if n_rows is None and len(signs) == 0:

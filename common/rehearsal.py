@@ -3,8 +3,7 @@ not forget (arXiv:2309.10202, section 3.2).
 
     embed     prompts -> vectors: mean-pooled last hidden states of the policy, or an encoder by name
     cluster   KMeans into c groups, one for each kind of skill
-    select    in each group the k prompts whose response has the highest score, or is the shortest, or the one
-              that the policy was surest of (the lowest mean entropy)
+    select    in each group the k prompts with the best response: by score, length or entropy, or by two
 
 It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
@@ -22,6 +21,7 @@ from common import dist, generate, loading, metrics, models, scorers
 from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
+from common.losses import whiten
 from common.run import launch
 
 
@@ -67,7 +67,7 @@ def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[t
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
     each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
-    call it."""
+    call it. scorer: of scorers.load_gated."""
     if args.encoder:
         texts = [prompt.turns[-1]["content"] for prompt in prompts]
         embeddings = embed_texts(args.encoder, texts, policy.device)
@@ -76,20 +76,25 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
             embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
-    scores = scorers.score(scorer, pairs, args.score_batch_size, policy.device)
-    merit, lengths = scores, torch.tensor([len(response.ids) for response in responses])
+    if scorer.safety:
+        scores = scorer.score(pairs)[0].tolist()
+    else:
+        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size, policy.device)
+    usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
+    if not any(usable):
+        raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
+    merit = torch.tensor(scores, dtype=torch.float64)
+    lengths = torch.tensor([len(response.ids) for response in responses])
     if args.by == "length":
-        merit = (-lengths).tolist()
-    elif args.by == "entropy":  # of the next token, nats, mean over a response's tokens
+        merit = -lengths
+    elif args.by != "score":  # entropy of the next token, nats, mean over a response's tokens
         plan, size = [[[document] for document in generate.documents(pairs)]], args.score_batch_size
         forward = models.logprobs_and_entropies
         _, entropies = models.per_token(forward, policy, plan=plan, micro_batch_size=size)
-        merit = (-entropies.sum(1) / lengths).tolist()
-    usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
-    chosen = select(embeddings, merit, usable, args.clusters, args.per_cluster, args.seed)
+        surety, mask = -entropies.sum(1) / lengths, torch.tensor(usable)
+        merit = surety if args.by == "entropy" else whiten(merit, mask) + whiten(surety, mask)
+    chosen = select(embeddings, merit.tolist(), usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
-    if not chosen:
-        raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
     return [
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
         for cluster, i in chosen
@@ -102,6 +107,10 @@ class Args:
     """The first policy."""
     scorer: str = "runs/reward"
     """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
+    safety_scorer: str | None = None
+    """Llama 2's second reward model, as ppo.py has it: the score is then the gated one."""
+    safety_threshold: float = 0.15
+    """A response is unsafe if the safety scorer's probability is below this (Llama 2)."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"
@@ -110,8 +119,8 @@ class Args:
     """c."""
     per_cluster: int = 16
     """k."""
-    by: Literal["score", "length", "entropy"] = "score"
-    """The best, the shortest, or the surest responses of a cluster."""
+    by: Literal["score", "length", "entropy", "score_and_entropy"] = "score"
+    """The best, shortest or surest responses of a cluster; the last: z(score) - z(entropy), standardised."""
     encoder: str | None = None
     """A sentence encoder's name; None: the policy's own hidden states."""
     max_prompts: int = 2000
@@ -128,6 +137,7 @@ class Args:
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     seed: int = 0
     """Of the samples and KMeans."""
+    retokenize, offload = True, False  # no flags here: what loading scorers asks of ppo.py's
 
 
 def main(args: Args):
@@ -142,7 +152,7 @@ def main(args: Args):
     prompts = a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
-    scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
+    scorer = scorers.load_gated(args, tokenizer, device)
     policy = loading.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():

@@ -35,11 +35,12 @@ or, no kill, `nan N RANK`: the N-th loss on that rank is NaN. Before a moment, a
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -60,6 +61,16 @@ ENV = {
 # One thread a process, as torchrun sets it: bitwise claims hold for equal numbers of threads. No network.
 ENV |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 SECONDS = 400  # no command of the tests takes nearly as long
+
+
+def patched(script, name, folder):
+    """A copy of script.py with docs/NAME.patch, as a module of that name."""
+    shutil.copy(ROOT / f"{script}.py", folder)
+    subprocess.run(["git", "apply", ROOT / "docs" / f"{name}.patch"], cwd=folder, check=True)
+    spec = importlib.util.spec_from_file_location(name, folder / f"{script}.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)  # where tyro looks for its types
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 class Ended(NamedTuple):

@@ -137,15 +137,16 @@ def best_and_worst(rows, penalty=0.0):
     return out
 
 
-def plain_logprobs(folder, rows):
-    """log pi(y | x) of rows of the pool, by plain transformers."""
+def plain_logprobs(folder, rows, gamma=1.0):
+    """log pi(y | x) of rows of the pool, sum_t gamma^t log pi(y_t | ...), by plain transformers."""
     model, out = AutoModelForCausalLM.from_pretrained(folder), []
     for r in rows:
         x, n = data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"], len(r["response_ids"])
         x = torch.tensor(x)
         with torch.no_grad():
             logits = model(input_ids=x[None]).logits[0, -n - 1 : -1]
-        out.append(-F.cross_entropy(logits, x[-n:], reduction="sum").item())
+        nll = F.cross_entropy(logits, x[-n:], reduction="none")
+        out.append(-(nll * gamma ** torch.arange(n)).sum().item())
     return torch.tensor(out, dtype=torch.float64)
 
 
@@ -510,6 +511,25 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
     judged = comparisons.load(pairs, "train", TOKENIZER, 64)
     judged = {c.prompt[-1]["content"] for c in data.hold_out(judged)[1]}
     assert judged and not judged & {question(r) for r in of_iteration(tmp_path, "pairs")}
+
+
+def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
+    """Its first loss is that of plain transformers, the likelier side of a soft label being the chosen one."""
+    cpl, sides = processes.patched("dpo_iterative", "cpl", tmp_path), []  # docs/cpl.patch
+    monkeypatch.setattr(cpl, "PLOTS", [])
+    options = {**without(small.options, "beta"), "alpha": 0.7, "gamma": 0.5, "lam": 0.5}
+    offline = {**options, **offline_options(small, "soft", output_dir=f"{tmp_path}/a", **ONE_STEP)}
+    cpl.main(cpl.Args(**offline))
+    pairs = of_iteration(tmp_path / "a", "pairs")
+    for better in (True, False):
+        texts = [r["chosen" if (r["preference"] >= 0.5) == better else "rejected"] for r in pairs]
+        rows = [{**r, "response_ids": TOKENIZER(x)["input_ids"] + [END]} for r, x in zip(pairs, texts)]
+        sides.append(0.7 * plain_logprobs(small.folder / "first/model", rows, gamma=0.5))
+    [row] = rows_of(tmp_path / "a", "loss/cpl")
+    want = -F.logsigmoid(sides[0] - 0.5 * sides[1]).mean().item()
+    assert row["loss/cpl"] == pytest.approx(want, rel=1e-4) and len(pairs) > 20
+    cpl.main(cpl.Args(**options, output_dir=f"{tmp_path}/b"))
+    assert rows_of(tmp_path / "b", "pairs/chosen_length") and not list(tmp_path.rglob("reference.json"))
 
 
 # -- oracles -----------------------------------------------------------------------------

@@ -998,9 +998,10 @@ def test_dpo_and_its_gradient_are_those_of_plain_python_in_fp64():
     generator = torch.Generator().manual_seed(0)
     sides = [(-40 * torch.rand(7, generator=generator)).double() for _ in range(4)]
     label, beta, smoothing, n = torch.rand(7, generator=generator).double(), 0.3, 0.2, 11
-    chosen, rejected = (x.clone().requires_grad_() for x in sides[:2])
-    loss, parts = losses.dpo_loss(chosen, rejected, *sides[2:], beta, smoothing, label, n)
+    chosen, rejected, *references = (x.clone().requires_grad_() for x in sides)
+    loss, parts = losses.dpo_loss(chosen, rejected, *references, beta, smoothing, label, n)
     loss.backward()
+    assert [x.grad for x in references] == [None, None]
     total, right, wanted = 0.0, 0, []
     for c, r, rc, rr, q in zip(*(x.tolist() for x in sides), label.tolist()):
         h, p = beta * ((c - rc) - (r - rr)), 0.8 * q + 0.2 * (1 - q)
@@ -1012,12 +1013,6 @@ def test_dpo_and_its_gradient_are_those_of_plain_python_in_fp64():
     assert parts["n_correct"] == right and 0 < right < 7
     torch.testing.assert_close(chosen.grad, torch.tensor(wanted, dtype=torch.float64))
     torch.testing.assert_close(rejected.grad, -chosen.grad, rtol=0, atol=0)
-
-
-def test_no_gradient_of_dpo_reaches_the_reference():
-    inputs = {name: thirds(*values) for name, values in DPO.items()}
-    dpo(inputs=inputs)[0].backward()
-    assert [x.grad is not None for x in inputs.values()] == [True, True, False, False]
 
 
 def test_pairs_of_dpos_micro_batches_add_up_to_the_big_batch():
@@ -1057,16 +1052,13 @@ def test_dpo_refuses_unequal_shapes(name, shape):
         losses.dpo_loss(**{**values, name: torch.zeros(shape)}, beta=0.1)
 
 
-@pytest.mark.parametrize("value", [-0.01, 1.01, NAN])
-def test_a_preference_of_dpo_is_a_probability(value):
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, preference=torch.tensor([0.5, value]))
-
-
-@pytest.mark.parametrize("value", [-0.01, 0.5, 0.9, NAN])
-def test_label_smoothing_of_half_the_labels_or_more_is_refused(value):
-    with pytest.raises(ValueError, match="label_smoothing"):
-        losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, label_smoothing=value)
+def test_a_preference_of_dpo_is_a_probability_and_label_smoothing_below_a_half():
+    for value in (-0.01, 1.01, NAN):
+        with pytest.raises(ValueError, match="from 0 to 1"):
+            losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, preference=torch.tensor([0.5, value]))
+    for value in (-0.01, 0.5, 0.9, NAN):
+        with pytest.raises(ValueError, match="label_smoothing"):
+            losses.dpo_loss(*[torch.zeros(2)] * 4, 0.1, label_smoothing=value)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -1080,3 +1072,45 @@ def test_dpo_stays_finite_far_out(smoothing):
     expected = torch.tensor([smoothing, smoothing - 1]) * 0.1 / 2
     torch.testing.assert_close(chosen.grad, expected)
     assert torch.log(torch.sigmoid(torch.tensor(-1e4))).isinf()
+
+
+# -- cpl_loss ----------------------------------------------------------------------------
+# Multiples of log 3 behind prompts of one token and of two: with gamma = 1/2 sums of -2, -1 and -3, -4
+CPL = [[NAN, -1, -2], [NAN, -1, NAN]], [[NAN, NAN, -1, -2, -4], [NAN, NAN, -2, -4, NAN]]
+CHOSEN, REJECTED = (torch.tensor(side, dtype=torch.float64) * LOG3 for side in CPL)
+WHERE = ~CHOSEN.isnan(), ~REJECTED.isnan()
+
+
+@pytest.mark.parametrize(
+    "gamma, lam, scale, multiples",
+    [
+        (0.5, 0.5, lambda mask: 1, (-1, 2)),  # 2 (-2 + 3/2) and 2 (-1 + 4/2)
+        (1.0, 0.5, lambda mask: 0.5 ** torch.arange(mask.shape[1]), (-1.25, 0)),  # t from the row's start
+        (1.0, 0.5, lambda mask: 1, (1, 4)),  # no gamma
+        (0.5, 1.0, lambda mask: 1 if mask is WHERE[1] else 0.5, (4, 7)),  # lam on the chosen side
+        (0.5, 1.0, lambda mask: 1, (2, 6)),  # no lam
+        (0.5, 0.5, lambda mask: 1 / mask.sum(1, keepdim=True), (-1, 0)),  # means
+    ],
+)
+def test_cpl_by_hand_and_its_wrong_variants(gamma, lam, scale, multiples):
+    sides = [(x * scale(mask)).requires_grad_() for x, mask in zip((CHOSEN, REJECTED), WHERE)]
+    loss, parts = losses.cpl_loss(*sides, *WHERE, 2.0, gamma=gamma, lam=lam)
+    assert loss.item() == pytest.approx(of_thirds(*multiples))
+    assert (multiples == (-1, 2)) == (abs(loss.item() - of_thirds(-1, 2)) < 0.05)
+    if multiples == (-1, 2):  # P(wrong) is 3/4 and 1/10; S is ranked as labelled, whatever the margin
+        loss.backward()
+        wants = [[0, -0.75, -0.375], [0, -0.1, 0]], [[0, 0, 0.375, 0.1875, 0.09375], [0, 0, 0.05, 0.025, 0]]
+        for side, want in zip(sides, wants):
+            torch.testing.assert_close(side.grad, torch.tensor(want).double())
+        assert parts["n_correct"] == 2 and parts["rejected_reward_sum"].item() == pytest.approx(-14 * LOG3)
+
+
+def test_cpl_without_discount_and_bias_is_dpo_without_a_reference():
+    sums = [losses.masked_sum(x, mask, 1) for x, mask in zip((CHOSEN, REJECTED), WHERE)]
+    want = losses.dpo_loss(*sums, *[torch.zeros(2)] * 2, 0.3, n_rows=5)
+    torch.testing.assert_close(losses.cpl_loss(CHOSEN, REJECTED, *WHERE, 0.3, n_rows=5), want)
+    for options in ({"gamma": 0}, {"gamma": 1.1}, {"lam": 0}, {"lam": NAN}):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            losses.cpl_loss(CHOSEN, REJECTED, *WHERE, 0.3, **options)
+    with pytest.raises(ValueError, match="shapes differ"):
+        losses.cpl_loss(CHOSEN[:1], REJECTED, *WHERE, 0.3)

@@ -1,12 +1,8 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
 import contextlib
-import importlib.util
 import math
 import re
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import processes
@@ -945,12 +941,17 @@ def test_with_patience_the_best_held_out_version_is_exported_also_by_a_killed_ru
     assert not same_weights(best, one) and not (best / "best").exists()
 
 
-def test_the_rehearsal_loss_is_logged_as_such_beside_text_that_is_evaluated_alone(small, tmp_path):
-    rows = write_rows(small.folder / "rehearse.jsonl", tiny.rows("sft", "train")[:9])
-    options = {"rehearsal_data": rows, "ptx_dataset": small.files["text"], "ptx_coef": 0.0, "iterations": 1}
-    succeeds(run(small, tmp_path, **{**SHORT, **options}))
-    (row,) = metrics_rows(tmp_path)
+def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, tmp_path, monkeypatch):
+    rows, asked = tiny.rows("sft", "train")[:13], []
+    options = {"rehearsal_data": str(write_rows(tmp_path / "r.jsonl", rows[:5])), "iterations": 1}
+    options |= {"ptx_dataset": small.files["text"], "ptx_coef": 0.0, "hold_out_rehearsed": True}
+    options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows)), "eval_dataset": "tiny"}
+    monkeypatch.setattr(ppo, "PLOTS", [])
+    monkeypatch.setattr(generate, "fresh_prompts", lambda some, *_: asked.extend(some) or some)
+    ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **{**SHORT, **options})))
+    (row,) = metrics_rows(tmp_path / "run")
     assert row["loss/rehearsal"] > 0 and row.get("loss/ptx", 0) == 0
+    assert {p.question for p in asked} == {row["prompt"] for row in rows[5:]}
 
 
 # -- bad input ---------------------------------------------------------------------------
@@ -1116,14 +1117,7 @@ def test_recipes_have_the_papers_numbers_within_their_limits(name):
 # -- docs/grpo.patch -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory):
-    """A copy of ppo.py with the patch, as a module."""
-    folder = tmp_path_factory.mktemp("grpo")
-    shutil.copy(ROOT / "ppo.py", folder)
-    subprocess.run(["git", "apply", ROOT / "docs" / "grpo.patch"], cwd=folder, check=True)
-    spec = importlib.util.spec_from_file_location("grpo", folder / "ppo.py")
-    sys.modules["grpo"] = importlib.util.module_from_spec(spec)  # where tyro looks for its types
-    spec.loader.exec_module(sys.modules["grpo"])
-    return sys.modules["grpo"]
+    return processes.patched("ppo", "grpo", tmp_path_factory.mktemp("grpo"))
 
 
 def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo):
@@ -1168,6 +1162,7 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     )
 
 
-def test_the_grpo_patch_is_short():
-    lines = (ROOT / "docs" / "grpo.patch").read_text().splitlines()
-    assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= 58
+@pytest.mark.parametrize("name, most", [("grpo", 58), ("cpl", 40)])
+def test_a_patch_is_short(name, most):
+    lines = (ROOT / "docs" / f"{name}.patch").read_text().splitlines()
+    assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= most

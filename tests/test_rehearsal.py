@@ -94,15 +94,15 @@ def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
 
 
 # -- rows --------------------------------------------------------------------------------
-def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, **options):
+def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, judges=(), **options):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
     monkeypatch.setattr(generate, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge = scorers.Scorer("length", "1", [scorers.Term(count)])
+    judge, safety, *_ = [scorers.Scorer("f", "1", [scorers.Term(f)]) for f in (count, *judges)] + [None]
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
     args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8, **options)
-    return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
+    return rehearsal.rehearsal_rows(model, TOKENIZER, scorers.Gated(judge, safety, args, CPU), prompts, args)
 
 
 def answer(text, finished=True):
@@ -119,6 +119,8 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
         ("ant bear cat dog", 4, 0), ("bear cat", 2, 0),
     ]  # fmt: skip  # none that was cut, has no words, or a special token inside
     assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
+    with pytest.raises(InputError, match="no response ended within 8 tokens"):
+        rows_from(monkeypatch, [cut] * 5)
 
 
 def test_the_shortest_or_the_surest_responses_are_selected_where_that_is_asked(monkeypatch):
@@ -137,14 +139,16 @@ def test_the_shortest_or_the_surest_responses_are_selected_where_that_is_asked(m
     want = [some[i].text for i in sorted(range(5), key=lambda i: entropies[i])]
     rows = rows_from(monkeypatch, some, by="entropy")
     assert [row["completion"] for row in rows] == want
-    assert want != sorted(want, key=len) and [row["score"] for row in rows] != sorted(
-        row["score"] for row in rows
-    )
-
-
-def test_nothing_to_select_is_an_error(monkeypatch):
-    with pytest.raises(InputError, match="no response ended within 8 tokens"):
-        rows_from(monkeypatch, [answer("ant", finished=False)] * 5)
+    scores = [len(response.text.split()) for response in some]
+    assert want != sorted(want, key=len) and [row["score"] for row in rows] != sorted(scores)
+    z = lambda x: (x - x.mean()) / x.std(correction=0)
+    merit = z(torch.tensor(scores).double()) - z(torch.tensor(entropies))
+    both = [some[i].text for i in merit.argsort(descending=True)]
+    rows = rows_from(monkeypatch, some, by="score_and_entropy")
+    assert [row["completion"] for row in rows] == both and both != want
+    logits = lambda prompts, texts, rows: [-2.0 if "pig" in t else 3.0 for t in texts]
+    rows = rows_from(monkeypatch, some, judges=[logits])
+    assert [row["score"] for row in rows] == [4, 2, 1, -2, -2]  # P(safe) 0.12, below 0.15: the gate's
 
 
 # -- the program -------------------------------------------------------------------------
@@ -240,10 +244,6 @@ def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
     }  # fmt: skip
     options |= {"sample_prompts": 0, "output_dir": tmp_path / "sft"}
     succeeds(processes.script("sft", *flags(**options), plots=False))
-
-
-def test_the_held_out_prompts_are_not_rehearsed(files, written):
-    held_out = [prompt(row["prompt"][-1]["content"]) for row in read_jsonl(written)[:2]]
+    held_out = [prompt(row["prompt"][-1]["content"]) for row in rows[:2]]  # they are not rehearsed
     documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
-    keys = {d.key for d in documents}
-    assert len(documents) < len(read_jsonl(written)) and not keys & {p.key for p in held_out}
+    assert len(documents) < len(rows) and not {d.key for d in documents} & {p.key for p in held_out}
