@@ -8,7 +8,7 @@
 3.) In each iteration the newest policy pi_t answers fresh prompts at several temperatures, an oracle r scores
 the answers, and the policy learns one pair for each prompt, the best against the worst (|y|: characters);
 none if all have one text or one score, or if the best did not end (the paper has no such rule). Optimiser and
-learning rate begin anew in each iteration, as in the authors' scripts. `--iterations 0` trains on given pairs.
+learning rate begin anew in each iteration, as in the authors' scripts. `--iterations 0` takes given pairs.
 pi_0, the SFT model, stays the reference: its log probabilities are computed once for each pair.
 
 Reads a policy, an oracle (--scorer) and prompts; writes runs/dpo_iterative: pool.jsonl (every response
