@@ -42,13 +42,10 @@ def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():
 
 def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monkeypatch):
     held_out, train = ([SimpleNamespace(key=key) for key in keys] for keys in ("abb", "cd"))
-    asked = []
+    asked, args = [], reward.Args(length_prompts=3)
+    samples = lambda _, prompts, *__: asked.extend(c.key for c in prompts) or [()] * len(prompts)
+    monkeypatch.setattr(evaluation, "policy_samples", samples)
     monkeypatch.setattr(evaluation.loading, "load_frozen", lambda *_: None)
     monkeypatch.setattr(evaluation.comparisons, "seq_logprobs", lambda *_: [])
-    samples = lambda policy, prompts, *_: asked.append("".join(c.key for c in prompts)) or [()] * len(prompts)
-    monkeypatch.setattr(evaluation, "policy_samples", samples)
-    model = SimpleNamespace(device=None)
-    for n in (1, 3, 9):
-        args = reward.Args(length_prompts=n)
-        evaluation.length_bias(model, "policy", train, held_out, TOKENIZER, args)
-    assert asked == ["a", "abc", "abcd"]
+    evaluation.length_bias(SimpleNamespace(device=None), "policy", train, held_out, TOKENIZER, args)
+    assert asked == ["a", "b", "c"]

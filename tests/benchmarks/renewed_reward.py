@@ -1,55 +1,59 @@
-"""What docs/renewed_reward.sh needs beside the scripts: labels for a policy's responses, by the annotators of the
-tiny world (common/tiny.py), and the table of all its runs.
+"""For docs/renewed_reward.sh: labels by the annotators of the tiny world, and the table of its runs.
 
-    python tests/benchmarks/renewed_reward.py label POLICY PAIRS SEED FILE
-    python tests/benchmarks/renewed_reward.py table FOLDER SEEDS
-"""
+python tests/benchmarks/renewed_reward.py label POLICY PAIRS SEED FILE
+python tests/benchmarks/renewed_reward.py table FOLDER SEEDS"""
 
 import math
 import random
+import statistics
 import sys
-from pathlib import Path
 
 import peers  # noqa: F401, it lets common be found
 
-from common import batches, generate, loading, metrics, tiny
+from common import loading, metrics, tiny
+from common.generate import load_prompts, sample_pairs
 
-ARMS, ROUNDS = ("first", "once", "renewed"), (1, 2, 3)
-
-
-def utility(prompt, text):
-    return tiny.gold_reward(prompt, text) + 0.1 * len(text.split())
+OVER = "once_3/first_3 renewed_3/first_3 renewed_3/once_3 first_3/first_1 once_3/once_1 renewed_3/renewed_1"
+utility = lambda prompt, text: tiny.gold_reward(prompt, text) + 0.1 * len(text.split())  # an annotator's
 
 
 def label(policy, n_pairs, seed, file):
     """So many pairs of different responses of a policy to training prompts, at most two of a prompt."""
-    tokenizer, rng = loading.load_tokenizer(policy), random.Random(f"{seed}/{file}")
-    prompts = generate.load_prompts("tiny", "train", tokenizer, max_tokens=96)
-    chosen, rows = rng.sample(prompts, int(n_pairs)), []
-    model = loading.load_policy(policy, tokenizer).eval()
-    pairs = generate.sample_pairs(model, tokenizer, chosen, n=4, seed=int(seed), max_new_tokens=32, slots=256)
-    for (prompt, one), (_, other) in zip(pairs[::2], pairs[1::2]):
-        a, b = one.text, other.text
-        if len({a, b, ""}) == 3 and len(rows) < int(n_pairs):
-            odds = utility(prompt.question, a) - utility(prompt.question, b)
+    rng, tokenizer, rows = random.Random(f"{seed}/{file}"), loading.load_tokenizer(policy), []
+    prompts = load_prompts("tiny", "train", tokenizer, max_tokens=96)
+    prompts, model = rng.sample(prompts, int(n_pairs)), loading.load_policy(policy, tokenizer).eval()
+    pairs = sample_pairs(model, tokenizer, prompts, n=4, seed=int(seed), max_new_tokens=32, slots=256)
+    for (prompt, a), (_, b) in zip(pairs[::2], pairs[1::2]):
+        if len({a.text, b.text, ""}) == 3 and len(rows) < int(n_pairs):
+            odds = utility(prompt.question, a.text) - utility(prompt.question, b.text)
             better, worse = (a, b) if rng.random() < 1 / (1 + math.exp(-odds)) else (b, a)
-            rows.append({"prompt": prompt.question, "chosen": better, "rejected": worse})
-    assert len(rows) == int(n_pairs), f"only {len(rows)} pairs differ"
+            rows.append({"prompt": prompt.question, "chosen": better.text, "rejected": worse.text})
     metrics.write_jsonl(file, rows)
 
 
-def scorer_figures(run):
-    """Of a round's pool: correlation of score and true reward within a prompt, and its choice's true gain."""
-    of_prompts, correlations, gaps = {}, [], []
-    for row in metrics.read_jsonl(Path(run, "pool.jsonl")):
-        gold = tiny.gold_score(row["prompt"][-1]["content"], row["response"])
-        of_prompts.setdefault(batches.turns_key(row["prompt"]), []).append((row["score"], gold))
-    for scored in of_prompts.values():
-        correlations.append(metrics.correlation(*zip(*scored)))
-        gaps.append(max(scored)[1] - min(scored)[1])
-    correlations = [x for x in correlations if not math.isnan(x)]
-    return sum(correlations) / len(correlations), sum(gaps) / len(gaps)
+def agrees(run):
+    """In how many of a round's pairs, by the reward model, the annotators' utility has the same order."""
+    rows = [(row["prompt"][-1]["content"], row) for row in metrics.read_jsonl(f"{run}/pairs.jsonl")]
+    return metrics.accuracy([utility(x, row["chosen"]) - utility(x, row["rejected"]) for x, row in rows])
+
+
+def table(folder, seeds):
+    """True reward over SFT, and over other runs, on the same prompts: by seed, of all, of those of no hazard."""
+    rows, lines, seeds = {}, [], range(int(seeds))
+    for seed in seeds:
+        for row in metrics.read_jsonl(f"{folder}/{seed}/evaluate/samples.jsonl"):
+            for group in (f"seed {seed}", "all", "no hazard")[: 2 if row["is_safety"] else 3]:
+                rows.setdefault((group, row["policy"]), []).append(row)
+    over_sft = [f"{name}/sft" for group, name in rows if group == "all" and name != "sft"]
+    for after, before in [pair.split("/") for pair in over_sft + OVER.split()]:
+        line = {"run": after, "KL": f"{statistics.fmean(row['kl'] for row in rows['all', after]):.2f}"}
+        line["agrees"] = " ".join(f"{agrees(f'{folder}/{seed}/{after}'):.0%}" for seed in seeds)
+        for group in [group for group, name in rows if name == "sft"]:
+            gain = metrics.gains(rows[group, before], rows[group, after], {"gain": "gold"})
+            line[group] = metrics.interval(gain, "gain")
+        lines.append({**line, "over": before})
+    metrics.print_table(lines)
 
 
 if __name__ == "__main__":
-    {"label": label, "table": None}[sys.argv[1]](*sys.argv[2:])
+    {"label": label, "table": table}[sys.argv[1]](*sys.argv[2:])
