@@ -89,7 +89,7 @@ class Args:
     sft_model: str | None = None
     """A causal LM for baseline and samples. None: runs/sft for the model tiny, else --model, if it is one."""
     length_prompts: int = 50
-    """Held-out prompts with 8 of its samples each, for the correlation of length and score; 0: none."""
+    """Prompts, held-out ones first, with 8 of its samples each, to correlate length and score; 0: none."""
     max_new_tokens: int = 32
     """Longest of these responses."""
     slots: int = 64
@@ -196,7 +196,7 @@ def main(args: Args):
     # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
     run.round_weights(model)
     after = {**evaluate(model), **evaluate.known_figures()}
-    length_figures = evaluation.length_bias(model, sft_model, held_out, tokenizer, args)
+    length_figures = evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None: nor what an earlier stage had
     loading.read_at_end_token(model, tokenizer)
@@ -270,11 +270,11 @@ RECIPES = {
             model="meta-llama/Meta-Llama-3-8B-Instruct",  # section 2.2
             dataset="hendrydong/preference_700K",  # the authors' published mixture
             epochs=1.0,  # section 2.2
-            lr=2e-6,  # the authors' code
-            lr_schedule="cosine",
+            lr=2e-6,  # the authors' code; its schedule is the default cosine
             warmup_ratio=0.03,  # section 2.2
             weight_decay=0.001,  # the authors' code
             batch_size=512,  # section 2.2
+            length_prompts=2000,  # section 2.2, figure 5
             max_length=4096,
             **LARGE,
         ),

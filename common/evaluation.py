@@ -218,36 +218,36 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     return samples
 
 
-def baselines_and_samples(name, held_out, tokenizer, args, device, seed) -> tuple[dict[str, float], list]:
+def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=()):
     """Of the policy of this name, if there is one: (the accuracy of its log probability as a score, which a
-    reward model must beat; the first --length-prompts held-out prompts, each with those of 8 responses that
-    ended in place of the labelled ones)."""
+    reward model must beat; the first --length-prompts prompts, held-out ones first, each with those of 8
+    responses that ended in place of the labelled ones)."""
     if not (name and held_out):
         return {}, []
     policy = loading.load_frozen(name, tokenizer, args, device)
     logprobs = comparisons.seq_logprobs(policy, held_out, args.micro_batch_size)
     likelier = [x[i] - x[j] for x, c in zip(logprobs, held_out) for i, j in labelled_pairs(c)]
     figures = {"baseline/sft_logprob_accuracy": metrics.accuracy(likelier)}
-    prompts = list({c.key: c for c in held_out}.values())[: args.length_prompts]
+    prompts = list({c.key: c for c in [*held_out, *train]}.values())[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
     return figures, [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
 
 
-def length_bias(model, sft_model, held_out, tokenizer, args) -> dict[str, float]:
-    """How well the SFT model's log probability scores held-out pairs, and what length does to the scores of
-    its responses to some held-out prompts (length_figures)."""
-    figures, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, model.device, args.seed)
+def length_bias(model, sft_model, train, held_out, tokenizer, args) -> dict[str, float]:
+    """How well the SFT model's log probability scores held-out pairs, and length_figures of its responses."""
+    device, seed = model.device, args.seed
+    figures, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, seed, train)
     return {**figures, **length_figures(sampled, scores_of_each(model, sampled, args))}
 
 
 def length_figures(sampled, scores) -> dict[str, float]:
-    """The mean correlation of length and score over a prompt's samples, of prompts with three or more of them
-    where both vary, and how many these are; of none, nothing."""
+    """The mean correlation of length and score over a prompt's samples and its 95 % interval, of prompts with
+    three or more of them where both vary, and how many these are; of none, nothing."""
     of_prompts = [([len(ids) for ids in c.samples], x) for c, x in zip(sampled, scores) if len(x) > 2]
     correlations = [metrics.correlation(lengths, x) for lengths, x in of_prompts]
-    correlations = [x for x in correlations if not math.isnan(x)]
-    n = len(correlations)
-    return {"length/correlation": sum(correlations) / n, "length/prompts": n} if n else {}
+    rows = [{"r": x} for x in correlations if not math.isnan(x)]
+    figures = metrics.gains([{"r": 0.0} for _ in rows], rows, {"length/correlation": "r"})
+    return {**figures, "length/prompts": len(rows)} if rows else {}
 
 
 def expected_reward_figures(model, policy_name, held_out, tokenizer, args):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from processes import flags
 from scorers import (
     CPU, TOKENIZER, Gradients, Plain, assert_error,
-    assert_same_result, assert_same_step, assert_whole_run, column, comparisons_of, contents, ids, make_small,
+    assert_same_result, assert_same_step, assert_whole_run, column, comparisons_of, ids, make_small,
     named, norm_of, read_json, rows_of, sequence_logprob, succeeds, weights, without, write_rows,
 )  # fmt: skip
 from scorers import run as run_script
@@ -344,12 +344,6 @@ def test_rankings_train_and_count_all_their_pairs(small, tmp_path):
     assert all(math.isfinite(x) for x in column(tmp_path / "run", "loss/advantage"))
 
 
-def test_a_data_set_with_one_prompt_trains_without_held_out_figures(small, tmp_path):
-    path = write_rows(tmp_path / "one.jsonl", ROWS[:1])
-    succeeds(run(small, tmp_path / "run", dataset=path, eval_dataset=None, max_steps=2))
-    assert len(rows_of(tmp_path / "run")) == 2 and not rows_of(tmp_path / "run", "eval/nll")
-
-
 def test_recipes_have_the_papers_numbers():
     args = parse(advantage_model.RECIPES, ["advantage_model"])
     assert (args.lr, args.batch_size, args.bound, args.epochs) == (5e-6, 180, 2.5, 1.0)
@@ -460,13 +454,3 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
     with pytest.raises(InputError) as error:
         advantage_model.check(advantage_model.Args(**options))
     assert all(word in str(error.value) for word in words)
-
-
-@pytest.mark.parametrize(
-    "options", [{"dataset": "no_columns.jsonl", "n_others": 1}, {"model": "reward model"}]
-)
-def test_overwrite_with_bad_input_leaves_the_old_run(small, bad, undisturbed, options):
-    before = contents(undisturbed.folder)
-    assert_error(run(small, undisturbed.folder, "--overwrite", cwd=bad, **options))
-    assert contents(undisturbed.folder) == before
-    assert_error(run(small, undisturbed.folder), "finished", "--overwrite", "--output-dir")

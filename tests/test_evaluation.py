@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import reward
 from scorers import TOKENIZER, prompt
 
 from common import evaluation, generate
@@ -25,10 +26,26 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
 
 
 def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():
-    """Correlations 1, 1 and 0; of two samples, of equal lengths or scores there are none."""
+    """Correlations 1, 1 and 0; of two samples, of equal lengths or scores there are none. Of 12 prompts with 8
+    times 1 and 4 times 0 the deviation is sqrt(8/3 / 11): 2/3 +- 1.96 * 0.49237 / sqrt(12)."""
     lengths = [[10, 20, 30], [3, 2, 1], [1, 2, 3], [1, 2], [7, 7, 7], [1, 2, 3]]
     scores = [[1, 2, 3], [3, 2, 1], [1, 0, 1], [1, 2], [1, 2, 3], [2, 2, 2]]
     sampled = [SimpleNamespace(samples=[range(n) for n in of_prompt]) for of_prompt in lengths]
     figures = evaluation.length_figures(sampled, scores)
-    assert figures == {"length/correlation": pytest.approx(2 / 3), "length/prompts": 3}
+    found = {"length/correlation": 2 / 3, "length/prompts": 3}
+    assert figures == pytest.approx({**found, "length/correlation_n": 3})
+    figures = evaluation.length_figures(4 * sampled, 4 * scores)
+    interval = {"length/correlation_low": 0.3881, "length/correlation_high": 0.9453}
+    assert figures == pytest.approx({**found, **interval, "length/prompts": 12}, abs=1e-4)
     assert evaluation.length_figures(sampled[3:], scores[3:]) == {}
+
+
+def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monkeypatch):
+    held_out, train = ([SimpleNamespace(key=key) for key in keys] for keys in ("abb", "cd"))
+    asked, args = [], reward.Args(length_prompts=3)
+    samples = lambda _, prompts, *__: asked.extend(c.key for c in prompts) or [()] * len(prompts)
+    monkeypatch.setattr(evaluation, "policy_samples", samples)
+    monkeypatch.setattr(evaluation.loading, "load_frozen", lambda *_: None)
+    monkeypatch.setattr(evaluation.comparisons, "seq_logprobs", lambda *_: [])
+    evaluation.length_bias(SimpleNamespace(device=None), "policy", train, held_out, TOKENIZER, args)
+    assert asked == ["a", "b", "c"]

@@ -330,7 +330,7 @@ def test_recipes_have_the_papers_numbers():
     assert (args.lr_schedule, args.warmup_ratio, args.min_warmup_steps) == ("constant_with_warmup", 0.0, 0)
     args = parse(reward.RECIPES, ["rlhf_workflow"])
     assert (args.lr, args.batch_size, args.epochs) == (2e-6, 512, 1.0)
-    assert (args.lr_schedule, args.warmup_ratio) == ("cosine", 0.03)
+    assert (args.lr_schedule, args.warmup_ratio, args.length_prompts) == ("cosine", 0.03, 2000)
     args = parse(reward.RECIPES, ["rlaif"])
     assert (args.lr, args.batch_size, args.max_length, args.epochs) == (1e-5, 32, 1024 + 128, 2.0)
     args = parse(reward.RECIPES, [])
