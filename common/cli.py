@@ -4,11 +4,13 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Literal
 
+import torch
 import yaml
 
 from common import data, dist, metrics, tiny
@@ -64,6 +66,8 @@ class EveryCommand:
     """Print so many examples as they are trained on, and stop before a model is loaded."""
     report_to: Literal["tensorboard", "wandb"] | None = None
     """Where the rows of metrics.jsonl go beside it."""
+    deterministic: bool = False
+    """Kernels whose results repeat bit for bit, where torch has such; slower (docs/gpus.md)."""
 
 
 def check_flags(args, *more):
@@ -106,6 +110,9 @@ def parse(recipes, argv=None):
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
     data.n_shown = every.preview
+    if every.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
+        torch.use_deterministic_algorithms(True, warn_only=True)
     if every.report_to:
         metrics.report_to(every.report_to)
     ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"

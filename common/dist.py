@@ -34,22 +34,28 @@ def setup() -> torch.device:
     """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
     transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
     transformers.utils.logging.set_verbosity_error()  # that a scorer's head is new is no news
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    device = torch.accelerator.current_accelerator(check_available=True)  # None: there is only the CPU
+    if device and device.type == "mps" and several:
+        device = None
+        if is_main():
+            print("Apple's MPS serves one process: those of torchrun use the CPU")
+    if device:
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(device.index)
     else:
         _keep_freed_memory()
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not td.is_initialized():
-        options = {"timeout": TIMEOUT, "device_id": device if cuda else None}
+    if several and not td.is_initialized():
+        options = {"timeout": TIMEOUT, "device_id": device}
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # One node: a restart gets the store of the ranks before it, where gloo finds their dead addresses
             store, options["rank"], options["world_size"] = next(td.rendezvous("env://", timeout=TIMEOUT))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             options["store"] = td.PrefixStore(f"attempt_{attempt}", store)
-        # gloo beside nccl: checkpoints and objects travel on the CPU
-        td.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
-    return device
+        # gloo beside nccl and its like: checkpoints and objects travel on the CPU
+        backend = device and f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}"
+        td.init_process_group(backend or "gloo", **options)
+    return device or torch.device("cpu")
 
 
 def _keep_freed_memory():
@@ -150,9 +156,11 @@ def shard(model, device, compute_dtype=None):
 
     model: real weights on rank 0, any device elsewhere (loading.load_policy leaves the other ranks on "meta",
       so that one copy is read). Its `forward_methods` (see loading.py) run FSDP's hooks too.
-    compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: bf16 on GPU, fp32 on CPU.
-      Master weights and reductions are fp32."""
-    model.compute_dtype = compute_dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: bf16 where an accelerator has
+      it, else fp32. Master weights and reductions are fp32."""
+    has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: False)
+    default = torch.bfloat16 if has_bf16(including_emulation=False) else torch.float32
+    model.compute_dtype = compute_dtype or default
     if not td.is_initialized():
         return model.to(device)
     # Imported where it is used, here and below: what one process does not need takes a second and 50 MB
@@ -240,8 +248,8 @@ def consolidated(model):
         for m, (before, after) in zip(sharded, hooks):
             m._forward_pre_hooks, m._forward_hooks = before, after
             m.reshard()
-        if sharded:
-            torch.cuda.empty_cache()
+        if sharded and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
 
 # -- an optimiser step -----------------------------------------------------------------------------

@@ -486,7 +486,7 @@ def main(args: Args):
 def _load(kind, name):
     """(model, tokenizer), the model as one of this class of transformers."""
     path = Path(name, "model") if Path(name, "model", "config.json").exists() else name
-    model = kind.from_pretrained(path).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = kind.from_pretrained(path).to(torch.accelerator.current_accelerator(True) or "cpu")
     model.config.pad_token_id = None  # a score is read at the last token, also where that pads elsewhere
     return model, transformers.AutoTokenizer.from_pretrained(path)
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import processes
 import pytest
+import torch
 
 import ppo
 import sft
@@ -178,10 +179,12 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     seen = []
     monkeypatch.setattr(data, "n_shown", 0)
     monkeypatch.setattr(metrics, "report_to", seen.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: seen.append(on))
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parse(RECIPES, [])
     assert seen == [] and not data.n_shown
-    parse(RECIPES, ["--preview", "3", "--report-to", "wandb"])
-    assert seen == ["wandb"] and data.n_shown == 3
+    parse(RECIPES, ["--preview", "3", "--report-to", "wandb", "--deterministic"])
+    assert seen == [True, "wandb"] and data.n_shown == 3
 
 
 # -- recipes -----------------------------------------------------------------------------
