@@ -7,6 +7,7 @@ The functions above the cases are for 1 rank too: test_dist.py calls them in its
 """
 
 import contextlib
+import functools
 import gc
 import json
 import sys
@@ -35,7 +36,7 @@ from common import (
     comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, scorers, tiny,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
-from common.errors import InputError, NotFinite
+from common.errors import NotFinite
 from common.run import Run
 from common.sampler import sample
 
@@ -169,6 +170,7 @@ UNEVEN = [5, 1, 7, 3, 9]
 
 
 # -- on any number of ranks --------------------------------------------------------------
+@functools.cache
 def blocks():
     rows = [Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
     return make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
@@ -527,20 +529,29 @@ def checkpoint_of_one(folder):
     return {"equal": equal, "after": after, "want": want, "saved": saved}
 
 
+def nan_on_rank_1(module, loss, call, run):
+    """What every rank is told of a run whose loss is NaN there at this call."""
+    plain, calls = getattr(module, loss), []
+
+    def poisoned(*args, **options):
+        calls.append(1)
+        value, parts = plain(*args, **options)
+        factor = float("nan") if len(calls) == call and dist.rank() == 1 else 1.0
+        return value * factor, {key: x * factor for key, x in parts.items()}
+
+    message = ""
+    with mock.patch.object(module, loss, poisoned):
+        try:
+            run()
+        except NotFinite as error:
+            message = str(error)
+    return dist.gather([message])
+
+
 @case
 def nan_on_one_rank(folder):
-    plain, calls = sft.sft_loss, []
-
-    def poisoned(logprobs, *args, **options):
-        calls.append(1)
-        nan = float("nan") if len(calls) == 2 and dist.rank() == 1 else 1.0
-        return plain(logprobs * nan, *args, **options)
-
-    with mock.patch.object(sft, "sft_loss", poisoned):
-        try:
-            sft.main(sft.Args(**run_options(folder), output_dir=str(folder / "nan")))
-        except InputError as error:
-            return dist.gather([str(error)])
+    args = sft.Args(**run_options(folder), output_dir=str(folder / "nan"))
+    return nan_on_rank_1(sft, "sft_loss", 2, lambda: sft.main(args))
 
 
 @case
@@ -631,20 +642,8 @@ def advantage_run(folder):
 
 @case
 def nan_in_a_scorer(folder):
-    plain, calls = reward.bradley_terry_loss, []
-
-    def poisoned(*args, **options):
-        calls.append(1)
-        loss, parts = plain(*args, **options)
-        return (loss * float("nan") if len(calls) == 4 and dist.rank() == 1 else loss), parts
-
-    message = ""
-    with mock.patch.object(reward, "bradley_terry_loss", poisoned):
-        try:
-            reward.main(reward.Args(**scorer_options(folder), output_dir=str(folder / "reward nan")))
-        except NotFinite as error:
-            message = str(error)
-    return dist.gather([message])
+    args = reward.Args(**scorer_options(folder), output_dir=str(folder / "reward nan"))
+    return nan_on_rank_1(reward, "bradley_terry_loss", 4, lambda: reward.main(args))
 
 
 @case
@@ -653,16 +652,23 @@ def rs_run(folder):
     return {}
 
 
+def stopped_and_resumed(main, folder, name, first, *others):
+    """A run stopped at this call of the sampler, then after calls of others, and resumed to its end. How many
+    rows there were at the first stop."""
+    with stopped(generate, "sample_pairs", first):
+        main(folder, name)
+    sampled = len(pool.read(folder / name / "pool.jsonl"))
+    for owner, function, call in others:
+        with stopped(owner, function, call, after=True):
+            main(folder, name, resume=True)
+    main(folder, name, resume=True)
+    return {"sampled": sampled}
+
+
 @case
 def rs_stopped(folder):
-    """In the middle of an iteration's chunks, and after the first checkpoint."""
-    with stopped(generate, "sample_pairs", 5):  # 2 of version 0's study, then chunks
-        rs_main(folder, "rs stopped")
-    sampled = len(pool.read(folder / "rs stopped" / "pool.jsonl"))
-    with stopped(dist, "save_checkpoint", 1, after=True):
-        rs_main(folder, "rs stopped", resume=True)
-    rs_main(folder, "rs stopped", resume=True)
-    return {"sampled": sampled}
+    """In the middle of an iteration's chunks (the study of version 0 are 2 calls), and after the first checkpoint."""
+    return stopped_and_resumed(rs_main, folder, "rs stopped", 5, (dist, "save_checkpoint", 1))
 
 
 @case
@@ -697,15 +703,8 @@ def dpo_run(folder):
 @case
 def dpo_stopped(folder):
     """In the middle of an iteration's chunks, after the first checkpoint, and in the second iteration."""
-    with stopped(generate, "sample_pairs", 7):  # 1 of version 0's study, then chunks
-        dpo_main(folder, "dpo stopped")
-    sampled = len(pool.read(folder / "dpo stopped" / "pool.jsonl"))
-    with stopped(dist, "save_checkpoint", 1, after=True):
-        dpo_main(folder, "dpo stopped", resume=True)
-    with stopped(dpo_iterative, "write_pairs", 2, after=True):
-        dpo_main(folder, "dpo stopped", resume=True)
-    dpo_main(folder, "dpo stopped", resume=True)
-    return {"sampled": sampled}
+    stops = (dist, "save_checkpoint", 1), (dpo_iterative, "write_pairs", 2)
+    return stopped_and_resumed(dpo_main, folder, "dpo stopped", 7, *stops)
 
 
 @case

@@ -29,6 +29,8 @@ or, no kill, `nan N RANK`: the N-th loss on that rank is NaN. Before a moment, a
     interrupt    Ctrl-C
     full         the disk is full from then on: no file grows (of the server's children alone)
     rank1        kill -9 of rank 1 alone
+    copy         none: what kill -9 would leave is copied to "OUTPUT_DIR at MOMENT", and the run goes on, so
+                 that one run serves all moments of a list
 
     python tests/processes.py NAME MOMENT [arguments of NAME.py]    the same as a program, for torchrun
 """
@@ -132,10 +134,6 @@ def script(name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, k
         return Ended(code, (Path(folder) / "out").read_text(), (Path(folder) / "err").read_text())
 
 
-def sft(*argv, moment=None, cwd=ROOT) -> Ended:
-    return script("sft", *argv, moment=moment, cwd=cwd)
-
-
 def _serve():
     import transformers
 
@@ -209,8 +207,8 @@ def _run(name, argv, moment):
     if "base" in module.RECIPES and (not argv or argv[0].startswith("-")):
         argv = ["tiny", *argv]  # also on data and models of the tests' own
     sys.argv = [f"{name}.py", *argv]
-    if moment:
-        _arrange(moment, module)
+    for one in [moment] if isinstance(moment, str) else moment or []:
+        _arrange(one, module)
     launch(module.main, module.RECIPES)
 
 
@@ -224,12 +222,17 @@ def _arrange(moment, script):
     from common import dist, metrics, pool, run
 
     how, _, rest = moment.partition(" ")
-    how, moment = (how, rest) if how in ("interrupt", "full", "rank1") else ("", moment)
+    how, moment = (how, rest) if how in ("interrupt", "full", "rank1", "copy") else ("", moment)
     what, n, rank = [*moment.split(), "", ""][:3]
     training = {"optim/lr", "kl/per_response"}  # keys of a row of training, the latter of ppo.py
 
     def die():
         if how == "rank1" and dist.rank() != 1:
+            return
+        if how == "copy":
+            folder = sys.argv[sys.argv.index("--output-dir") + 1]
+            if not Path(f"{folder} at {moment}").exists():
+                shutil.copytree(folder, f"{folder} at {moment}")
             return
         os.write(2, f"{how or 'killed'} at {moment}\n".encode())
         if how == "full":
@@ -251,9 +254,10 @@ def _arrange(moment, script):
         run = getattr(owner, name)
 
         def patched(*args, **options):
-            run(*args, **options)
+            result = run(*args, **options)
             if when(*args, **options):
                 die()
+            return result
 
         setattr(owner, name, patched)
 
@@ -305,7 +309,7 @@ def _arrange(moment, script):
         made = lambda path, rows: str(path).endswith("pairs.jsonl") and rows[-1]["iteration"] == int(n)
         after(metrics, "write_jsonl", made)
     elif what == "version":
-        after(dist, "save_model", lambda model, tokenizer, path, *_: path.endswith(f"versions/{n}"))
+        after(dist, "save_model", lambda model, tokenizer, path, *_: str(path).endswith(f"versions/{n}"))
     elif what == "studied":
         before(pool, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
     elif what == "model":

@@ -3,6 +3,7 @@ transformers; prompts, and rows of the pool."""
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,13 +55,14 @@ def make_small(folder):
     )
 
 
-def run(script, small, folder, *more, moment=None, cwd=ROOT, plots=False, **options):
+def run(script, small, folder, *more, moment=None, cwd=None, plots=False, **options):
+    """`python SCRIPT.py` with the flags of `small`, in its folder unless another is given."""
     sft_flag = {"reward": "sft_model", "advantage_model": "policy"}.get(script)
     if sft_flag and options.get("model", "tiny") == "tiny":  # whose SFT model is runs/sft otherwise
         options = {sft_flag: "tiny", **options}
     options = {**small.options, "output_dir": folder, **options}
     given = flags(**{key: value for key, value in options.items() if value is not None})
-    return processes.script(script, *given, *more, moment=moment, cwd=cwd, plots=plots)
+    return processes.script(script, *given, *more, moment=moment, cwd=cwd or small.folder, plots=plots)
 
 
 def succeeds(ended):
@@ -75,9 +77,15 @@ def assert_error(ended, *words):
     assert all(word in ended.errors[0] for word in words), ended.errors[0]
 
 
+def as_killed(run, moment, folder):
+    """Makes the folder what kill -9 at this moment would have left of a run that was copied then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(f"{run} at {moment}", folder)
+
+
 def contents(folder):
     """What an old run must not lose."""
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
 
 
 def read_json(path):
@@ -133,17 +141,27 @@ def weights(folder):
     return load_file(Path(folder) / "model" / "model.safetensors")
 
 
-def assert_same_result(folder, undisturbed):
-    """The same weights, figures and samples bit for bit, of a run of 10 steps with a checkpoint after 3, 6 and 9."""
-    got, want = weights(folder), weights(undisturbed)
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+def same_weights(folder, other):
+    got, want = weights(folder), weights(other)
+    return set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+
+
+def assert_same_run(folder, undisturbed):
+    """The same weights, figures and samples bit for bit, and nothing half written."""
+    assert same_weights(folder, undisturbed)
     stable = lambda row: {key: value for key, value in row.items() if not key.startswith(("time", "perf/"))}
     got, want = (list(map(stable, read_jsonl(f / "metrics.jsonl"))) for f in (folder, undisturbed))
-    assert got == want and len(rows_of(folder)) == STEPS
+    assert got == want
     for name in ("summary.json", "samples.jsonl"):
         assert (folder / name).read_text() == (undisturbed / name).read_text()
     times = [row["time_s"] for row in read_jsonl(folder / "metrics.jsonl")]
     assert times == sorted(times) and not list(folder.rglob("*.tmp"))
+
+
+def assert_same_result(folder, undisturbed):
+    """Of a run of 10 steps with a checkpoint after 3, 6 and 9."""
+    assert_same_run(folder, undisturbed)
+    assert len(rows_of(folder)) == STEPS
     assert [path.name for path in folder.glob("checkpoint/step_*")] == ["step_9"]
 
 
@@ -261,6 +279,16 @@ def docs_functions(folder):
 
 
 # -- small models --------------------------------------------------------------------------
+class Words:
+    """All that load_policy and load_scorer ask of a tokenizer: its length, padding and end token."""
+
+    def __init__(self, length, pad=4, end=5):
+        self.length, self.pad_token_id, self.eos_token_id = length, pad, end
+
+    def __len__(self):
+        return self.length
+
+
 def smaller_model(folder, tokenizer=TOKENIZER, seed=0):
     """A causal LM that costs even less than tiny."""
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -295,6 +323,23 @@ def make_scorer(folder, seed=0):
 
 
 # -- runs of versions: rejection sampling's and iterative DPO's ------------------------------
+def make_sampled(folder, policy, functions, options):
+    """A folder with prompts, of which two are held out too, SFT rows, a file of scorers, and a run `policy`, whose
+    model ends its responses; flags for a run on them that takes a second."""
+    asked = tiny.rows("prompts", "test")[:10]
+    train = [*tiny.rows("prompts", "train")[:40], *asked[:2]]
+    columns = lambda r: {"prompt": r["prompt"], "category": r["category"], "split": "train"}
+    write_rows(folder / "train.jsonl", map(columns, train))
+    write_rows(folder / "test.jsonl", [{**r, "split": "test"} for r in asked])
+    write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:400])
+    smaller_model(folder / "base")
+    (folder / "mine.py").write_text(functions)
+    train_small(folder / "base", folder / "sft.jsonl", folder / policy)
+    files = {"model": policy, "dataset": "train.jsonl", "eval_dataset": "test.jsonl"}
+    files = {name: str(folder / file) for name, file in files.items()}
+    return SimpleNamespace(folder=folder, options={**options, **files})
+
+
 def in_bfloat16(source, folder):
     """A copy of a causal LM."""
     AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
@@ -302,14 +347,23 @@ def in_bfloat16(source, folder):
     return folder
 
 
-def assert_whole_versions(whole, stage, files):
-    """What a run of two iterations leaves; n_samples is 4."""
+def assert_whole_versions(whole, stage, files, start):
+    """What a run of two iterations from the model `start` leaves; n_samples is 4. In each one every weight
+    changes."""
     folder = whole.folder
     assert_files(folder, files)
     assert {path.name for path in (folder / "versions").iterdir()} == {"0.json", "1", "1.json", "2", "2.json"}
     written = read_json(folder / "args.json")
     assert written["stage"] == stage and written["args"]["n_samples"] == 4
     assert f"wrote {folder}/model" in whole.ended.out and "version 2:" in whole.ended.out
+    folders = [start, *(folder / name for name in ("versions/1", "versions/2", "model"))]
+    base, one, two, final = (load_file(folder / "model.safetensors") for folder in folders)
+    assert set(base) == set(one) == set(two) == set(final) and len(base) > 8
+    for name in base:
+        assert torch.equal(two[name], final[name])
+        assert not torch.equal(base[name], one[name]) and not torch.equal(one[name], two[name])
+    model, tokenizer = (x.from_pretrained(folders[-1]) for x in (AutoModelForCausalLM, AutoTokenizer))
+    assert type(model) is LlamaForCausalLM and tokenizer.get_vocab() == TOKENIZER.get_vocab()
 
 
 def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypatch):
@@ -348,7 +402,7 @@ def named(x):
 
 
 def assert_same_versions(folder, undisturbed, *files):
-    """The same weights bit for bit in all versions and the model, the same files but for the folder's name,
+    """The same weights bit for bit in all versions and the model, the same files but for the folders' names,
     the same metrics but for times."""
     paths = sorted(undisturbed.glob("*/**/model.safetensors"))
     assert len(paths) > 1
@@ -357,7 +411,9 @@ def assert_same_versions(folder, undisturbed, *files):
         assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
     studies = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
     for name in (*files, *studies):
-        got, want = ((f / name).read_text().replace(str(f), "") for f in (folder, undisturbed))
+        got, want = ((f / name).read_text() for f in (folder, undisturbed))
+        for path in (folder, undisturbed):  # what was copied of a run may name either
+            got, want = got.replace(str(path), ""), want.replace(str(path), "")
         assert got == want, name
     got, want = (
         [{k: v for k, v in r.items() if k not in VERSIONS_CLOCK} for r in read_jsonl(f / "metrics.jsonl")]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from scorers import Words
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from common import batches, comparisons, dist, loading, losses, models
@@ -13,13 +14,6 @@ from common.comparisons import seq_logprobs
 
 V, PAD, END = 61, 0, 2
 SMALL = {"vocab_size": V, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": END}
-
-
-class Words:  # all that load_scorer and load_policy ask of a tokenizer
-    pad_token_id, eos_token_id = PAD, END
-
-    def __len__(self):
-        return V
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
@@ -38,7 +32,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(folder):
-    return loading.load_scorer(folder, Words(), 2)
+    return loading.load_scorer(folder, Words(V, PAD, END), 2)
 
 
 EMPTY = torch.zeros(1, dtype=torch.int32)
@@ -123,27 +117,6 @@ def test_expected_rewards_are_read_at_each_prompts_last_token(share_prompt, scor
 
 
 @pytest.mark.parametrize("share_prompt", [True, False])
-@pytest.mark.parametrize("name", BATCHES)
-def test_ends_point_at_end_tokens_and_positions_follow_the_prompt(name, share_prompt):
-    comparisons = BATCHES[name]
-    batch = collate_comparisons(comparisons, PAD, share_prompt)
-    ids = all_ids(comparisons)
-    assert batch.response_ends.shape == (2, len(ids)) and batch.prompt_ends.shape == (2, len(comparisons))
-    for (row, column), (prompt, response) in zip(batch.response_ends.T.tolist(), ids):
-        start = column + 1 - len(response)
-        assert batch.input_ids[row, start : column + 1].tolist() == response.tolist()
-        first = len(prompt)
-        positions = batch.position_ids[row, start : column + 1].tolist()
-        assert positions == list(range(first, first + len(response)))
-    labels = [response[-1] == END for _, response in ids]
-    assert (batch.input_ids[tuple(batch.response_ends)] == END).tolist() == labels
-    for (row, column), c in zip(batch.prompt_ends.T.tolist(), comparisons):
-        start = column + 1 - len(c.prompt_ids)
-        assert batch.input_ids[row, start : column + 1].tolist() == c.prompt_ids.tolist()
-        assert batch.position_ids[row, start : column + 1].tolist() == list(range(len(c.prompt_ids)))
-
-
-@pytest.mark.parametrize("share_prompt", [True, False])
 def test_an_empty_batch_reads_nothing_and_connects_every_weight(share_prompt, scorer):
     batch = collate_comparisons([], PAD, share_prompt)
     assert batch.sizes == [] and batch.comparisons == [] and batch.input_ids.tolist() == [[PAD, PAD]]
@@ -180,7 +153,7 @@ def test_batches_of_all_ranks_are_a_partition_of_equal_number(n, world, size, mo
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return loading.load_policy(folder, Words())
+    return loading.load_policy(folder, Words(V, PAD, END))
 
 
 def plain_logprobs(policy, comparisons):
@@ -210,7 +183,10 @@ def test_response_logprobs_are_the_sums_of_plain_log_softmax(name, share_prompt,
     # samples count after the labelled responses
     whole = [c._replace(response_ids=[*c.response_ids, *c.samples], samples=()) for c in comparisons]
     assert got.tolist() == pytest.approx(sum(plain_logprobs(policy, whole), []), abs=1e-4)
-    torch.testing.assert_close(got, torch.cat(seq_logprobs(policy, whole, 3)), rtol=0, atol=1e-4)
+    for size in (1, 3, 50):
+        of_each = seq_logprobs(policy, whole, size)
+        assert [len(x) for x in of_each] == batch.sizes
+        torch.testing.assert_close(got, torch.cat(of_each), rtol=0, atol=1e-4)
     if name == "several trees a row" and share_prompt:
         assert len(batch.input_ids) == 2 and [len(c.response_ids) for c in comparisons] == [3, 2, 2, 1]
 
@@ -235,16 +211,6 @@ def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, m
             size = 1e-5 * max(1.0, expected.abs().max().item())
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=size)
     policy.zero_grad()
-
-
-@pytest.mark.parametrize("size", [1, 3, 50])
-def test_seq_logprobs_are_the_sums_of_plain_log_softmax(size, policy):
-    comparisons = [comparison(1, 5, 4, 7), comparison(2, 3, 2, 6, 1), comparison(3, 2, 1, 9)]
-    got = seq_logprobs(policy, comparisons, size)
-    expected = plain_logprobs(policy, comparisons)
-    assert [len(x) for x in got] == [2, 3, 2]
-    for a, b in zip(got, expected):
-        assert a.tolist() == pytest.approx(b, abs=1e-4)
 
 
 @torch.no_grad()

@@ -1,41 +1,28 @@
 """common/comparisons.py: rows -> comparisons, and what is left out and why."""
 
 import collections
-import json
 
 import pytest
 import torch
+from scorers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
-from common import comparisons, generate, tiny
+from common import comparisons, generate
 from common.batches import Comparison, Row, labelled_pairs
 from common.comparisons import epoch_order
 from common.errors import InputError
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def bot(text):
-    return {"role": "assistant", "content": text}
 
 
 def responses(**scores):
     return [{"text": text.replace("_", " "), "score": score} for text, score in scores.items()]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny.tokenizer()
-
-
 @pytest.fixture
-def load(tmp_path, tokenizer):
+def load(tmp_path):
     """load(rows, ...) -> comparisons, from a file p.jsonl that holds the rows."""
 
     def load(rows, max_length=64, **options):
-        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return comparisons.load(str(tmp_path / "p.jsonl"), "train", tokenizer, max_length, **options)
+        path = str(write_rows(tmp_path / "p.jsonl", rows))
+        return comparisons.load(path, "train", TOKENIZER, max_length, **options)
 
     return load
 
@@ -47,10 +34,8 @@ def pair(prompt="copy ant", chosen="ant", rejected="cat", **more):
 GOOD = pair("copy owl", "owl", "pig")  # a row that stays, so that not every file ends in an error
 
 # -- row formats: (row, prompt messages, texts) ------------------------------------------------
-TALK = [user("ant"), bot("bear"), user("cat")]
 HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
 SCORED = responses(dog=1, eel_fox=3.5, goat=-2)
-SYSTEM = {"role": "system", "content": "so"}
 PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "dog"}]}]
 PAIR_FORMATS = {
     "content in parts": ({"prompt": "cat", "chosen": PARTS, "rejected": [bot("eel")]}, [user("cat")]),
@@ -99,11 +84,11 @@ def test_rankings_of_every_row_format_are_best_first(name, load):
     assert (c.ranks.tolist(), c.grades, c.kept) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
 
 
-def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load, tokenizer):
+def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load):
     (c,) = load([{"prompt": TALK, "responses": SCORED}])
     words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
-    assert tokenizer.convert_ids_to_tokens(c.prompt_ids.tolist()) == words.split()
-    texts = [tokenizer.convert_ids_to_tokens(ids.tolist()) for ids in c.response_ids]
+    assert TOKENIZER.convert_ids_to_tokens(c.prompt_ids.tolist()) == words.split()
+    texts = [TOKENIZER.convert_ids_to_tokens(ids.tolist()) for ids in c.response_ids]
     assert texts == [["eel", "fox", "<|end|>"], ["dog", "<|end|>"], ["goat", "<|end|>"]]
     assert c.n_tokens == 11 + 3 + 2 + 2
     assert c._replace(samples=(torch.zeros(5),)).n_tokens == 18 + 5

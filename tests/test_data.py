@@ -12,19 +12,12 @@ import processes
 import pyarrow.parquet
 import pytest
 import torch
+from scorers import bot, user
 from templates import CHATML, FAMILIES, GPT2, SPECIAL, byte_tokenizer, family
 
 from common import comparisons, data, formats, generate, loading, tiny
 from common.batches import Document, Row, collate, pack
 from common.errors import InputError
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def bot(text):
-    return {"role": "assistant", "content": text}
 
 
 def write(path, rows):
@@ -486,7 +479,6 @@ def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, c
 
 
 # -- encode: a tokenizer of bytes, whose merges join a line break with "h" and with another one ------
-WITH_BOS = "<s>" + CHATML.replace("<|im_end|>\n", "<|im_end|>")
 NO_END = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -552,23 +544,6 @@ def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):
     ids, mask = data.encode(tokenizer, HELLO[:2])
     assert targets(tokenizer, ids, mask) == ["hello<|im_end|>"]
     assert tokenizer.decode(data.prompt_ids(tokenizer, HELLO[:1])).endswith("<think>\n\n</think>\n\n")
-
-
-@pytest.mark.parametrize("template", [CHATML, WITH_BOS, NO_END], ids=["chatml", "with bos", "no end"])
-@pytest.mark.parametrize("adds_bos", [False, True])  # the template's word counts
-def test_training_sees_the_ids_that_generation_starts_from(template, adds_bos):
-    tokenizer = byte_tokenizer(template, adds_bos=adds_bos)
-    for i in (1, 3):
-        prompt = data.prompt_ids(tokenizer, HELLO[:i])
-        ids, mask = data.encode(tokenizer, HELLO[: i + 1])
-        answer = tokenizer("hello" if i == 1 else "hah", add_special_tokens=False)["input_ids"]
-        newline = tokenizer("\n", add_special_tokens=False)["input_ids"] if template == NO_END else []
-        assert ids == prompt + answer + newline + [tokenizer.eos_token_id]
-        assert mask == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
-        assert ids.count(tokenizer.bos_token_id) == (template == WITH_BOS)
-    if template == CHATML and not adds_bos:  # tokenised as one text, "\nh" would be one token
-        whole = tokenizer(tokenizer.apply_chat_template(HELLO[:2], tokenize=False))["input_ids"]
-        assert whole[:-1] != data.encode(tokenizer, HELLO[:2])[0][:-1]
 
 
 def test_template_that_refuses_a_dialogue_drops_the_row(capsys):

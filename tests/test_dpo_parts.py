@@ -359,15 +359,6 @@ def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
     assert same == pytest.approx({"pairs/loss": LOG2, "pairs/accuracy": 0.5, "pairs/margin": 0.0}, abs=1e-5)
 
 
-def test_steps_raise_the_margin_and_keep_to_the_gradients_direction(pairs):
-    """Plain gradient descent with a small rate lowers the loss by rate x norm^2."""
-    model, rate = tiny_policy(), 1e-3
-    first, second = (updated(pairs[:2], rate, model)[0] for _ in range(2))
-    fall = first["loss/dpo"] - second["loss/dpo"]
-    assert fall == pytest.approx(rate * first["optim/grad_norm"] ** 2, rel=0.2)
-    assert second["reward/margin"] > first["reward/margin"]
-
-
 def test_gradients_are_scaled_down_to_the_largest_norm_and_the_norm_before_is_told(pairs):
     start, free = tiny.model().parameters(), updated(pairs)[0]
     figures, _, weights = updated(pairs, lr=1.0, max_grad_norm=0.01)

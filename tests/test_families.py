@@ -1,5 +1,5 @@
-"""Eight families that differ in kind, as tiny random models, against transformers' own forwards and generate.
-All others: tests/benchmarks/families.py."""
+"""Families that differ in kind, as tiny random models, against transformers' own forwards. Their greedy answers are in
+test_sampler.py; all other families: tests/benchmarks/families.py."""
 
 import pytest
 import tiny_families
@@ -7,10 +7,11 @@ import torch
 from tiny_families import logprobs_of, plain
 
 from common import loading, models, tiny
-from common.sampler import sample
+from common.batches import Comparison, collate_comparisons
 
 KINDS = {  # -> whether packed documents stay apart, and responses can share a prompt
     "Qwen3": (True, True),  # full attention
+    "GPT-2": (True, True),  # learned positions
     "Mistral (window)": (True, True),
     "Gemma 3 (multimodal)": (True, True),  # a window in some layers; the text part of a checkpoint with more
     "gpt-oss": (False, True),  # sinks, no SDPA; its masks do not read positions
@@ -18,6 +19,10 @@ KINDS = {  # -> whether packed documents stay apart, and responses can share a p
     "LFM2": (False, False),  # convolutions
     "Qwen3.5": (False, False),  # recurrences
     "OLMoE": (True, True),  # experts, no class with a scalar head
+    "Gemma 2": (True, True),  # capped scores and logits, so no SDPA
+    "Cohere 2": (True, True),  # logits scaled, a window in some layers
+    "GPT-Neo": (True, False),  # a window by columns, not by positions
+    "BLOOM": (False, False),  # ALiBi
 }
 
 
@@ -32,17 +37,6 @@ def family(request, tmp_path_factory):
 def rows_of(lengths):
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(3, tiny_families.VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-def test_greedy_answers_to_ragged_prompts_are_those_of_generate(family):
-    _, _, ours, theirs = family
-    prompts, stop_ids = rows_of([3, 26, 15, 9, 20]), [7, 29]  # two of three slots are filled again
-    out = sample(ours, prompts, max_new_tokens=16, stop_ids=stop_ids, pad_id=0, temperature=0, slots=3)
-    for i, prompt in enumerate(prompts):
-        options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": stop_ids, "pad_token_id": 0}
-        ids = torch.tensor([prompt])
-        want = theirs.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
-        assert out.response_tokens[i][out.sample_mask[i]].tolist() == want.tolist()
 
 
 @torch.no_grad()
@@ -64,14 +58,15 @@ def test_log_probabilities_are_those_of_plain_forwards_beyond_the_window(family)
 @torch.no_grad()
 def test_responses_that_share_a_prompt_have_the_log_probabilities_of_rows_of_their_own(family):
     name, _, ours, theirs = family
-    assert models.shares_prompts(ours, 32) == KINDS[name][1]
-    if KINDS[name][1]:
-        prompt, first, second = rows_of([20, 12, 9])
-        branch = torch.tensor([0] * 20 + [1] * 12 + [2] * 9)
-        mask = ((branch == 0) | (branch == branch[:, None])).tril()[None, None]
-        positions = torch.tensor([[*range(32), *range(20, 29)]])
-        before = torch.tensor([[0] * 21, [19, *range(20, 31), 19, *range(32, 40)]])
-        ids, targets = torch.tensor([prompt + first + second]), torch.tensor(first + second)
-        shared = ours.logprobs_at(ids, before, targets, positions, mask)
-        alone = torch.cat([logprobs_of(theirs, prompt, response) for response in (first, second)])
-        torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+    shares = KINDS[name][1]
+    assert models.shares_prompts(ours, 64) == shares
+    prompt, first, second = rows_of([20, 12, 27])
+    ids = [torch.tensor(row, dtype=torch.int32) for row in (prompt, first, second)]
+    pair = Comparison([], ["a", "b"], ids[0], ids[1:], torch.tensor([0, 1]), "", None)
+    alone = [logprobs_of(theirs, prompt, response) for response in (first, second)]
+    got = models.response_logprobs(ours, collate_comparisons([pair], 0, shares))
+    torch.testing.assert_close(got, torch.stack([x.sum() for x in alone]), atol=1e-5, rtol=1e-5)
+    if not models.recurrent(ours):  # else there are no keys and values to go on from
+        where = torch.tensor([[0], [10]])
+        got = models.next_token_logprobs(ours, torch.tensor([first]), where, prompt)[0, first[-1]]
+        torch.testing.assert_close(got, alone[0][-1], atol=1e-5, rtol=1e-5)

@@ -96,11 +96,13 @@ UNUSABLE = {
     "a message has tool_calls": {"messages": [{**bot("ant"), "tool_calls": [{}]}, user("cat")]},
     "content of a message is null": {"messages": [{"role": "user", "content": None}]},
 }
+MALFORMED = [{"messages": user("cat")}, {"messages": "cat"}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}]
+MALFORMED += [{"instruction": ["cat"]}, {"instruction": "copy", "input": 5}]  # which is not left out
 
 
-@pytest.mark.parametrize("reason", UNUSABLE)
-def test_a_row_that_cannot_be_used_is_counted_and_named(reason, load, capsys):
-    (prompt,) = load([{"prompt": "copy ant cat dog"}, UNUSABLE[reason]], max_tokens=8)  # it has 8 tokens
+@pytest.mark.parametrize("reason, row", [*UNUSABLE.items(), *(("", row) for row in MALFORMED)])
+def test_a_row_that_cannot_be_used_is_counted_and_named(reason, row, load, capsys):
+    (prompt,) = load([{"prompt": "copy ant cat dog"}, row], max_tokens=8)  # it has 8 tokens
     out = capsys.readouterr().out
     assert prompt.row.where == "p.jsonl:1" and "dropped 1 of 2 rows" in out
     assert reason in out and "(p.jsonl:2)" in out
@@ -113,17 +115,6 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
     assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
     assert 'wanted {"prompt": ' in says and "(p.jsonl:2)" in says
     assert "special token" in says and "(p.jsonl:3)" in says
-
-
-MALFORMED = [{"messages": 5}, {"messages": user("cat")}, {"messages": "cat"}, {"conversations": 5}]
-MALFORMED += [{"prompt": [5]}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}, {"instruction": ["cat"]}]
-MALFORMED += [{"instruction": "copy", "input": 5}]  # which is not left out
-
-
-@pytest.mark.parametrize("row", MALFORMED)
-def test_malformed_values_are_a_reason_and_no_crash(row, load):
-    (prompt,) = load([{"prompt": "owl"}, row])
-    assert prompt.turns == [user("owl")]
 
 
 @pytest.mark.parametrize("messages", [[*TALK, bot("dog"), bot("eel")], [SYSTEM], [user("ant"), SYSTEM]])
@@ -199,30 +190,6 @@ def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, p
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
 
 
-def prefilled(model, prompts, n, slots):
-    """How many rows of prompts, not of single tokens, the model ran through for n responses to each."""
-    rows = []
-
-    def look(module, args, kwargs):
-        rows.extend([1] * len(kwargs["input_ids"]) if kwargs["input_ids"].shape[1] > 1 else [])
-
-    # the sampler tries a new model on rows of its own
-    sampled(model, prompts[:1], 1, max_new_tokens=1)
-    handle = model.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        sampled(model, prompts, n, max_new_tokens=6, slots=slots)
-    finally:
-        handle.remove()
-    return len(rows)
-
-
-@pytest.mark.parametrize("slots", [64, 5, 1])
-def test_eight_samples_cost_one_run_over_their_prompt(slots, policy, prompts):
-    assert prefilled(policy, prompts, 8, slots) == 3
-    eight_times = [prompt for prompt in prompts for _ in range(8)]
-    assert prefilled(policy, eight_times, 1, slots) == 24  # what it must not be
-
-
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
         generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
@@ -250,21 +217,21 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, mon
     model = dist.shard(loading.load_policy(str(tmp_path / "two"), TOKENIZER), CPU)
     assert model.generation_config.eos_token_id == [EOS, other]
 
-    def sample(*args, stop_ids, **options):
-        asked.append(stop_ids)
-        return plain(*args, stop_ids=stop_ids, **options)
+    def sample(*args, stop_ids, n, **options):
+        asked.append((n, stop_ids))
+        return plain(*args, stop_ids=stop_ids, n=n, **options)
 
     monkeypatch.setattr(generate, "sample", sample)
     found = generate.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
     ends = {response.ids[-1] for response in found if response.finished}
-    assert asked == [[EOS, other]] and ends == {EOS, other}
+    assert asked == [(200, [EOS, other])] and ends == {EOS, other}
     assert any(response.clean for response in found if response.ids[-1] == other)
     dist.save_model(model, TOKENIZER, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.generation_config.eos_token_id == [EOS, other]
     one = loading.load_policy("tiny", TOKENIZER)
     generate.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
-    assert one.generation_config.eos_token_id == EOS and asked[1] == [EOS]
+    assert one.generation_config.eos_token_id == EOS and asked[1] == (1, [EOS])
 
 
 @pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "common.rehearsal"])

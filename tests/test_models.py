@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 import test_shape
+import tiny_families
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from scorers import Words
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
-    AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification,
-    BertConfig, BertForSequenceClassification, BloomConfig, Cohere2Config, Gemma2Config, Gemma3Config,
-    GPT2Config, GptOssConfig, GPTNeoConfig, GraniteMoeConfig, Lfm2Config, LlamaConfig,
-    LlamaForSequenceClassification, MistralConfig, Phi3Config, PhimoeConfig, Qwen3MoeConfig,
+    AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
+    BertForSequenceClassification, GPT2Config, LlamaConfig, LlamaForSequenceClassification, Phi3Config,
+    PhimoeConfig, Qwen3MoeConfig,
 )  # fmt: skip
 
 import advantage_model
@@ -29,8 +30,8 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import batches, data, dist, loading, models, sampler, tiny
-from common.batches import Comparison, Document, Row, collate, collate_comparisons, make_blocks
+from common import batches, dist, loading, models, sampler, tiny
+from common.batches import Document, Row
 from common.errors import InputError
 
 V = 61  # vocabulary, a prime: no other dimension has it
@@ -160,18 +161,6 @@ def test_only_kept_positions_meet_the_unembedding_and_in_chunks(rows, monkeypatc
     assert whole.elements == input_ids.numel() * V
 
 
-@torch.no_grad()
-def test_right_padding_changes_nothing(model, rows):
-    input_ids, mask = rows[0][:2].clone(), torch.zeros(2, 11, dtype=torch.bool)
-    mask[:, 2:7] = True  # rows of 8 tokens, then padding
-    alone = models.token_logprobs(model, input_ids[:, :8], mask[:, :7])
-    for pad in (0, V - 1):
-        input_ids[:, 8:] = pad
-        padded = models.token_logprobs(model, input_ids, mask)
-        torch.testing.assert_close(padded[:, :7], alone, rtol=0, atol=1e-5)
-        assert not padded[:, 7:].any()
-
-
 def test_a_batch_without_actions_still_connects_every_parameter(model, rows):
     model.zero_grad()
     for logprobs in models.token_logprobs(model, rows[0], torch.zeros_like(rows[1]), entropy=True):
@@ -185,21 +174,6 @@ def test_a_batch_without_actions_still_connects_every_parameter(model, rows):
 def document(seed, length):
     ids = torch.randint(3, V, (length,), generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     return Document(ids, torch.arange(length) >= 2, [], Row("f:1", {}))
-
-
-@torch.no_grad()
-def test_packed_documents_have_the_logprobs_they_have_alone(model):
-    documents = [document(1, 9), document(2, 6), document(3, 11)]
-    batch = collate([documents, [document(4, 4)]], pad_id=0)
-    packed = models.token_logprobs(model, batch.input_ids, batch.action_mask, batch.position_ids)
-    start = 0
-    for d in documents:
-        alone = models.token_logprobs(model, d.ids[None].long(), d.response_mask[None, 1:])
-        length = len(d.ids)
-        torch.testing.assert_close(packed[:1, start : start + length - 1], alone, rtol=0, atol=1e-5)
-        start += length
-    without = models.token_logprobs(model, batch.input_ids, batch.action_mask)  # documents see each other
-    assert (without - packed)[0, 9:].abs().max() > 0.1
 
 
 def drop_positions(forward):
@@ -318,16 +292,6 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
 
 
 # -- load_policy -------------------------------------------------------------------------------
-class Words:
-    """All that load_policy asks of a tokenizer: its length, padding and end token."""
-
-    def __init__(self, length):
-        self.length, self.pad_token_id, self.eos_token_id = length, 4, 5
-
-    def __len__(self):
-        return self.length
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1))
@@ -365,18 +329,15 @@ def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, leng
     policy = loading.load_policy(name, Words(length))
     assert policy.config.vocab_size == rows_after
     assert (policy.lm_head.weight is policy.model.embed_tokens.weight) == tied
+    body = loading.load_scorer(name, Words(length), 1).base_model
     for table, old in (
         (policy.model.embed_tokens, before.model.embed_tokens),
         (policy.lm_head, before.lm_head),
+        (body.embed_tokens, before.model.embed_tokens),
     ):
         assert table.weight.shape[0] == rows_after and torch.equal(table.weight[:V], old.weight)
         for row in table.weight[V:]:
             torch.testing.assert_close(row, old.weight.mean(0))
-
-
-def test_tiny_policy_is_a_function_of_its_seed():
-    a, b, c = (loading.load_policy("tiny", tiny.tokenizer(), seed=seed).lm_head.weight for seed in (1, 1, 2))
-    assert torch.equal(a, b) and not torch.equal(a, c)
 
 
 # -- load_scorer -------------------------------------------------------------------------------
@@ -431,21 +392,11 @@ def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
-def test_tiny_scorer_has_the_body_of_tiny_model():
+def test_tiny_is_tiny_model_of_the_seed_or_has_its_body():
     scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
-    body = tiny.model(3).base_model.state_dict()
-    assert all(torch.equal(x, body[name]) for name, x in scorer.base_model.state_dict().items())
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_scorer_gets_rows_for_added_tokens(tied, tmp_path):
-    name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=tied))
-    old = AutoModelForCausalLM.from_pretrained(name).model.embed_tokens.weight
-    scorer = loading.load_scorer(name, Words(V + 2), 1)
-    table = scorer.get_input_embeddings().weight
-    assert table.shape[0] == scorer.config.vocab_size == V + 2 and torch.equal(table[:V], old)
-    for row in table[V:]:
-        torch.testing.assert_close(row, old.mean(0))
+    for model in (scorer, loading.load_policy("tiny", tiny.tokenizer(), seed=3)):
+        body = tiny.model(3).base_model.state_dict()
+        assert all(torch.equal(x, body[name]) for name, x in model.base_model.state_dict().items())
 
 
 def classifier(path, n_labels):
@@ -490,8 +441,9 @@ def test_n_outputs_of_a_run_directory(tmp_path):
 
 
 def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wanted(tmp_path):
-    lm = causal(tmp_path, "llama")
-    for name, kind in (("tiny", "a causal language model"), (lm, "a LlamaForCausalLM")):
+    lm, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "five", 5)
+    kinds = {"tiny": "a causal language model", lm: "a LlamaForCausalLM", five: "a classifier of 5 labels"}
+    for name, kind in kinds.items():
         with pytest.raises(InputError) as error:
             loading.n_outputs(name)
         assert str(error.value).startswith(
@@ -499,20 +451,11 @@ def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wan
         )
 
 
-def test_n_outputs_of_a_classifier_of_more_labels_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="wanted a run of reward.py or advantage_model.py"):
-        loading.n_outputs(classifier(tmp_path, 5))
-
-
 # -- scores ------------------------------------------------------------------------------------
 PAD_ID, END_ID = 0, 2
 
 
-class Small(Words):
-    """Ends and pads as SMALL does; pad: another padding token."""
-
-    def __init__(self, pad=PAD_ID):
-        self.length, self.pad_token_id, self.eos_token_id = V, pad, END_ID
+SMALL_WORDS = Words(V, PAD_ID, END_ID)  # it ends and pads as SMALL does
 
 
 @pytest.fixture
@@ -542,7 +485,7 @@ def kept(scorer, path):
 
 @torch.no_grad()
 def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_path):
-    scorer = loading.load_scorer(causal_name, Small(), 1)
+    scorer = loading.load_scorer(causal_name, SMALL_WORDS, 1)
     name = kept(scorer, tmp_path / "rm")
     expected = [alone(name, row, n)[0].item() for row, n in zip(answers[0], (7, 7, 7))]
     got = models.score(scorer, *answers)
@@ -562,14 +505,14 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
     n_policies, n_others, share, answers, tmp_path
 ):
     """(1 - K / N) (r - e): r, the first output, at the end token, e, the second one, at the prompt's last."""
-    scorer = loading.load_scorer(causal(tmp_path / "lm", "llama"), Small(), 2)
+    scorer = loading.load_scorer(causal(tmp_path / "lm", "llama"), SMALL_WORDS, 2)
     scorer.config.advantage_model = {"n_policies": n_policies, "n_others": n_others}
     name = kept(scorer, tmp_path / "am")
     r = [alone(name, row, 7)[0].item() for row in answers[0]]
     e = [alone(name, row, n)[1].item() for row, n in zip(answers[0], (3, 5, 1))]
     expected = [share * (x - y) for x, y in zip(r, e)]
     assert models.score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
-    again = loading.load_scorer(name, Small(), 2)  # with N and K in its configuration
+    again = loading.load_scorer(name, SMALL_WORDS, 2)  # with N and K in its configuration
     assert models.score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
     for row, n, y in zip(answers[0], (3, 5, 1), e):  # the other output, or the token after: other numbers
         assert min(abs(alone(name, row, n)[0].item() - y), abs(alone(name, row, n + 1)[1].item() - y)) > 1e-3
@@ -579,7 +522,7 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
 @torch.no_grad()
 def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers, tmp_path):
     """PITFALLS 5: transformers looks for the last token that is no padding, the one before the end token."""
-    scorer = loading.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    scorer = loading.load_scorer(causal(tmp_path, "llama"), SMALL_WORDS, n_outputs)
     scorer.config.advantage_model = ADVANTAGE
     expected = models.score(scorer, *answers)
     input_ids, mask = answers[0].clone(), answers[1]
@@ -592,7 +535,7 @@ def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers,
 
 @torch.no_grad()
 def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp_path):
-    scorer = loading.load_scorer(causal(tmp_path, "gpt2"), Small(), 1)
+    scorer = loading.load_scorer(causal(tmp_path, "gpt2"), SMALL_WORDS, 1)
     input_ids, mask = answers[0].clone(), answers[1].clone()
     expected = models.score(scorer, input_ids, mask)
     input_ids[:, 7:] = V - 1
@@ -609,42 +552,12 @@ def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp
     "columns", [slice(0, 0), slice(0, 4), slice(0, 1)], ids=["no response", "no prompt", "first"]
 )
 def test_score_refuses_a_row_without_response_or_prompt(n_outputs, columns, answers, tmp_path):
-    scorer = loading.load_scorer(causal(tmp_path, "llama"), Small(), n_outputs)
+    scorer = loading.load_scorer(causal(tmp_path, "llama"), SMALL_WORDS, n_outputs)
     input_ids, mask = answers
     mask[1] = False
     mask[1, columns] = True
     with pytest.raises(ValueError, match="no response token, or no prompt"):
         models.score(scorer, input_ids, mask)
-
-
-@torch.no_grad()
-def test_a_scorer_reloads_head_included_and_scores_the_same_elsewhere(answers, tmp_path):
-    """As load_scorer reads it again, as AutoModelForSequenceClassification does, and through a pipeline,
-    which applies no sigmoid."""
-    from transformers import pipeline
-
-    tokenizer = tiny.tokenizer()
-    scorer = loading.load_scorer("tiny", tokenizer, 1, seed=1)
-    scorer.score.weight.mul_(-5)  # scores beyond [0, 1]
-    dist.save_model(scorer, tokenizer, tmp_path / "model")
-    turns = [{"role": "user", "content": "copy ant"}, {"role": "assistant", "content": "ant um"}]
-    ids, mask = data.encode(tokenizer, turns)
-    ids, mask = torch.tensor([ids]), torch.tensor([mask])
-    expected = models.score(scorer, ids, mask).item()
-    again = loading.load_scorer(str(tmp_path / "model"), tokenizer, 1, seed=2)
-    assert torch.equal(again.score.weight, scorer.score.weight)  # no new head
-    assert models.score(again, ids, mask).item() == expected
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
-    assert plain(input_ids=ids).logits.item() == pytest.approx(expected, abs=1e-5)
-    assert (plain.config.num_labels, plain.config.problem_type) == (1, "regression")
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    piped = pipeline("text-classification", model=str(tmp_path / "model"), device="cpu")
-    (answer,) = piped([text], add_special_tokens=False)
-    assert answer["label"] == "reward" and answer["score"] == pytest.approx(expected, abs=1e-5)
-    assert not 0 <= expected <= 1  # or a sigmoid would not be seen
-    assert not loading.is_causal_lm(str(tmp_path / "model"))
-    with pytest.raises(InputError, match="wanted a causal language model"):
-        loading.load_policy(str(tmp_path / "model"), tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -706,55 +619,6 @@ def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_i
     assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
 
 
-def tree():
-    """A prompt of 3 tokens and responses of 4 and 5: {"shared": ..., "apart": ...}, each the arguments of
-    logprobs_at for all tokens of both responses, in one row with a mask and in two rows."""
-    prompt, first, second = (torch.randint(3, V, (n,), generator=GENERATOR(n)) for n in (3, 4, 5))
-    branch = torch.tensor([0] * 3 + [1] * 4 + [2] * 5)
-    mask = ((branch == 0) | (branch == branch[:, None])).tril()[None, None]
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 7]])
-    targets = torch.cat([first, second])
-    columns = [2, 3, 4, 5, 2, 7, 8, 9, 10]  # the first token of either follows the prompt's last one
-    shared = (torch.cat([prompt, targets])[None], torch.tensor([[0] * 9, columns]), targets, positions, mask)
-    rows = torch.stack([torch.cat([prompt, first, first[:1]]), torch.cat([prompt, second])])
-    columns = [2, 3, 4, 5, 2, 3, 4, 5, 6]
-    return {"shared": shared, "apart": (rows, torch.tensor([[0] * 4 + [1] * 5, columns]), targets)}
-
-
-GENERATOR = torch.Generator().manual_seed
-
-
-@torch.no_grad()
-def test_responses_in_one_row_have_the_logprobs_they_have_apart(model):
-    given = tree()
-    shared = models.logprobs_at(model, *given["shared"])
-    rows, where, targets = given["apart"]
-    expected = reference(model, rows)[where[0], where[1], targets].float()
-    torch.testing.assert_close(shared, expected, rtol=0, atol=1e-5)
-    input_ids, where, targets, positions, mask = given["shared"]
-    for damaged in ((positions, None), (None, mask), (None, None)):
-        assert (models.logprobs_at(model, input_ids, where, targets, *damaged) - expected).abs().max() > 0.1
-    where = where.clone()
-    where[1, 4] = 6  # the token that stands before the second response is the first one's last
-    assert (models.logprobs_at(model, input_ids, where, targets, positions, mask) - expected)[4].abs() > 0.1
-
-
-@pytest.mark.parametrize("places_in_memory", [2, 1000])
-def test_gradients_of_responses_in_one_row_equal_those_of_rows_apart(model, places_in_memory, monkeypatch):
-    monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
-    given, weight = tree(), torch.linspace(-1, 2, 9)
-    rows, where, targets = given["apart"]
-    plain = reference(model, rows)[where[0], where[1], targets]
-    values = [(plain * weight).sum()]
-    values += [(models.logprobs_at(model, *given[key]) * weight).sum() for key in ("shared", "apart")]
-    grads = [torch.autograd.grad(value, list(model.parameters())) for value in values]
-    for expected, *found in zip(*grads):
-        size = max(1.0, expected.abs().max().item())
-        for got in found:
-            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * size)
-    assert min(g.abs().max() for g in grads[0]) > 0
-
-
 def test_chunks_of_places_are_computed_again_in_backward_and_a_single_one_is_not(rows, monkeypatch):
     model, seen = small("llama"), []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
@@ -796,10 +660,6 @@ def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micr
     without_end = [x[:-1].sum().item() for x in tokens]
     for wrong in (means, without_end, got[::-1]):
         assert max(abs(a - b) for a, b in zip(got, wrong)) > 0.5
-
-
-def test_seq_logprobs_of_no_document_are_none(tmp_path):
-    policy = loading.load_policy(causal(tmp_path, "llama"), Words(V))
     assert models.seq_logprobs(policy, [], 4) == []
 
 
@@ -823,57 +683,15 @@ def test_shares_prompts_is_true_where_responses_are_apart_and_says_where_not(
     assert capsys.readouterr().out == (said if leak else "")
 
 
-# -- families ----------------------------------------------------------------------------------
-LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}  # rows have 40
-SCALED = {"logits_scaling": 3.0, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-CAPPED = {"head_dim": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}  # so no SDPA
-LOCAL = {"window_size": 8, "attention_types": [[["global", "local"], 1]]}  # by columns, not by positions
-FAMILIES = {  # config, and whether it packs, and its responses share prompts
-    "granite": (GraniteMoeConfig(**SMALL, **SCALED), True, True),
-    "mistral": (MistralConfig(**SMALL, sliding_window=8), True, True),
-    "cohere2": (Cohere2Config(**SMALL, **LAYERS, logit_scale=0.3), True, True),
-    "gemma2": (Gemma2Config(**SMALL, **LAYERS, **CAPPED), True, True),
-    "gpt_oss": (GptOssConfig(**SMALL, **LAYERS, head_dim=8, num_local_experts=4), False, True),  # sinks
-    "gpt_neo": (GPTNeoConfig(**TINY, **LOCAL, num_layers=2, num_heads=4), True, False),
-    "lfm2": (Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]), False, False),
-    "bloom": (BloomConfig(**TINY, n_layer=2, n_head=4), False, False),  # ALiBi
-}
+# -- families (what they say of responses that share a row: test_families.py) ---------------------
+def family(name, path):
+    tiny_families.save(name, path)
+    return str(path)
 
 
-def logprobs_alone(name, ids):
-    """log p of each token of a row after the first, by transformers' own eager attention."""
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager").eval()
-    return reference(model, ids[None].long())[0].gather(-1, ids[1:, None].long())[:, 0].float()
-
-
-@pytest.mark.parametrize("kind", FAMILIES)
-@torch.no_grad()
-def test_a_family_packed_and_with_shared_prompts_has_the_logprobs_of_rows_alone(kind, tmp_path):
-    config, packs, shares = FAMILIES[kind]
-    name = saved(tmp_path, config)
-    policy = loading.load_policy(name, Words(V))
-    assert (models.packs(policy), models.shares_prompts(policy, 64)) == (packs, shares)
-    documents = [document(1, 20), document(2, 13), document(3, 27)]
-    batch = collate(make_blocks(documents, 64, packs), pad_id=0)
-    expected = torch.cat([logprobs_alone(name, d.ids)[1:] for d in batch.documents])
-    got = models.logprobs(policy, batch)[batch.action_mask]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-
-    prompt, *responses = (d.ids for d in documents)
-    comparison = Comparison([], ["a", "b"], prompt, responses, torch.tensor([0, 1]), "", None)
-    rows = [logprobs_alone(name, torch.cat([prompt, ids]))[19:] for ids in responses]
-    got = models.response_logprobs(policy, collate_comparisons([comparison], 0, shares))
-    torch.testing.assert_close(got, torch.stack([x.sum() for x in rows]), rtol=1e-6, atol=1e-5)
-    if models.recurrent(policy):  # there are no keys and values to go on from
-        return
-    where, before = torch.tensor([[0], [len(responses[0]) - 2]]), prompt.tolist()
-    got = models.next_token_logprobs(policy, responses[0][None].long(), where, before)[0, responses[0][-1]]
-    torch.testing.assert_close(got, rows[0][-1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["mistral", "cohere2", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["Mistral (window)", "Cohere 2", "Gemma 2", "gpt-oss"])
 def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monkeypatch):
-    policy = loading.load_policy(saved(tmp_path, FAMILIES[kind][0]), Words(V))
+    policy = loading.load_policy(family(kind, tmp_path), tiny.tokenizer())
     masks, plain = (
         models._masks,
         types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation),
@@ -882,16 +700,16 @@ def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monk
     assert models.shares_prompts(policy, 8) and not models.shares_prompts(policy, 12)
 
 
-@pytest.mark.parametrize("kind", ["granite", "cohere2", "gemma2", "lfm2", "llama"])
+@pytest.mark.parametrize("kind", ["Granite 3 MoE", "Cohere 2", "Gemma 2", "LFM2", "Llama 3"])
 @torch.no_grad()
 def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_path):
     """Also by transformers, with its class, or the body and the head's weights where it has none."""
-    name = saved(tmp_path / "lm", FAMILIES[kind][0]) if kind in FAMILIES else causal(tmp_path / "lm", kind)
-    scorer = loading.load_scorer(name, Small(), 1)
+    name = family(kind, tmp_path / "lm")
+    scorer = loading.load_scorer(name, SMALL_WORDS, 1)
     hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
     expected = (hidden[:, 6] @ scorer.score.weight.T)[:, 0]
     dist.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
-    again = loading.load_scorer(str(tmp_path / "rm"), Small(), loading.n_outputs(str(tmp_path / "rm")))
+    again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, loading.n_outputs(str(tmp_path / "rm")))
     assert (
         type(again).__name__ == type(scorer).__name__ and "ForSequenceClassification" in type(again).__name__
     )
@@ -906,40 +724,29 @@ def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_pa
 
 
 @torch.no_grad()
-def test_of_a_multimodal_model_the_text_part_is_loaded_and_the_export_says_so(rows, tmp_path):
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    text, start, end = {**SMALL, **LAYERS, "head_dim": 8}, str(tmp_path / "whole"), str(tmp_path / "end")
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    torch.manual_seed(0)
-    whole = AutoModelForImageTextToText.from_config(config).eval()
-    whole.save_pretrained(start)
+def test_the_export_of_a_multimodal_models_text_part_says_so_and_reads_back(rows, tmp_path):
+    start, end = family("Gemma 3 (multimodal)", tmp_path / "whole"), str(tmp_path / "end")
     assert loading.is_causal_lm(start)
-    policy = loading.load_policy(start, Words(V))
-    expected = reference(whole, rows[0]).gather(-1, rows[0][:, 1:, None])[..., 0].where(rows[1], 0.0).float()
-    torch.testing.assert_close(policy.token_logprobs(*rows), expected, rtol=0, atol=1e-5)
+    policy = loading.load_policy(start, tiny.tokenizer())
     dist.save_model(policy, tiny.tokenizer(), end)
     config = json.loads(Path(end, "config.json").read_text())
     assert config["text_part_of"] == "Gemma3ForConditionalGeneration"
-    plain = AutoModelForCausalLM.from_pretrained(end)
-    assert type(plain).__name__ == "Gemma3ForCausalLM"
-    torch.testing.assert_close(
-        loading.load_policy(end, Words(V)).token_logprobs(*rows), policy.token_logprobs(*rows)
-    )
+    assert type(AutoModelForCausalLM.from_pretrained(end)).__name__ == "Gemma3ForCausalLM"
+    again = loading.load_policy(end, tiny.tokenizer())
+    torch.testing.assert_close(again.token_logprobs(*rows), policy.token_logprobs(*rows))
 
 
 def test_a_model_that_does_more_to_its_logits_is_refused(tmp_path):
-    config = BertConfig(**SMALL_BERT, is_decoder=True)
     with pytest.raises(
         InputError, match="^bert: two forwards differ: .* does more to its logits than a factor and a cap$"
     ):
-        loading.load_policy(saved(tmp_path, config), Words(V))
+        loading.load_policy(family("BERT", tmp_path), tiny.tokenizer())
 
 
 def test_a_model_with_a_factor_that_is_not_known_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "LOGIT_FACTORS", {})
     with pytest.raises(InputError, match="^granitemoe: two forwards differ"):
-        loading.load_policy(saved(tmp_path, FAMILIES["granite"][0]), Words(V))
+        loading.load_policy(family("Granite 3 MoE", tmp_path), tiny.tokenizer())
 
 
 def test_weights_that_are_in_no_file_are_named(tmp_path):

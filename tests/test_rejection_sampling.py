@@ -3,6 +3,7 @@ input."""
 
 import collections
 import copy
+import functools
 import gc
 import json
 import math
@@ -10,19 +11,18 @@ import shutil
 import weakref
 from types import SimpleNamespace
 
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import flags
 from safetensors.torch import load_file
 from scorers import (
-    CPU, PLACE, TOKENIZER, A, B, C, assert_error, assert_only_the_last_version_is_rounded,
-    assert_same_versions, assert_whole_versions, contents, make_scorer, named, prompt, question, read_json,
-    row, rows_of, scorer_that_notes, smaller_model, succeeds, train_small, without, write_rows,
+    CPU, PLACE, TOKENIZER, A, B, C, as_killed, assert_error, assert_only_the_last_version_is_rounded,
+    assert_same_versions, assert_whole_versions, contents, make_sampled, make_scorer, named, prompt, question,
+    read_json, row, rows_of, scorer_that_notes, smaller_model, succeeds, without, write_rows,
 )  # fmt: skip
+from scorers import run as run_script
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rejection_sampling as rs
 from common import data, dist, evaluation, generate, loading, models, tiny
@@ -209,25 +209,10 @@ def other_tokenizer():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A folder with prompts, of which two are held out too, SFT rows, scorers and a model that ends its
-    responses; flags for a run on them that takes a second."""
-    folder, asked = tmp_path_factory.mktemp("small"), tiny.rows("prompts", "test")[:10]
-    train = [*tiny.rows("prompts", "train")[:40], *asked[:2]]
-    write_rows(folder / "train.jsonl", [{"prompt": r["prompt"], "split": "train"} for r in train])
-    write_rows(folder / "test.jsonl", [{**r, "split": "test"} for r in asked])
-    write_rows(folder / "sft.jsonl", tiny.rows("sft", "train")[:400])
-    smaller_model(folder / "base")
-    (folder / "mine.py").write_text(SCORERS)
-    train_small(folder / "base", folder / "sft.jsonl", folder / "sft")
-    files = {"model": "sft", "dataset": "train.jsonl", "eval_dataset": "test.jsonl"}
-    options = {**OPTIONS, **{name: str(folder / file) for name, file in files.items()}}
-    return SimpleNamespace(folder=folder, options=options)
+    return make_sampled(tmp_path_factory.mktemp("small"), "sft", SCORERS, OPTIONS)
 
 
-def run(small, folder, *more, moment=None, plots=False, **options):
-    given = {**small.options, "output_dir": folder, **options}
-    given = flags(**{key: value for key, value in given.items() if value is not None})
-    return processes.script("rejection_sampling", *given, *more, moment=moment, cwd=small.folder, plots=plots)
+run = functools.partial(run_script, "rejection_sampling")
 
 
 def run_here(small, folder, **options):
@@ -270,7 +255,7 @@ def plain_nll(folder, rows):
 
 
 def test_a_run_leaves_the_whole_run_directory(small, whole):
-    assert_whole_versions(whole, "rejection_sampling", FILES)
+    assert_whole_versions(whole, "rejection_sampling", FILES, small.folder / "sft" / "model")
 
 
 def test_the_pool_holds_every_response_ever_sampled(small, whole):
@@ -301,18 +286,6 @@ def test_no_prompt_of_the_pool_is_held_out(small, whole, tmp_path):
     prompts = {question(r) for r in pool_of(tmp_path)}
     assert len(prompts) == 40 and prompts == train - held_out
     assert {question(r) for r in read_jsonl(whole.folder / "samples.jsonl")} <= held_out
-
-
-def test_the_saved_models_load_in_plain_transformers_and_differ(small, whole):
-    names = "versions/1", "versions/2", "model"
-    folders = [small.folder / "sft/model", *(whole.folder / name for name in names)]
-    base, one, two, final = (load_file(folder / "model.safetensors") for folder in folders)
-    assert set(base) == set(one) == set(two) == set(final)
-    for name in base:
-        assert torch.equal(two[name], final[name])
-        assert not torch.equal(base[name], one[name]) and not torch.equal(one[name], two[name])
-    model, tokenizer = (x.from_pretrained(folders[-1]) for x in (AutoModelForCausalLM, AutoTokenizer))
-    assert type(model) is LlamaForCausalLM and tokenizer.get_vocab() == TOKENIZER.get_vocab()
 
 
 def test_versions_are_float32_and_the_last_one_is_studied_as_exported(small, tmp_path, monkeypatch):
@@ -368,7 +341,7 @@ def test_the_figures_are_those_of_pool_and_samples(small, whole):
 
 
 def test_on_the_tiny_world_the_gold_score_is_told_too(small, tmp_path):
-    tiny_world = {"dataset": "tiny", "eval_dataset": None, "iterations": 1, "epochs": 1}
+    tiny_world = {"dataset": "tiny:commands=copy", "eval_dataset": None, "iterations": 1, "epochs": 1}
     succeeds(run(small, tmp_path, plots=True, **tiny_world))
     samples = read_jsonl(tmp_path / "samples.jsonl")
     assert all(s["gold"] == s["score"] and s["perfect"] == tiny.perfect_score(question(s)) for s in samples)
@@ -480,7 +453,9 @@ def distill(small, whole, folder, model, *more, moment=None, **options):
 
 
 def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small, whole, tmp_path):
-    succeeds(distill(small, whole, tmp_path / "run", small.options["model"], moment=None))
+    moments, model = ("studied 1", "row 4", "studied 2"), small.options["model"]
+    copies = [f"copy {moment}" for moment in moments]
+    succeeds(distill(small, whole, tmp_path / "run", model, moment=copies))
     assert "sample" not in {key.split("/")[0] for key in rows_of(tmp_path / "run", "pool/rows")[0]}
     folders = whole.folder / "model", tmp_path / "run" / "model"
     want, got = (load_file(folder / "model.safetensors") for folder in folders)
@@ -489,9 +464,9 @@ def test_the_pools_own_model_learns_from_it_what_the_last_iteration_learnt(small
     files = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {"1.json", "2.json", "samples.jsonl", "summary.json"} <= files and "curves.jsonl" not in files
     # Killed, it goes on to the same bits
-    for moment in ("studied 1", "row 4", "studied 2"):
-        folder, model = tmp_path / moment, small.options["model"]
-        assert distill(small, whole, folder, model, moment=moment).code == -9
+    for moment in moments:
+        folder = tmp_path / moment
+        as_killed(tmp_path / "run", moment, folder)
         succeeds(distill(small, whole, folder, model, "--resume"))
         assert_same_versions(folder, tmp_path / "run", "pool.jsonl", "samples.jsonl", "summary.json")
 
@@ -536,11 +511,12 @@ def test_a_run_goes_on_from_the_pool_and_the_model_of_another(small, whole, tmp_
 
 
 def test_a_run_that_goes_on_from_another_resumes_to_the_same_bits(small, whole, tmp_path):
-    options = {"scorer": "mine:shortest"}
-    succeeds(go_on(small, whole, tmp_path / "whole", **options))
+    options, moments = {"scorer": "mine:shortest"}, ("studied 2", "pool 2", "studied 3")
+    copies = [f"copy {moment}" for moment in moments]
+    succeeds(go_on(small, whole, tmp_path / "whole", moment=copies, **options))
     assert rows_of(tmp_path / "whole", "reward/words")
-    for moment in ("studied 2", "pool 2", "studied 3"):
-        assert go_on(small, whole, tmp_path / moment, moment=moment, **options).code == -9
+    for moment in moments:
+        as_killed(tmp_path / "whole", moment, tmp_path / moment)
         succeeds(go_on(small, whole, tmp_path / moment, "--resume", **options))
         assert_same_result(tmp_path / moment, tmp_path / "whole")
 
@@ -571,22 +547,30 @@ MOMENTS = [  # and what is left then: rows of the pool, checkpoint, versions
 ]
 
 
+@pytest.fixture(scope="module")
+def copied(small, tmp_path_factory):
+    """The folder of a run that was copied at all moments."""
+    folder = tmp_path_factory.mktemp("copied") / "run"
+    succeeds(run(small, folder, moment=[f"copy {' '.join(m[0].split()[:2])}" for m in MOMENTS]))
+    return folder
+
+
 @pytest.mark.parametrize("moment, rows, checkpoint, versions", MOMENTS, ids=[m[0] for m in MOMENTS])
 def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
-    small, whole, tmp_path, moment, rows, checkpoint, versions
+    small, whole, copied, moment, rows, checkpoint, versions
 ):
-    killed = run(small, tmp_path, moment=moment.removesuffix(" and a part"))
-    assert killed.code == -9 and not (tmp_path / "summary.json").exists()
-    path = tmp_path / "pool.jsonl"
+    as_killed(copied, moment.removesuffix(" and a part"), copied)
+    assert not (copied / "summary.json").exists()
+    path = copied / "pool.jsonl"
     if "part" in moment:
         path.write_bytes(path.read_bytes()[:-50])
     assert len(read_jsonl(path)) == rows
-    assert {p.name for p in (tmp_path / "versions").iterdir()} == set(versions.split())
-    latest = tmp_path / "checkpoint" / "latest"
+    assert {p.name for p in (copied / "versions").iterdir()} == set(versions.split())
+    latest = copied / "checkpoint" / "latest"
     if checkpoint or "2.json" not in versions and "2" not in versions.split():
         assert (latest.read_text() if latest.exists() else None) == checkpoint
-    succeeds(run(small, tmp_path, "--resume"))
-    assert_same_result(tmp_path, whole.folder)
+    succeeds(run(small, copied, "--resume"))
+    assert_same_result(copied, whole.folder)
 
 
 def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_path):
@@ -597,15 +581,6 @@ def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_
     assert run(small, tmp_path / "killed", moment=f"row {last - 1}", **options).code == -9
     succeeds(run(small, tmp_path / "killed", "--resume", **options))
     assert_same_result(tmp_path / "killed", tmp_path / "whole")
-
-
-def test_a_run_in_the_way_is_an_error_and_overwrite_replaces_it(small, whole, tmp_path):
-    assert_error(run(small, whole.folder), "finished", "--overwrite", "--output-dir")
-    assert "finished already" in succeeds(run(small, whole.folder, "--resume")).out
-    assert run(small, tmp_path, moment="row 6", seed=5).code == -9
-    assert_error(run(small, tmp_path), "unfinished", "--overwrite", "--resume")
-    succeeds(run(small, tmp_path, "--overwrite"))
-    assert_same_result(tmp_path, whole.folder)
 
 
 # -- bad input ---------------------------------------------------------------------------
@@ -636,8 +611,6 @@ def test_a_threshold_out_of_reach_is_skipped_and_a_lower_one_goes_on(small, whol
 @pytest.fixture(scope="module")
 def bad(small):
     """Beside the good files, some that cannot be used."""
-    good = json.dumps(row(A, "ant"))
-    (small.folder / "broken.jsonl").write_text(f'{good}\n{{"prompt": "copy ant", "chos\n{good}\n')
     write_rows(small.folder / "strange.jsonl", [row(A, "ant")])
     shutil.copy(small.folder / "test.jsonl", small.folder / "same.jsonl")
     write_rows(small.folder / "long.jsonl", [{"prompt": "copy " + "ant " * 60}])
@@ -649,14 +622,12 @@ def bad(small):
 
 
 BAD = [
-    ({"scorer": "sft"}, ["sft", "LlamaForCausalLM", "reward.py or advantage_model.py"]),
     ({"scorer": "unfinished"}, ["unfinished", "--resume"]),
     ({"model": "reward model"}, ["reward model", "causal language model"]),
     ({"policy": "reward model"}, ["reward model", "causal language model"]),
     ({"policy": "other tokens"}, ["other tokens", "another vocabulary than --model"]),
     ({"model": "runs/sft"}, ["runs/sft", "python sft.py"]),
     ({"pool": "nothing.jsonl"}, ["--pool nothing.jsonl", "no such file"]),
-    ({"pool": "broken.jsonl"}, ["broken.jsonl:2", "not JSON"]),
     ({"pool": "strange.jsonl"}, ["strange.jsonl", "none of its 1 rows"]),
     ({"dataset": "same.jsonl"}, ["same.jsonl", "the prompt is in the held-out set"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "longer than 56 tokens"]),
@@ -688,15 +659,6 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
     with pytest.raises(InputError) as error:
         rs.check(rs.Args(**options))
     assert all(word in str(error.value) for word in words)
-
-
-def test_overwrite_with_bad_input_leaves_the_old_run(bad, whole):
-    before = contents(whole.folder)
-    for options in ({"dataset": "long.jsonl"}, {"scorer": "sft"}, {"pool": "broken.jsonl"}):
-        assert_error(run(bad, whole.folder, "--overwrite", **options))
-    inside = whole.folder / "pool.jsonl"
-    assert_error(run(bad, whole.folder, "--overwrite", pool=inside), "this run would remove --pool")
-    assert contents(whole.folder) == before
 
 
 # -- recipes -----------------------------------------------------------------------------

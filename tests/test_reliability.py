@@ -21,8 +21,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from processes import SCRIPTS, flags
-from safetensors.torch import load_file
-from scorers import assert_error, indexed_model, read_json, smaller_model, succeeds, train_small, write_rows
+from scorers import (
+    assert_error, indexed_model, read_json, same_weights, smaller_model, succeeds, train_small, weights,
+    write_rows,
+)  # fmt: skip
 
 from common import tiny
 from common.errors import InputError
@@ -90,13 +92,8 @@ def undisturbed(small, tmp_path_factory):
     return of
 
 
-def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
-
-
 def assert_same_weights(folder, undisturbed):
-    got, want = weights(folder), weights(undisturbed)
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    assert same_weights(folder, undisturbed)
     assert (folder / "summary.json").exists() and not list(folder.rglob("*.tmp"))
 
 
@@ -117,20 +114,35 @@ def test_a_run_killed_at_random_moments_resumes_to_the_same_bits(small, undistur
     assert_same_weights(tmp_path / "run", whole.folder)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_finished_run_is_neither_done_again_nor_overwritten_unasked(small, undisturbed, name):
+    folder = undisturbed(name).folder
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    ended = succeeds(run(name, small, folder, "--resume"))
+    assert f"{folder} is finished" in ended.out and ended.err == ""
+    assert_error(run(name, small, folder), "a finished run", "--overwrite", "--output-dir")
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 # -- a model that will not do --------------------------------------------------------------
 @pytest.fixture(scope="module")
 def indexed(small):
     return indexed_model(small / "indexed")
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("what", ["cannot be sampled", "2048 positions"])
+UNFIT = [(name, what) for name in SCRIPTS for what in ("cannot be sampled", "2048 positions")]
+UNFIT += [(name, "wanted a run of reward.py or advantage_model.py") for name in SCRIPTS[3:]]
+
+
+@pytest.mark.parametrize("name, what", UNFIT)
 def test_a_model_that_will_not_do_is_an_error_and_an_old_run_stays(
     small, undisturbed, indexed, tmp_path, name, what
 ):
     shutil.copytree(undisturbed("sft").folder, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     options = {"max_length": 2049}
+    if what.endswith("advantage_model.py"):
+        options = {"scorer": small / "policy"}
     if what == "cannot be sampled":
         options = {{"reward": "sft_model", "advantage_model": "policy"}.get(name, "model"): indexed}
     assert what in error_of(name, small, tmp_path / "run", overwrite=True, **options)
@@ -210,16 +222,11 @@ def stopped(small, tmp_path_factory):
 def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bits(small, undisturbed, stopped, tmp_path, name):
     before = stopped(name, "Ctrl-C")
     assert before.ended.code == 130 and "Traceback" not in before.ended.err, before.ended.err[-2000:]
-    assert LAST_CHECKPOINT in before.ended.err.splitlines()
+    assert last_line(before.ended) == LAST_CHECKPOINT
     assert (before.folder / "checkpoint" / "latest").exists()
     shutil.copytree(before.folder, tmp_path / "run")
     succeeds(run(name, small, tmp_path / "run", "--resume"))
     assert_same_weights(tmp_path / "run", undisturbed(name).folder)
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_ctrl_c_says_in_the_last_line_how_to_go_on(stopped, name):
-    assert last_line(stopped(name, "Ctrl-C").ended) == LAST_CHECKPOINT
 
 
 DISKS = [(name, "full disk") for name in SCRIPTS]  # no room for a checkpoint
@@ -252,11 +259,12 @@ RANKS = ("sft", "ppo", "dpo_iterative")  # a loop of each kind: two ranks take t
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_after_a_rank_died_a_restart_by_torchrun_and_one_rank_go_on(
+def test_a_rank_that_dies_is_one_clear_line_and_a_restart_by_torchrun_and_one_rank_go_on(
     small, undisturbed, stopped, tmp_path, name
 ):
     before = stopped(name, "dead rank")
     assert "rank1 at row 4" in before.ended.err and before.ended.code not in (0, 124)
+    assert "Traceback" not in before.ended.err and "--resume" in last_line(before.ended)  # the other one's
     saved = (before.folder / "checkpoint" / "latest").read_text()
     kept = read_json(before.folder / "checkpoint" / saved / "state.json")["logged_rows"]
     for folder in ("two", "one"):
@@ -276,12 +284,6 @@ def test_after_a_rank_died_a_restart_by_torchrun_and_one_rank_go_on(
         if name in KINDS:  # nothing is sampled that is learnt from: the same weights but for rounding
             got, whole = weights(tmp_path / folder), weights(undisturbed(name).folder)
             assert all(torch.allclose(got[key], whole[key], atol=1e-5) for key in whole)
-
-
-@pytest.mark.parametrize("name", RANKS)
-def test_a_rank_that_dies_is_one_clear_line_of_the_others(stopped, name):
-    ended = stopped(name, "dead rank").ended
-    assert "Traceback" not in ended.err and "--resume" in last_line(ended)
 
 
 # -- an output directory that cannot be written ------------------------------------------
@@ -343,11 +345,7 @@ def broken_files(folder, good):
 
 WRONG = [None, 5, -1.5, True, [], {}, [1], ["ant"], [[]], [{}], [None], {"a": {"b": 1}}, "", " \n", "\ud800"]
 WRONG += [float("nan"), float("inf"), 10**400, json.loads("[" * 300 + "]" * 300), "ant <|end|> bear"]
-WRONG += [
-    [{"role": "user"}],
-    [{"role": "user", "content": None}],
-    [{"content": "ant"}, {"role": "assistant"}],
-]
+WRONG += [[{"role": "user"}], [{"role": "user", "content": None}], [{"content": "ant"}, {"role": "user"}]]
 WRONG += [[{"role": "user", "content": [{"type": "image", "url": "ant"}]}]]
 NEEDED = {"sft": ["prompt", "completion"], "preferences": ["chosen", "rejected"], "prompts": ["prompt"]}
 NEEDED |= {"text": ["text"]}
@@ -435,13 +433,15 @@ OTHERS += [
 
 
 def run_on(name, small, folder, rows, **options):
-    """A run whose training and held-out rows are `rows(kind, split)`."""
+    """A short run whose training and held-out rows are `rows(kind, split)`."""
     kind, files = KINDS.get(name, "prompts"), {}
     for split, argument in (("train", "dataset"), ("test", "eval_dataset")):
         files[argument] = write_rows(folder / f"{split}.jsonl", rows(kind, split))
     if name == "common.ai_feedback":
         files.pop("eval_dataset")
-    return run(name, small, folder / "run", **files, **options)
+    short = {"max_steps": 1, "iterations": 1, "value_warmup_steps": 0}
+    short = {key: value for key, value in short.items() if key in RUNS.get(name, {})}
+    return run(name, small, folder / "run", **files, **short, **options)
 
 
 @pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])

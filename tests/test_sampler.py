@@ -52,7 +52,8 @@ FAMILIES = {  # by what their layers keep, windows of 8 tokens
     "grouped heads": "Llama 3", "biases": "Qwen2", "learned positions": "GPT-2", "windows": "Mistral (window)",
     "windows by layer, scores and logits capped": "Gemma 2", "sinks, eager attention": "gpt-oss",
     "a window of its own": "GPT-Neo", "ALiBi": "BLOOM", "convolutions": "LFM2", "recurrence": "Qwen3.5",
-    "attention beside recurrence, logits scaled": "Falcon-H1",
+    "attention beside recurrence, logits scaled": "Falcon-H1", "experts": "OLMoE", "logits scaled": "Granite 3",
+    "a text part": "Gemma 3",
 }  # fmt: skip
 
 

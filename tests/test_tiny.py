@@ -175,10 +175,8 @@ def test_labels_follow_bradley_terry(length_bias, label):
     assert worst_deviation(gaps) < 4
     assert worst_deviation([(-gap, a_won) for gap, a_won in gaps]) > 8  # the sign
     assert worst_deviation([(2 * gap, a_won) for gap, a_won in gaps]) > 6  # the scale
-
-
-def test_labels_reveal_a_wrong_length_bias():
-    assert worst_deviation(utility_gaps(0.6, assumed_bias=0.0)) > 8
+    if length_bias == 0.6:  # and the bias
+        assert worst_deviation(utility_gaps(0.6, label, assumed_bias=0.0)) > 8
 
 
 def test_ratings_follow_the_noisy_gap():
@@ -210,24 +208,6 @@ def test_rankings_are_scored_by_utility_plus_gumbel_noise():
     assert abs(statistics.variance(noise) - variance) < 4 * variance * math.sqrt(4.4 / n)
 
 
-@pytest.mark.parametrize("length_bias, needless_wins", [(0.1, False), (0.6, True)])
-def test_needless_words_are_preferred_only_when_length_bias_exceeds_their_cost(length_bias, needless_wins):
-    """Between two answers with equally many right words gold prefers the shorter one; the labels agree while
-    b = 0.1 < c = 0.3, and prefer the longer one when b = 0.6."""
-    longer_won = []
-    for row in rows("preferences", "test", length_bias=length_bias):
-        sides = [row["chosen"], row["rejected"]]
-        length = [len(text.split()) for text in sides]
-        gold = [tiny.gold_reward(row["prompt"], text) for text in sides]
-        right = [round((g + 0.3 * n) / 1.3) for g, n in zip(gold, length)]  # g = r - 0.3 (n - r)
-        if right[0] == right[1] and length[0] != length[1]:
-            assert (gold[0] < gold[1]) == (length[0] > length[1])
-            longer_won.append(length[0] > length[1])
-    n, rate = len(longer_won), statistics.mean(longer_won)
-    assert n > 500
-    assert (rate - 0.5 if needless_wins else 0.5 - rate) > 4 * math.sqrt(0.25 / n)
-
-
 @pytest.mark.parametrize("length_bias, label", [(0.1, "helpfulness"), (0.6, "safety")])
 def test_gold_and_utility_columns_are_what_the_rewards_give(length_bias, label):
     """u = gold + b * words, the gold reward being the one that the labels follow; also of rankings."""
@@ -242,19 +222,6 @@ def test_gold_and_utility_columns_are_what_the_rewards_give(length_bias, label):
     for prompt, text, found, utility in judged:
         assert found == gold(prompt, text)
         assert utility == pytest.approx(found + length_bias * len(text.split()))
-
-
-def test_a_labeler_without_noise_agrees_with_as_many_labels_as_the_noise_leaves():
-    """A label is sigmoid(d) likely to follow a utility gap of d: the larger utility wins with sigmoid(|d|), a
-    tie with 1/2 (and a tie counts 1/2 whoever wins)."""
-    pairs = rows("preferences", "test", length_bias=0.1)
-    gaps = [row["chosen_utility"] - row["rejected_utility"] for row in pairs]
-    assert 0 < sum(abs(gap) < 1e-9 for gap in gaps) < 0.2 * len(gaps)
-    agreed = [0.5 if abs(gap) < 1e-9 else float(gap > 0) for gap in gaps]
-    p = [sigmoid(abs(gap)) for gap in gaps]
-    error = math.sqrt(sum(x * (1 - x) for x in p if x > 0.5))
-    assert abs(sum(agreed) - sum(p)) < 4 * error
-    assert 0.7 < sum(p) / len(p) < 0.95  # the ceiling of any scorer's accuracy
 
 
 # -- data --------------------------------------------------------------------------------
@@ -307,18 +274,9 @@ def texts(kind, row):
     return [row[key] for key in ("completion", "chosen", "rejected", "text") if key in row]
 
 
-COLUMNS = {
-    "sft": {"completion"},
-    "preferences": {"chosen", "rejected", "rating"}
-    | {
-        f"{s}_{c}"
-        for s in ("chosen", "rejected")
-        for c in ("behavior_logprobs", "is_safe", "gold", "utility")
-    },
-    "rankings": {"responses"},
-    "prompts": set(),
-    "text": {"text"},
-}
+OF_EACH_SIDE = itertools.product(("chosen", "rejected"), ("behavior_logprobs", "is_safe", "gold", "utility"))
+COLUMNS = {"sft": {"completion"}, "rankings": {"responses"}, "prompts": set(), "text": {"text"}}
+COLUMNS |= {"preferences": {"chosen", "rejected", "rating", *map("_".join, OF_EACH_SIDE)}}
 
 
 @pytest.mark.parametrize("kind", tiny.SIZES)
@@ -365,16 +323,9 @@ def tokenizer():
     return tiny.tokenizer()
 
 
-def test_special_tokens_are_different_and_the_chat_template_round_trips(tokenizer):
+def test_special_tokens_are_different(tokenizer):
     ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     assert None not in ids and len(set(ids)) == 4
-    turns = [{"role": "user", "content": "ends ant fox"}, {"role": "assistant", "content": "fox"}]
-    words = "<|bos|> <|user|> ends ant fox <|end|> <|assistant|> fox <|end|>".split()
-    ids = tokenizer.apply_chat_template(turns, return_dict=False)
-    assert tokenizer.convert_ids_to_tokens(ids) == words
-    asked = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
-    assert ids[: len(asked)] == asked and tokenizer.convert_ids_to_tokens(asked) == words[:7]
-    assert tokenizer.decode(ids[len(asked) :], skip_special_tokens=True).strip() == "fox"
 
 
 def test_every_word_of_the_data_is_in_the_vocabulary(tokenizer):
@@ -386,17 +337,6 @@ def test_every_word_of_the_data_is_in_the_vocabulary(tokenizer):
     assert len(words) >= 40
     assert not [w for w in sorted(words) if tokenizer.unk_token_id in tokenizer(w)["input_ids"]]
     assert tokenizer("zebra")["input_ids"] == [tokenizer.unk_token_id]  # the check above can fail
-
-
-def test_tokenizer_survives_save_and_load(tokenizer, tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    turns = [{"role": "user", "content": "copy ant bomb"}, {"role": "assistant", "content": REFUSAL}]
-    assert loaded.chat_template == tokenizer.chat_template and len(loaded) == len(tokenizer)
-    assert loaded.apply_chat_template(turns) == tokenizer.apply_chat_template(turns)
-    assert (loaded.pad_token, loaded.eos_token, loaded.bos_token) == ("<|pad|>", "<|end|>", "<|bos|>")
 
 
 def test_model_is_small_fits_the_tokenizer_and_is_a_function_of_the_seed_alone(tokenizer):
