@@ -379,7 +379,7 @@ def measures(rows, failed) -> dict[str, float]:
         share, n = metrics.accuracy(agreement), len(judged)
         figures.update(metrics.with_interval("alignment", share, *metrics.wilson(share, n), n))
         figures.update({"alignment/n": n, "alignment/one_order": metrics.accuracy(one_order)})
-    answers = [row.get("ai", {}) for row in rows]
+    answers = [row["ai"] for row in [*rows, *failed] if "ai" in row]
     orders = [answer["orders"] for answer in answers if "orders" in answer]
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)

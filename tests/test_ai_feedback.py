@@ -672,7 +672,7 @@ def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counte
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
     assert one == {"responses": [x, y, z], "ai": {"dropped": 3}}
     assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "no two different responses"}
-    assert ai.measures([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": 3}
+    assert ai.measures([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
     assert comparisons.pair_of(values, "")[1:] == (["x", "y"], None)
 
