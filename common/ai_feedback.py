@@ -1,9 +1,10 @@
 """AI feedback: a language model in the annotator's place. It makes data sets for the scripts:
 
-    sample    pairs of responses without a label, of one or more policies: rows for label
+    sample    different responses of one or more policies to a prompt: rows for label
     label     which of two responses is better, as a soft label for reward.py (distilled RLAIF)
     rate      how good a response is, from 1 to 10 (direct RLAIF)
     revise    answer, criticise by a principle, revise, R times: rows for sft.py (Constitutional AI)
+    select, hindsight    without a labeler: balanced sampling; responses under an instruction they fulfil
 
 ("RLAIF: Scaling Reinforcement Learning from Human Feedback with AI Feedback", arXiv:2309.00267;
 "Constitutional AI: Harmlessness from AI Feedback", arXiv:2212.08073.)
@@ -14,7 +15,6 @@
 P is the labeler's probability of the text after the opening of its answer. With --chain-of-thought it first
 writes a rationale, and the answer is read after it. What it is asked stands in common/ai_feedback.toml.
 
-    python -m common.ai_feedback sample --model runs/sft --dataset prompts.jsonl --output-dir runs/pairs
     python -m common.ai_feedback label --model org/name --dataset pairs.jsonl --output-dir runs/labels
     python reward.py --model org/other --dataset runs/labels/rows.jsonl
     python ppo.py --model org/other --dataset prompts.jsonl --scorer common.ai_feedback:rater=org/name
@@ -24,12 +24,14 @@ Every rank holds the whole labeler, and a share of the rows. A labeler may also 
 gives an object with the two methods of LanguageModel.
 """
 
+import collections
 import contextlib
 import itertools
 import math
 import os
 import random
 import re
+import statistics
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +40,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common import comparisons, data, dist, generate, loading, metrics, models, scorers
-from common.batches import a_part, split
+from common.batches import a_part, split, turns_key
 from common.cli import check_flags
 from common.errors import InputError
 from common.run import Run, launch, start_run
@@ -69,19 +71,19 @@ class Question(NamedTuple):
     template: str  # the user's turn, with {name} for
     values: dict[str, str]  # texts
     opening: str = ""  # what the answer begins with
-    before: tuple = ()  # messages before the user's turn
+    before: list = []  # messages before the user's turn
 
 
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
     """A causal LM on this rank's device, whole. A question that does not fit, or that its chat template
-    refuses, has no answer, and is counted in `unasked`."""
+    refuses, has no answer."""
 
     def __init__(self, name, device, args):
         from transformers import AutoModelForCausalLM
 
         loading.check_causal_lm(name)
-        self.name, self.device, self.batch_size, self.unasked = name, device, args.batch_size, 0
+        self.name, self.device, self.batch_size = name, device, args.batch_size
         self.tokenizer = loading.load_tokenizer(name, args.chat_template)
         dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
@@ -91,18 +93,14 @@ class LanguageModel:
         self.room = min(args.max_length or room, room)
 
     def encode(self, question, reserve) -> list[int]:
-        """Token ids of the question and the opening of the answer; none where it has no answer, or where
-        `reserve` more tokens would not fit."""
+        """Token ids of the question and the answer's opening; none unless `reserve` more tokens would fit."""
         plain, ids = data.special_tokens(self.tokenizer).sub, []
         values = {name: plain("", text) for name, text in question.values.items()}
         turns = [{**turn, "content": plain("", turn["content"])} for turn in question.before]
         turns.append({"role": "user", "content": fill(question.template, values)})
         with contextlib.suppress(ValueError):  # the chat template refuses it
             ids = data.prompt_ids(self.tokenizer, turns) + self._ids(plain("", question.opening))
-        if not ids or len(ids) + reserve > self.room:
-            self.unasked += 1
-            return []
-        return ids
+        return ids if len(ids) + reserve <= self.room else []
 
     def _ids(self, text):
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -160,6 +158,8 @@ class LanguageModel:
 def load_labeler(spec, device, args, flag="--model"):
     """A LanguageModel, or what `module:function` gives."""
     if not re.fullmatch(scorers.NAMED, spec):
+        if args.task in ("sample", "revise") or args.chain_of_thought:
+            generate.check_sampled(spec)
         return LanguageModel(spec, device, args)
     try:
         labeler = scorers.named_function(flag, spec)()
@@ -177,8 +177,7 @@ def sample(rows, policies, principles, args):
     for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
         questions, texts = [], [{} for _ in group]
         for row in group:
-            *before, last = row.prompt
-            question = Question("{prompt}", {"prompt": last["content"]}, before=tuple(before))
+            question = Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=row.prompt[:-1])
             questions += [question] * args.responses
         for place, (name, policy) in enumerate(policies.items()):
             seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
@@ -188,15 +187,9 @@ def sample(rows, policies, principles, args):
                     texts[i // args.responses].setdefault(text, name)
         for of_row in texts:
             responses = [{"text": text, "model": name} for text, name in of_row.items()]
-            result = {"ai": {"dropped": args.responses * len(policies) - len(responses)}}
-            enough = {"responses": responses} if len(responses) > 1 else {"failed": "no two responses"}
-            yield {**enough, **result}
-
-
-def pairs_of(row):
-    """The rows of every two of the responses that `sample` found; any other row as it is."""
-    pairs = itertools.combinations(row.get("responses", ()), 2)
-    return [{**row, "responses": list(pair)} for pair in pairs] or [row]
+            dropped = args.responses * len(policies) - len(responses)
+            result = {"responses": responses, "ai": {"dropped": dropped}}
+            yield result if len(responses) > 1 else {**result, "failed": "no two different responses"}
 
 
 def preamble_and_examples(args):
@@ -214,8 +207,7 @@ def label(rows, labeler, principles, args):
     template = f"{preamble_and_examples(args)}{TEXTS['pair']}\n\n{TEXTS['question']}"
     questions, rationales, p = [], [], 0
     for row in rows:
-        principle = draw(principles, args.seed, row.number)  # read with --constitution alone
-        values = {"prompt": data.transcript(row.prompt), "principle": principle}
+        values = {"prompt": data.transcript(row.prompt), "principle": draw(principles, args.seed, row.number)}
         for first, second in (row.texts, row.texts[::-1]):
             pair = {**values, "first": first, "second": second}
             questions.append(Question(template, pair, TEXTS["ending"]))
@@ -308,9 +300,44 @@ def revise(rows, labeler, principles, args):
             about = {"principle": step["principle"], "critique": step["critique"]}
             result["steps"].append({**about, "revision": text, "used": used})
             talk["response"] = text if used else talk["response"]
-    for talk, result in zip(talks, results):
-        text = talk["response"]
+    for text, result in zip((talk["response"] for talk in talks), results):
         yield {"completion": text, "ai": result} if text else {"failed": "no response"}
+
+
+# -- tasks without a labeler: of all rows at once ------------------------------------------------------
+def select(rows, labeler, principles, args):
+    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1): {} of a row that is chosen, at most
+    --per-tag of each tag, the longest prompts first. A near-duplicate shares --similarity or more of its
+    words and pairs of neighbouring words with a chosen prompt: intersection over union."""
+    chosen, counts, results = [], collections.Counter(), [{} for _ in rows]
+    for i in sorted(range(len(rows)), key=lambda i: -len(data.transcript(rows[i].prompt))):
+        tags = rows[i].about.get("tags") or [rows[i].about.get("category")]
+        words = data.transcript(rows[i].prompt).lower().split()
+        parts = {*words, *itertools.pairwise(words)}
+        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+            results[i]["failed"] = "neither a list of tags nor a category"
+        elif any(counts[tag] >= args.per_tag for tag in tags):
+            results[i]["failed"] = "a tag of it has --per-tag rows"
+        elif any(len(parts & other) >= args.similarity * len(parts | other) for other in chosen):
+            results[i]["failed"] = "a near-duplicate is chosen"
+        else:
+            chosen.append(parts)
+            counts.update(tags)
+    return results
+
+
+def hindsight(rows, labeler, principles, args):
+    """Relabelling (arXiv:2302.05206): of each response the prompt under the instruction that it fulfils,
+    TEXTS["good"] from --threshold on. A prompt without a response gets that too: so one asks at use."""
+    scores = collections.defaultdict(list)
+    for row in rows:
+        scores[turns_key(row.prompt)] += [row.human for _ in row.texts]
+    for row in rows:
+        own = scores[turns_key(row.prompt)]  # of different prompts they need not have the same zero
+        threshold = statistics.median(own) if own and args.threshold is None else args.threshold
+        system = TEXTS["bad" if row.texts and row.human < threshold else "good"]
+        result = {"prompt": [{"role": "system", "content": system}, *row.prompt]}
+        yield {**result, "completion": row.texts[0], "score": row.human} if row.texts else result
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -319,8 +346,8 @@ class Item(NamedTuple):
     key: str  # of batches.a_part
     about: dict  # what a row that is written begins with
     prompt: list[dict]
-    texts: list[str]  # label: two; rate: one; revise: one or none; sample: not read
-    human: float | None = None  # P(texts[0] is the better one) by the row's label, if it has one
+    texts: list[str]  # label: two; rate: one; revise, hindsight: one or none
+    human: float | None = None  # P(texts[0] is the better one) by the row's label; hindsight: the score
 
 
 def read_items(args) -> list[Item]:
@@ -331,62 +358,68 @@ def read_items(args) -> list[Item]:
         if args.task == "label":
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
-            text = values.get("response") or (values.get("completion") if args.task == "rate" else None)
+            prompt, text, human = generate.prompt_turns(values), values.get("response"), values.get("score")
+            text = text or args.task in ("rate", "hindsight") and values.get("completion")
             if isinstance(text, str):
                 texts = [text]
-            elif args.task == "rate":
+            elif args.task == "rate" or args.task == "hindsight" and "response" in values:
                 raise ValueError("no response")
-            prompt = generate.prompt_turns(values)
+            if texts and args.task == "hindsight" and not isinstance(human, int | float):
+                raise ValueError("the response has no score")
         for text in texts:
             data.check_messages([*prompt, {"role": "assistant", "content": text}])
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        about = {"prompt": prompt, **given, "row": number}
-        return Item(number, f"{number}/{row.where}", about, prompt, texts, human)
+        about = values if args.task == "select" else {"prompt": prompt, **given}
+        return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
 
-    rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts", args.split)
+    rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
 
 
+TASKS = {task.__name__: task for task in (sample, label, rate, revise, select, hindsight)}
+WITHOUT_LABELER = ("select", "hindsight")
+
+
 # -- measures --------------------------------------------------------------------------------------
-def measures(rows, failed, unasked) -> dict[str, float]:
+def measures(rows, failed) -> dict[str, float]:
     """The figures of summary.json, as docs/runs.md defines them."""
-    figures = {"rows": len(rows), "failed": len(failed), "unasked": unasked}
-    dropped = {row["row"]: row["ai"]["dropped"] for row in [*rows, *failed] if "dropped" in row.get("ai", ())}
-    if dropped:  # by row: a row of several pairs says it in each
-        figures["dropped"] = sum(dropped.values())
-    judged, unjudged = ([r for r in x if r.get("human") not in (None, 0.5)] for x in (rows, failed))
+    figures = {"rows": len(rows), "failed": len(failed)}
+    judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]
     if judged:
         one_order = [(p - 0.5) * (row["human"] - 0.5) for row in judged for p in row["ai"]["orders"]]
         share, n = metrics.accuracy(agreement), len(judged)
         figures.update(metrics.with_interval("alignment", share, *metrics.wilson(share, n), n))
         figures.update({"alignment/n": n, "alignment/one_order": metrics.accuracy(one_order)})
-    if judged or unjudged:
-        figures["accuracy"] = metrics.accuracy(agreement + [0.0] * len(unjudged))
-    orders = [row["ai"]["orders"] for row in rows if "orders" in row["ai"]]
+    answers = [row["ai"] for row in [*rows, *failed] if "ai" in row]
+    orders = [answer["orders"] for answer in answers if "orders" in answer]
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
         figures["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
-    return {**figures, **metrics.means([row["ai"] for row in rows], {"rating": "rating", "mass": "mass"})}
+    return {**figures, **metrics.means(answers, {"rating": "rating", "mass": "mass", "dropped": "dropped"})}
 
 
 @dataclass
 class Args:
-    task: Literal["sample", "label", "rate", "revise"] = "label"
+    task: Literal["sample", "label", "rate", "revise", "select", "hindsight"] = "label"
     """The first word of the command."""
     model: str = ""
     """The labeler, or sample's policy: a causal LM (run directory, folder, hub name), or module:function."""
     others: tuple[str, ...] = ()
     """More policies of sample."""
     responses: int = 2
-    """Of each policy to a prompt of sample; every two different ones are a pair."""
+    """Of each policy to a prompt of sample."""
+    per_tag: int = 100
+    """The most rows that select takes of each of their `tags`, or of a `category`."""
+    similarity: float = 0.8
+    """From here on, 0 to 1, select leaves out the prompt that is like one it took."""
+    threshold: float | None = None
+    """The least score of a good response of hindsight. None: the median of its prompt's responses."""
     dataset: str = "tiny"
-    """sample: prompts; label: pairs or rankings, as reward.py takes them; rate: rows of `prompt` and
-    `response` or `completion`; revise: prompts, perhaps with a `response` to begin with."""
-    split: Literal["train", "test"] = "train"
-    """Of tiny, or of a hub data set."""
+    """sample, select: prompts; label: pairs or rankings, as reward.py takes them; rate, hindsight: `prompt`
+    and `response` or `completion` (and `score`); revise: prompts, perhaps with a `response` to begin with."""
     output_dir: str = "runs/ai_feedback"
     """The run directory; its rows.jsonl is the data set."""
     chat_template: str | None = None
@@ -431,12 +464,10 @@ class Args:
 def check(args):
     check_flags(
         args,
-        ("model", args.model, "the labeler's name"),
+        ("model", args.model or args.task in WITHOUT_LABELER, "the labeler's name"),
         ("others", args.task == "sample" or not args.others, "none but with sample"),
-        ("responses", args.responses * (1 + len(args.others)) >= 2, "2 or more, or --others"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
-        ("revisions", args.revisions >= 1, "1 or more"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
         ("min_mass", 0 < args.min_mass <= 1, "more than 0, at most 1"),
     )
@@ -452,17 +483,15 @@ def main(args: Args):
     data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # model
-    names = [args.model, *args.others]
-    for name in names if args.task in ("sample", "revise") or args.chain_of_thought else ():
-        if not re.fullmatch(scorers.NAMED, name):
-            generate.check_sampled(name)
+    names = [] if args.task in WITHOUT_LABELER else [args.model, *args.others]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # what is there already
     path = run.folder / "rows.jsonl"
     rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
-    chunks, answered = split(items, args.chunk_rows), {row["row"] for row in rows}
+    size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
+    chunks, answered = split(items, max(size, args.chunk_rows)), {row["row"] for row in rows}
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
     again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut is asked whole
     rows = [row for row in rows if row["row"] not in again]
@@ -470,14 +499,12 @@ def main(args: Args):
         metrics.write_jsonl(path, rows)
 
     # loop
-    work = {"sample": sample, "label": label, "rate": rate, "revise": revise}[args.task]
-    size = args.batch_size if args.task == "sample" else 1  # rows of one rank in a row
-    labeler = labelers if args.task == "sample" else labelers[args.model]
+    labeler = labelers if args.task == "sample" else labelers.get(args.model)
     with metrics.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
-            shares = split(chunk, size)[dist.rank() :: dist.world_size()]
+            shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # what stays together on a rank
             mine = [item for share in shares for item in share]
-            results = zip(mine, work(mine, labeler, principles, args))
+            results = zip(mine, TASKS[args.task](mine, labeler, principles, args))
             new = dist.gather([{**item.about, **result} for item, result in results])
             rows += new
             if dist.is_main():
@@ -485,14 +512,12 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
-    unasked = sum(dist.gather([getattr(labeler, "unasked", 0) for labeler in labelers.values()]))
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
-        good = [pair for row in good for pair in pairs_of(row)]
         bad = [row for row in rows if "failed" in row]
         metrics.write_jsonl(run.folder / "failed.jsonl", bad)
         metrics.write_jsonl(path, good)
-        figures = measures(good, bad, unasked)
+        figures = measures(good, bad)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
         metrics.write_json(run.folder / "summary.json", figures)  # last
@@ -503,7 +528,9 @@ RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
     "rate": ("ratings of responses from 1 to 10", Args(task="rate")),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
-    "sample": ("pairs of responses without a label, for label", Args(task="sample")),
+    "sample": ("different responses to a prompt, for label", Args(task="sample")),
+    "select": ("rows balanced over tags, without near-duplicates", Args(task="select")),
+    "hindsight": ("responses under an instruction that they fulfil, for sft.py", Args(task="hindsight")),
 }
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of th
 NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     """messages conversations context_messages responses label score margin preference is_safety chosen_score
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
-    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs""".split()
+    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
 )
 READ = NOT_TEXT | set(
     "system prompt instruction input completion output text category subset chosen rejected rating".split()

@@ -149,30 +149,22 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     """3.5 of 5 are right; twice, for 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
     z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7: (0.7 + 0.19208) / 1.38416 = 0.644492; sqrt(0.021 + 0.009604) =
     0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719. Of 10 and p = 1: n / (n + z2) to 1."""
-    twice = ai.measures(ROWS * 2, [], 3)
+    twice = ai.measures(ROWS * 2, [])
     assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
     assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
     assert metrics.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
-    found = ai.measures(ROWS, [], 3)
+    found = ai.measures(ROWS, [{"human": 1.0, "failed": "neither 1 nor 2"}])
     assert found["alignment_n"] == 5 and "alignment_low" not in found
-    assert found["alignment"] == found["accuracy"] == 0.7 and found["alignment/n"] == 5
+    assert found["alignment"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
     assert found["alignment/one_order"] == 0.6
-    assert (found["rows"], found["failed"], found["unasked"], found["mass"]) == (7, 0, 3, 1.0)
-
-
-def test_the_accuracy_counts_pairs_without_an_answer_as_half_and_those_without_a_label_not_at_all():
-    failed = [{"human": human, "failed": "neither 1 nor 2"} for human in (1.0, 0.0, 0.3, 0.5, None)]
-    found = ai.measures(ROWS, failed, 0)
-    assert found["alignment"] == 0.7 and found["accuracy"] == (3.5 + 1.5) / 8 and found["failed"] == 5
-    assert ai.measures([], failed, 0) == {"rows": 0, "failed": 5, "unasked": 0, "accuracy": 0.5}
-    assert ai.measures([], failed[3:], 0) == {"rows": 0, "failed": 2, "unasked": 0}
+    assert (found["rows"], found["failed"], found["mass"]) == (7, 1, 1.0)
 
 
 def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
     """Of each row: P(first text) shown first, and shown second. The mean probability of the first place is
     that of a and of 1 - b."""
-    found = ai.measures(ROWS, [], 0)
+    found = ai.measures(ROWS, [])
     assert found["position/decides"] == pytest.approx(2 / 7)
     a, b = (0.9, 0.4, 0.8, 0.7, 0.8, 0.9, 0.1), (0.7, 0.2, 0.4, 0.3, 0.6, 0.9, 0.3)
     assert found["position/first"] == pytest.approx((sum(a) + 7 - sum(b)) / 14)
@@ -182,11 +174,6 @@ def test_an_unbiased_labeler_has_no_place_and_a_biased_one_has(pairs, tmp_path):
     exact = run(tmp_path / "exact", pairs).summary
     assert exact["position/decides"] == 0 and exact["position/first"] == pytest.approx(0.5)
     assert exact["alignment"] == exact["alignment/one_order"] > 0.6
-    rows, counted = read_jsonl(pairs), 0.0  # what reward.py --judge counted on these pairs
-    for row in rows:
-        chosen, rejected = (tiny.gold_score(row["prompt"], row[side]) for side in ("chosen", "rejected"))
-        counted += (chosen > rejected) + (chosen == rejected) / 2
-    assert exact["accuracy"] == pytest.approx(counted / len(rows))
     biased = run(tmp_path / "biased", pairs, model="gold_labeler:biased").summary
     assert biased["position/decides"] > 0.3 and biased["position/first"] > 0.7
     assert biased["alignment"] == exact["alignment"] > biased["alignment/one_order"]
@@ -603,14 +590,14 @@ def test_a_question_that_does_not_fit_or_that_the_template_refuses_has_no_answer
     labeler = language_model(folders / "bytes", max_length=100)
     long, short = (ai.Question("Rate {a}", {"a": "x" * n}, "Rating:") for n in (85, 20))
     n = len(labeler.encode(short, 0))  # <user>Rate xx...<end><assistant>Rating:, a token a letter
-    assert n == 3 + 5 + 20 + 7 and labeler.encode(short, 100 - n) and labeler.unasked == 0
-    assert labeler.encode(short, 101 - n) == [] and labeler.unasked == 1
+    assert n == 3 + 5 + 20 + 7 and labeler.encode(short, 100 - n)
+    assert labeler.encode(short, 101 - n) == []
     p = labeler.probabilities([long, short, long], TEN)
     assert (p[[0, 2]] == 0).all() and torch.equal(p[1:2], labeler.probabilities([short], TEN))
     texts = labeler.generate([short, long, short], 30, 0.0, 0)
-    assert texts[1] == ("", False) and texts[0] == texts[2] != ("", False) and labeler.unasked == 4
+    assert texts[1] == ("", False) and texts[0] == texts[2] != ("", False)
     labeler.tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert labeler.generate([short], 30, 0.0, 0) == [("", False)] and labeler.unasked == 5
+    assert labeler.generate([short], 30, 0.0, 0) == [("", False)]
 
 
 def test_generated_texts_are_the_samplers_and_the_seed_brings_them_back(model_of):
@@ -657,11 +644,10 @@ def test_a_model_revises_and_another_seed_gives_other_texts(folders, prompts, tm
     assert {r["ai"]["first"] for r in first.rows}.isdisjoint(r["ai"]["first"] for r in other.rows)
 
 
-def test_a_pair_too_long_for_the_labeler_fails_and_its_questions_are_counted(folders, pairs, tmp_path):
+def test_a_pair_too_long_for_the_labeler_fails(folders, pairs, tmp_path):
     options = {"model": str(folders / "spaced"), "max_rows": 3, "min_mass": 1e-12}
     whole, less = (run(tmp_path / str(n), pairs, max_length=n, **options) for n in (None, 290))
-    n = len(less.failed)
-    assert whole.summary["unasked"] == 0 < n == 3 - len(less.rows) and less.summary["unasked"] == 2 * n
+    assert whole.failed == [] != less.failed and less.summary["failed"] == 3 - len(less.rows)
 
 
 # -- sample ----------------------------------------------------------------------------------
@@ -676,21 +662,63 @@ class Writer:
         return [(text.strip("*"), "*" not in text) for text, _ in zip(self.texts, questions)]
 
 
-def test_every_two_different_answers_to_a_prompt_are_a_pair_and_the_others_are_counted():
+def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counted():
     policies = {"a": Writer("x", "y", "x", "x*", "", "x"), "b": Writer("z", "y", "x", "x", "x", "x")}
     system = {"role": "system", "content": "be brief"}
     rows = [item(texts=()), item(texts=(), number=1)]
     rows[0].prompt.insert(0, system)
     one, two = ai.sample(rows, policies, (), args_of("sample", responses=3))
     assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
-    found = [[(r["text"], r["model"]) for r in pair["responses"]] for pair in ai.pairs_of(one)]
-    x, y, z = ("x", "a"), ("y", "a"), ("z", "b")
-    assert found == [[x, y], [x, z], [y, z]] and one["ai"] == {"dropped": 3}
-    assert two == {"failed": "no two responses", "ai": {"dropped": 5}} and ai.pairs_of(two) == [two]
-    again = [pair for row in ai.pairs_of(one) for pair in ai.pairs_of(row)]
-    assert again == ai.pairs_of(one)
-    rows = [{**row, "row": 0} for row in again]
-    assert ai.measures(rows, [{**two, "row": 1}], 0) == {"rows": 3, "failed": 1, "unasked": 0, "dropped": 8}
+    x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
+    assert one == {"responses": [x, y, z], "ai": {"dropped": 3}}
+    assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "no two different responses"}
+    assert ai.measures([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
+    values = {"prompt": "copy ant bear", **one}  # what label makes of it
+    assert comparisons.pair_of(values, "")[1:] == (["x", "y"], None)
+
+
+# -- select and hindsight --------------------------------------------------------------------
+def test_rows_are_selected_by_tags_length_and_likeness(tmp_path):
+    """By words and their pairs a b c d has 4 + 3 parts; a b c e shares 3 + 2 of all 9 with it, a c b d 4 of 10.
+    The longest come first: row 4, row 1, then 0, 2 and 3."""
+    rows = [
+        ("a b c d", "xy"), ("a  B c D", "z"), ("a b c e", "x"), ("a c b d", "y"), ("long long story", "x"),
+        ("f", "y"), ("g", "wx"),
+    ]  # fmt: skip
+    rows = [{"prompt": prompt, "tags": list(tags), "completion": prompt} for prompt, tags in rows]
+    rows += [{"prompt": "h", "category": "z"}, {"prompt": "i"}, {"prompt": "j", "tags": "x"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for similarity, chosen in ((1, [1, 2, 3, 4, 5, 7]), (0.5, [1, 3, 4, 5, 6, 7]), (0.3, [1, 4, 5, 6, 7])):
+        options = {"model": "", "per_tag": 2, "similarity": similarity, "chunk_rows": 2}
+        found = run(tmp_path / str(similarity), path, "select", **options)
+        assert found.rows == [{**rows[i], "row": i} for i in chosen]
+        why = {row["row"]: row["failed"] for row in found.failed}
+        assert why.pop(8) == why.pop(9) == "neither a list of tags nor a category"
+        if similarity == 1:
+            assert why == {0: "a near-duplicate is chosen", 6: "a tag of it has --per-tag rows"}
+
+
+def test_hindsight_says_what_each_response_achieved(tmp_path):
+    """Of the scores -2, -1, 0, 1 the median is -0.5; of 5 and 7 it is 6."""
+    rows = [{"prompt": "copy ant", "response": text, "score": i} for i, text in enumerate("abcd", -2)]
+    rows[1] = {"prompt": [{"role": "user", "content": "copy ant"}], "completion": "b", "score": -1.0}
+    rows += [{"prompt": "copy eel", "response": text, "score": i} for i, text in ((5, "e"), (7, "f"))]
+    rows += [{"prompt": "copy ant"}, {"prompt": "copy cat", "response": "cat", "score": None}]
+    rows += [{"prompt": "copy cat", "response": "", "score": 1.0}]  # no prompt to ask, but a bad row
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    for threshold, bad in ((None, "abe"), (-1.0, "a"), (0.5, "abc")):
+        options = {"model": "", "threshold": threshold, "chunk_rows": 2}
+        found = run(tmp_path / str(threshold), path, "hindsight", **options).rows
+        assert [row.get("completion") for row in found] == [*"abcdef", None] and found[3]["score"] == 1
+        for row, text in zip(found, "abcdef-"):
+            system = {"role": "system", "content": ai.TEXTS["bad" if text in bad else "good"]}
+            prompt = "copy eel" if text in "ef" else "copy ant"
+            assert row["prompt"] == [system, {"role": "user", "content": prompt}]
+            assert "completion" not in row or data.sft_messages(row)[0] == [
+                *row["prompt"], {"role": "assistant", "content": text}
+            ]  # fmt: skip
+    known = TOKENIZER(f"{ai.TEXTS['good']} {ai.TEXTS['bad']}")["input_ids"]
+    assert known.count(TOKENIZER.unk_token_id) == 3  # of "Answer well Answer badly" the tiny world has a word
 
 
 # -- rate ------------------------------------------------------------------------------------
@@ -719,7 +747,7 @@ def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
 def test_a_labeler_that_gives_no_number_rates_nothing(responses, tmp_path):
     found = run(tmp_path / "run", responses, "rate", model="gold_labeler:mute")
     assert found.rows == [] and {r["failed"] for r in found.failed} == {"no number from 1 to 10"}
-    assert found.summary == {"rows": 0, "failed": 20, "unasked": 0}
+    assert found.summary == {"rows": 0, "failed": 20}
 
 
 def test_completions_are_rated_too_and_the_row_names_the_answer_response(tmp_path):
@@ -1017,7 +1045,7 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"examples": -1}, "--examples -1"),
         ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
         ({"task": "revise", "revisions": 0}, "--revisions 0"),
-        ({"task": "sample", "responses": 1}, "--responses 1: wanted 2 or more, or --others"),
+        ({"task": "sample", "responses": 0}, "--responses 0"),
         ({"max_rows": 0}, "--max-rows 0"),
         ({"chunk_rows": 0}, "--chunk-rows 0"),
         ({"batch_size": 0}, "--batch-size 0"),
@@ -1081,7 +1109,7 @@ def test_a_response_with_a_lone_surrogate_is_left_out_by_name(task, tmp_path):
 
 
 def test_the_first_word_of_the_command_is_the_task():
-    for task in ("sample", "label", "rate", "revise"):
+    for task in ai.TASKS:
         assert parse(ai.RECIPES, [task, "--model", "m"]).task == task
     assert parse(ai.RECIPES, ["--model", "m"]).task == "label"
 
