@@ -266,7 +266,8 @@ def compare_policies(args, run):
             if reference and scorers.same_tokens(tokenizers[name], own):
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
-    given = {name: own_answers(prompts[name], own, args.dataset) for name in policies if name not in models}
+    given = [name for name in policies if name not in models]
+    given = {name: own_answers(prompts[name], tokenizers[name], args.dataset) for name in given}
     answers, reference, kl = {t: dict(given) for t in args.temperatures}, None, {}
     if args.reference in models:
         reference = loading.load_frozen(models[args.reference], own, args, device)

@@ -160,14 +160,16 @@ def compared(folder, results):
                 ratings.hlines(name, low, high, color="black")
             if "kl" in r:
                 curve, _, label = name.partition("/")
-                curves.setdefault(curve, []).append((r["kl"], r[kind]))
-                rewards.annotate(label, (r["kl"], r[kind]), (3, 5), textcoords="offset points", fontsize=8)
+                curves.setdefault(curve, []).append((r["kl"], r[kind], label))
         for curve, points in curves.items():
-            rewards.plot(*zip(*sorted(points)), "o-", markersize=6, label=curve)
+            x, y, labels = zip(*sorted(points))
+            [line] = rewards.plot(x, y, "o-", markersize=6, label=curve)
+            for label, *place in zip(labels, x, y):
+                rewards.annotate(label, place, (3, 5), textcoords="offset points", color=line.get_color())
         ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
-        ratings.axvline(1000, color="black", linewidth=1)
         ratings.invert_yaxis()
-        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)")
+        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
         rewards.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         rewards.xaxis.set_major_formatter("{x:g}")
+        rewards.xaxis.set_minor_formatter("{x:g}")
     return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png") if curves else None

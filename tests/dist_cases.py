@@ -120,7 +120,7 @@ def evaluate_main(folder, output_dir):
     files = {"scorer": "rs scorer", "dataset": "asked.jsonl", "output_dir": output_dir}
     options = {name: str(folder / file) for name, file in files.items()} | {"reference": "tied"}
     options |= {"policies": (str(folder / "untied"), str(folder / "tied")), "temperatures": (0.0,)}
-    options |= {"safety_scorer": "common.tiny:safety_scorer", "max_new_tokens": 8, "n_bootstrap": 20}
+    options |= {"safety_scorer": "common.tiny:safety_scorer", "max_new_tokens": 8}
     evaluate.main(evaluate.Args(**options))
 
 

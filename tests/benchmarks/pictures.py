@@ -19,6 +19,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
+    "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
