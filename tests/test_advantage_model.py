@@ -354,35 +354,12 @@ def test_recipes_have_the_papers_numbers():
 
 
 # -- resuming ----------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "moment, left",
-    [
-        ("row 2", ["metrics.jsonl"]),
-        ("pointer 6", ["checkpoint/step_3", "checkpoint/step_6", "checkpoint/latest.tmp"]),
-        ("summary", ["checkpoint/step_9", "model"]),
-    ],
-)
-def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(small, undisturbed, tmp_path, moment, left):
-    assert run(small, tmp_path, moment=moment).code == -9 and not (tmp_path / "summary.json").exists()
-    assert all((tmp_path / name).exists() for name in left)
-    succeeds(run(small, tmp_path, "--resume"))
-    assert_same_result(tmp_path, undisturbed.folder)
-
-
 def test_a_run_with_samples_and_ratios_that_was_killed_resumes_to_the_same_bits(small, tmp_path):
     options = {"expected_reward_samples": 1, "n_others": 1, "length_prompts": 2, "max_new_tokens": 4}
     succeeds(run(small, tmp_path / "whole", **options))
     assert run(small, tmp_path / "killed", moment="row 5", **options).code == -9
     succeeds(run(small, tmp_path / "killed", "--resume", **options))
     assert_same_result(tmp_path / "killed", tmp_path / "whole")
-
-
-def test_a_nan_loss_stops_before_the_step_and_leaves_the_last_checkpoint(small, tmp_path):
-    ended = run(small, tmp_path, moment="nan 5", micro_batch_size=8)
-    assert_error(ended, "step 5", "nan", str(tmp_path / "checkpoint"))
-    assert not (tmp_path / "model").exists() and not (tmp_path / "summary.json").exists()
-    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3"
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
 
 
 # -- bad input ---------------------------------------------------------------------------

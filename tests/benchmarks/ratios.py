@@ -1,0 +1,33 @@
+"""Held-out figures of runs of advantage_model.py --n-others K on the tiny world, with the true ratios of eq. 8 and
+with 1 in their place, as they count outside training: python tests/benchmarks/ratios.py RUN ..."""
+
+import sys
+
+import peers  # noqa: F401, it lets common be found
+import torch
+
+import advantage_model
+from common import batches, comparisons, dist, evaluation, loading, metrics, models
+from common.losses import advantage_score
+
+device = torch.device("cpu")
+for name in sys.argv[1:]:
+    tokenizer = loading.load_tokenizer(name, quiet=True)
+    model = dist.shard(loading.load_scorer(name, tokenizer, 2), device)
+    args = advantage_model.Args(n_others=model.config.advantage_model["n_others"])
+    held_out = comparisons.load("tiny", "test", tokenizer, args.max_length)
+    held_out, clipped = evaluation.with_policy_answers(held_out, "runs/sft", tokenizer, args, device)
+
+    def scores(model, batch):
+        rewards, expected = models.rewards_and_expected(model, batch)
+        expected = expected.repeat_interleave(torch.tensor(batch.sizes))
+        ratios = torch.cat([c.ratios for c in batch.comparisons])
+        both = [advantage_score(rewards, expected, x, args.n_others + 1) for x in (ratios, ratios * 0 + 1)]
+        return list(torch.stack(both, 1).split(batch.sizes))
+
+    values = torch.cat(batches.of_each_comparison(scores, model, held_out, 32, True))
+    for ratios, of_all in zip(("true", "1"), values.T.tolist()):
+        rows = evaluation.scored_rows(held_out, of_all)
+        figures = {**metrics.pair_figures(rows), **metrics.known_figures(rows), **clipped}
+        shown = "eval/accuracy eval/ece eval/ece_low eval/ece_high eval/nll gold/correlation ratio/clipped".split()
+        print(name, "ratios", ratios, {key: round(figures[key], 4) for key in shown if key in figures})
