@@ -248,8 +248,8 @@ def consolidated(model):
         for m, (before, after) in zip(sharded, hooks):
             m._forward_pre_hooks, m._forward_hooks = before, after
             m.reshard()
-        if sharded and torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        if sharded and model.device.type != "cpu":
+            torch.get_device_module(model.device).empty_cache()
 
 
 # -- an optimiser step -----------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from scorers import Words
 from test_data import CHATML, byte_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
     BertForSequenceClassification, GPT2Config, LlamaConfig, LlamaForSequenceClassification, Phi3Config,
@@ -799,74 +799,53 @@ def test_find_model_says_what_is_missing(files, name, says, folder):
     assert name.rstrip("/") in str(error.value)
 
 
-# -- what a device would be waited for: values that Python reads, masks whose True ones are counted ------
+# -- what a device would be waited for ---------------------------------------------------------------
 class Waits(TorchDispatchMode):
-    """Counts them, as if the tensors were not on the CPU; not in a `host` function, whose tensors stay there."""
+    """Counts values that Python reads, and masks whose True ones are counted."""
 
-    n, counts = 0, True
+    n = 0
 
     def __torch_dispatch__(self, op, kinds, args=(), kwargs=None):
-        name, kwargs = op.overloadpacket.__name__, kwargs or {}
-        masks = [
-            x for x in (args[1] if "index" in name and isinstance(args[1], list) else []) if x is not None
-        ]
-        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "equal")
-        waits |= any(x.dtype == torch.bool for x in masks)
-        self.n += waits and self.counts
+        name = op.overloadpacket.__name__
+        indices = args[1] if "index" in name and isinstance(args[1], list) else []
+        masks = any(x is not None and x.dtype == torch.bool for x in indices)
+        self.n += masks or name in ("_local_scalar_dense", "nonzero", "masked_select", "equal")
         return op(*args, **kwargs or {})
 
-    def host(self, function):
-        def run(*args, **kwargs):
-            self.counts = False
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.counts = True
 
-        return run
+MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 1}  # a forward's, a loss's
 
 
-@pytest.mark.parametrize(
-    "name, most",
-    [("sft", 1), ("reward", 1), ("advantage_model", 0), ("ppo", 2), ("dpo_iterative", 1)],
-)
-def test_a_micro_batch_waits_for_the_device_so_often_at_most(name, most, monkeypatch):
-    """transformers reads the positions once a forward; two losses check their labels."""
+@pytest.mark.parametrize("name", MOST)
+def test_a_micro_batch_waits_for_the_device_so_often(name, monkeypatch):
     script, waits, counts = importlib.import_module(name), Waits(), []
     monkeypatch.setitem(sys.modules, "algorithm", script)
     exec(test_shape.STEP, step := {"NAME": name})
-    given, step["args"].packing = step["given"], False
+    given, args = step["given"], step["args"]
     given.update(blocks=[[document] for document in step["documents"]], extra={})
-    for place, function in ((batches, "collate"), (batches, "collate_comparisons"), (script, "to_device")):
-        if hasattr(place, function):
-            monkeypatch.setattr(place, function, waits.host(getattr(place, function)))
-    if name == "ppo":
-        monkeypatch.setattr(script.Rollout, "in_batch", waits.host(script.Rollout.in_batch))
-    for size in (9, 1):  # one micro-batch; three, or of the two pairs two
-        step["args"].micro_batch_size, before = size, waits.n
+    for place, function in ((batches, "collate"), (ppo.Rollout, "in_batch")):  # on the host
+        monkeypatch.setattr(place, function, _disable_current_modes()(getattr(place, function)))
+    for args.packing, args.micro_batch_size in ((False, 9), (False, 1)):  # one micro-batch; 3, of pairs 2
+        waits.n = 0
         with waits:
             script.update(**{key: given[key] for key in inspect.signature(script.update).parameters})
-        counts.append(waits.n - before)
-    n_more = 2 if name in ("sft", "ppo") else 1
-    assert counts[1] - counts[0] == most * n_more
+        counts.append(waits.n)
+    assert counts[1] - counts[0] == MOST[name] * (2 if name in ("sft", "ppo") else 1)
 
 
 def test_a_device_that_works_ahead_answers_alike_and_is_waited_for_once_a_step(model, monkeypatch):
-    """Here a CPU that is said to. Finished rows run one step more."""
-    prompts = [[3 + i] * length for i, length in enumerate((2, 9, 5, 5, 7, 1, 12))]
-    options = {"n": 2, "max_new_tokens": 12, "stop_ids": list(range(3, V, 6)), "pad_id": 0, "slots": 5}
-    want = [sampler.sample(model, prompts, temperature=t, seed=1, **options) for t in (0, 1.0)]
-    seen, waits, choose = [], Waits(), sampler.choose
+    """Here a CPU that is said to: finished rows run one step more."""
+    prompts, seen, waits, choose = [[3 + n] * n for n in (2, 9, 5, 7, 1, 12)], [], Waits(), sampler.choose
+    options = {"n": 2, "max_new_tokens": 12, "stop_ids": range(3, V, 6), "pad_id": 0, "slots": 5, "seed": 1}
+    want = sampler.sample(model, prompts, **options)
     event = types.SimpleNamespace(record=lambda: None, synchronize=lambda: seen.append("wait"))
     monkeypatch.setattr(torch, "Event", lambda device: event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     monkeypatch.setattr(sampler, "WORKS_AHEAD", ("cpu",))
     monkeypatch.setattr(sampler, "choose", lambda *given: seen.append("step") or choose(*given))
-    monkeypatch.setattr(sampler, "_prefill", waits.host(sampler._prefill))
-    for t, plain in zip((0, 1.0), want):
-        with waits:
-            ahead = sampler.sample(model, prompts, temperature=t, seed=1, **options)
-        assert torch.equal(ahead.response_tokens, plain.response_tokens)
-        torch.testing.assert_close(ahead.sample_logprobs, plain.sample_logprobs)
-    assert seen.count("wait") == seen.count("step") > 20
-    assert waits.n == 2  # for NaN, once a call
+    monkeypatch.setattr(sampler, "_prefill", _disable_current_modes()(sampler._prefill))
+    with waits:
+        got = sampler.sample(model, prompts, **options)
+    assert torch.equal(got.response_tokens, want.response_tokens) and torch.equal(got.finished, want.finished)
+    torch.testing.assert_close(got.sample_logprobs, want.sample_logprobs)
+    assert seen.count("wait") == seen.count("step") > 9 and waits.n == 1  # the one for NaN
