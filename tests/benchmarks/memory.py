@@ -1,0 +1,178 @@
+"""The most bytes of tensors that a rank holds at once, beside docs/gpus.md's arithmetic, without GPU or weights:
+the scripts' update functions and the sampler run on tensors without content, with --ranks that are not there.
+
+    python tests/benchmarks/memory.py --ranks 8 64 512
+    python tests/benchmarks/memory.py --model llama3-70b --ranks 8 64 512
+
+A micro-batch is a row of --tokens, with checkpointing, after another one that left its gradients. In PPO four
+models are there, also while SLOTS rows of LENGTH tokens are sampled inside `consolidated`."""
+
+import copy
+import itertools
+import weakref
+from unittest import mock
+
+import peers  # noqa: F401, which makes the scripts known
+import torch
+import torch.testing._internal.distributed.fake_pg  # noqa: F401, which makes "fake" known
+import tyro
+from torch import distributed as td
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint import state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+import dpo_iterative
+import ppo
+import sft
+from common import batches, dist, loading, metrics, models, sampler, tiny
+
+SLOTS, LENGTH = 16, 2048
+NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
+vocab_size"""
+SHAPES = {
+    "llama3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama3-70b": (80, 8192, 28672, 64, 8, 128256),
+}
+
+
+class Pretend(TorchDispatchMode):
+    """What a model computes is a fake tensor, whose storage is counted; ids, masks and lengths are real."""
+
+    def __init__(self):
+        super().__init__()
+        self.fake, self.sizes, self.live, self.peak = FakeTensorMode(allow_non_fake_inputs=True), {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs, aten = kwargs or {}, torch.ops.aten
+        if (
+            func is torch.ops.prim.device.default or torch._guards.active_fake_mode()
+        ):  # DTensor asks for shapes
+            return func(*args, **kwargs)
+        if td.tensor.DTensor in types:
+            return NotImplemented  # it comes again with the part of this rank
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        fakes = any(isinstance(x, FakeTensor) for x in tensors)
+        if func is aten._local_scalar_dense.default and fakes:
+            return 1.0 if args[0].dtype.is_floating_point else False
+        if func is aten.index.Tensor and fakes:  # masks become places, of which the number is known
+            masks = [x is not None and x.dtype == torch.bool for x in args[1]]
+            places = [x.nonzero().unbind(1) if mask else [x] for x, mask in zip(args[1], masks)]
+            args = args[0], [*itertools.chain(*places)]
+        begins = all(x.device.type == "meta" for x in tensors)  # a tensor made of nothing
+        device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
+        if torch.device(device).type == "meta" or not (fakes or begins):
+            return func(*args, **kwargs)
+        with self.fake:
+            out = func(*args, **kwargs)
+        if begins and isinstance(out, torch.Tensor) and not out.dtype.is_floating_point:
+            return func(*args, **kwargs)
+        for x in tree_leaves(out):
+            if isinstance(x, FakeTensor):
+                self.count(x.untyped_storage())
+        return out
+
+    def count(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            weakref.finalize(storage, self.forget, key)
+        self.live += storage.size() - self.sizes.get(key, 0)
+        self.sizes[key] = storage.size()
+        self.peak = max(self.peak, self.live)
+
+    def forget(self, key):
+        self.live -= self.sizes.pop(key)
+
+    def peak_of(self, run, *inputs):
+        self.peak = self.live
+        return run(*inputs), self.peak
+
+
+def measure(tokens, pretend):
+    """{what: bytes at the peak of this rank}; the parameters of policy and value model."""
+    n, half, found = dist.world_size(), torch.arange(tokens // 2), {}
+    documents = [batches.Document(half.int() % 300, half >= tokens // 8, [], None, i) for i in range(2 * n)]
+
+    def load(kind, *head):
+        model = dist.shard(kind("", tiny.tokenizer(), *head, True), torch.device("cpu"), torch.bfloat16)
+        return model, dist.adamw(model, 1e-6, sft.Args())
+
+    def step(what, script, models_, optimizers, *given):
+        dist._tensors({model: pair for model, *pair in zip("pv", models_, optimizers)})  # which makes moments
+        for parameter in (p for model in models_ for p in model.parameters()):
+            parameter.grad = torch.zeros_like(parameter)
+        optimizers = [optimizers] if script is ppo else optimizers
+        args = script.Args(micro_batch_size=1, max_length=tokens)
+        _, found[what] = pretend.peak_of(script.update, *models_, *optimizers, *given, args)
+
+    policy, optimizer = load(loading.load_policy)
+    step("SFT", sft, [policy], [optimizer], batches.split(documents, 2))
+    prompt, *responses = torch.arange(tokens).int().split([tokens // 4, tokens * 3 // 8, tokens * 3 // 8])
+    pair = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
+    step("DPO", dpo_iterative, [policy], [optimizer], [pair._replace(ref_logprobs=torch.zeros(2))] * n)
+    value, of_value = load(loading.load_scorer, 1)
+    _others = load(loading.load_scorer, 1), load(loading.load_policy)  # reward model and reference
+    mask = batches.response_mask(documents)
+    figures = {name: torch.zeros(mask.shape) for name in "old_logprobs old_values advantages returns".split()}
+    rollout = ppo.Rollout([], documents, mask, mask[:, 0], **figures)
+    step("PPO", ppo, [policy, value], [optimizer, of_value], rollout, range(2 * n), {}, True)
+
+    def next_logits(model, new, *more):
+        logits, peak = pretend.peak_of(plain, model, new, *more)
+        what = "prefill" if new.shape[1] > 1 else "decoding"
+        found[what] = max(found.get(what, 0), peak)
+        return logits
+
+    plain, policy.ragged_cache_works = sampler._next_logits, True  # there are no numbers to compare
+    with mock.patch.object(sampler, "_next_logits", next_logits), dist.consolidated(policy):
+        prompts = [[5] * (LENGTH - 2)] * SLOTS
+        sampler.sample(policy, prompts, max_new_tokens=2, stop_ids=[], pad_id=0, slots=SLOTS)
+    return found, *(sum(p.numel() for p in model.parameters()) for model in (policy, value))
+
+
+def arithmetic(shape, tokens, ranks, n, n_value):
+    """docs/gpus.md's, of the same."""
+    layers, hidden, wide, heads, key_value_heads, vocabulary = shape
+    ends = 2 * vocabulary * hidden  # parameters of embedding and unembedding
+    activations = tokens * (2 * layers * hidden + 12 * wide + 28 * hidden)
+    working = max(6 * ends, 3 * ends + 8 * (n - ends) / layers + activations)
+    cached = 4 * layers * key_value_heads * hidden // heads  # bytes of a token
+    sampling = 16 * (n + n_value) / ranks + 2 * n + cached * SLOTS * LENGTH
+    return {
+        "SFT": 16 * n / ranks + working,
+        "DPO": 16 * n / ranks + working,
+        "PPO": 20 * (n + n_value) / ranks + working,
+        "prefill": sampling + cached * sampler.PREFILL_TOKENS,
+        "decoding": sampling,
+    }
+
+
+def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 4096):
+    shape, table, resize = SHAPES[model], [], torch.UntypedStorage.resize_
+    config = LlamaConfig(**dict(zip(NAMES.split(), shape)))
+
+    def read(auto_class, name, config, seed):
+        with torch.device("meta"):
+            return auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+
+    # No files, no weights, no other ranks; chunks of logits as on a GPU
+    loading._read_config, loading._read = lambda name: copy.deepcopy(config), read
+    loading.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
+    dist.barrier, dist.gather = lambda: None, lambda values: values
+    models.LOGITS_IN_MEMORY *= 8
+    for n in ranks:
+        td.init_process_group("fake", rank=0, world_size=n, store=td.HashStore())
+        with Pretend() as pretend:
+            torch.UntypedStorage.resize_ = lambda *args: pretend.count(resize(*args) or args[0])
+            found, *sizes = measure(tokens, pretend)
+        td.destroy_process_group()
+        for what, expected in arithmetic(shape, tokens, n, *sizes).items():
+            row = {"model": model, "ranks": n, "what": what, "GB": found[what] / 1e9}
+            row |= {"arithmetic": expected / 1e9, "differs by": f"{expected / found[what] - 1:+.0%}"}
+            table.append(row)
+    metrics.print_table(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
