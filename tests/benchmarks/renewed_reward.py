@@ -48,7 +48,7 @@ def table(folder, seeds):
     for after, before in [pair.split("/") for pair in over_sft + OVER.split()]:
         line = {"run": after, "KL": f"{statistics.fmean(row['kl'] for row in rows['all', after]):.2f}"}
         line["agrees"] = " ".join(f"{agrees(f'{folder}/{seed}/{after}'):.0%}" for seed in seeds)
-        for group in [group for group, name in rows if name == "sft"]:
+        for group in sorted(group for group, name in rows if name == "sft"):
             gain = metrics.gains(rows[group, before], rows[group, after], {"gain": "gold"})
             line[group] = metrics.interval(gain, "gain")
         lines.append({**line, "over": before})
