@@ -32,6 +32,7 @@ SLOTS, LENGTH = 16, 2048
 NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
 vocab_size"""
 SHAPES = {
+    "llama3-1b": (16, 2048, 8192, 32, 8, 128256),
     "llama3-8b": (32, 4096, 14336, 32, 8, 128256),
     "llama3-70b": (80, 8192, 28672, 64, 8, 128256),
 }
@@ -135,8 +136,10 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     """docs/gpus.md's, of the same."""
     layers, hidden, wide, heads, key_value_heads, vocabulary = shape
     ends = 2 * vocabulary * hidden  # parameters of embedding and unembedding
-    activations = tokens * (2 * layers * hidden + 12 * wide + 28 * hidden)
-    working = max(6 * ends, 3 * ends + 8 * (n - ends) / layers + activations)
+    between, inside = 2 * layers * hidden * tokens, (28 * hidden + 12 * wide) * tokens  # activations
+    logits = 3.5 * 4 * models.LOGITS_IN_MEMORY  # of a chunk: in bf16, in fp32, their softmax and gradient
+    in_layer = 3 * ends + 8 * (n - ends) / layers + between + inside
+    working = max(in_layer, 3 * ends + logits + between, 6 * ends)
     cached = 4 * layers * key_value_heads * hidden // heads  # bytes of a token
     sampling = 16 * (n + n_value) / ranks + 2 * n + cached * SLOTS * LENGTH
     return {
