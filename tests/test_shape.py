@@ -2,6 +2,7 @@
 each algorithm, copied out with what it needs, takes a step."""
 
 import ast
+import importlib
 import re
 import shutil
 
@@ -51,6 +52,15 @@ def imports(tree):
             for alias in node.names:
                 names[alias.asname or alias.name] = (node.module + "." + alias.name).split(".")[1]
     return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
+def test_what_a_benchmark_uses_of_common_is_there(path):
+    tree = ast.parse(path.read_text())
+    modules = {name for name, module in imports(tree).items() if name == module}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules:
+            assert hasattr(importlib.import_module(f"common.{node.value.id}"), node.attr)
 
 
 def functions_of(tree):

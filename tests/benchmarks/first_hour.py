@@ -126,7 +126,8 @@ def main():
         if not file.exists():
             file.write_text(json.dumps(measure(name, model, folder, test)))
         what, sign, before, after = json.loads(file.read_text())
-        mean, low, high = metrics.paired(before, after)
+        rows = ([{"x": x} for x in values] for values in (before, after))
+        mean, low, high = metrics.gains(*rows, {"x": "x"}).values()
         verdict = "null" if low <= 0 <= high else "gain" if sign * mean > 0 else "loss"
         line = {"held out": what, "n": len(after), "before": f"{statistics.fmean(before):.4f}"}
         line |= {"after": f"{statistics.fmean(after):.4f}", "after - before": f"{mean:+.4f}"}

@@ -29,8 +29,9 @@ def sampled(policy, reference, prompts):
         for kind in KINDS:
             sums[kind].append(kl_estimate(p.gather(1, where), q.gather(1, where), kind).sum().item())
     for kind, values in sums.items():
-        bias, x = metrics.paired(sums["full"], values), torch.tensor(values)
-        print(f"sampled {kind}: mean {x.mean():.3f}, deviation {x.std():.3f}, bias {torch.tensor(bias)}")
+        rows, x = ([{kind: v} for v in of_one] for of_one in (sums["full"], values)), torch.tensor(values)
+        bias = metrics.interval(metrics.gains(*rows, {kind: kind}), kind, "+.4f")
+        print(f"sampled {kind}: mean {x.mean():.3f}, deviation {x.std():.3f}, bias {bias}")
 
 
 def enumerated(policy, reference, prompts):
