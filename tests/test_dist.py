@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import assert_error, assert_same_versions, succeeds
+from scorers import assert_error, assert_same_versions, succeeds, write_rows
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
@@ -43,10 +43,9 @@ def prepare(folder):
         )
         LlamaForCausalLM(config).save_pretrained(folder / name)
         dist_cases.TOKENIZER.save_pretrained(folder / name)
-    for name, count in (("train", 126), ("test", 24)):
-        rows = tiny.rows("sft", name)[:count]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, kind, split, count in (
+        ("train", "sft", "train", 126),
+        ("test", "sft", "test", 24),
         ("pairs", "preferences", "train", 45),
         ("held_out", "preferences", "test", 13),
         ("rankings", "rankings", "train", 5),
@@ -54,8 +53,7 @@ def prepare(folder):
         ("asked", "prompts", "test", 5),
         ("text", "text", "train", 30),
     ):
-        rows = tiny.rows(kind, split)[:count]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{name}.jsonl", tiny.rows(kind, split)[:count])
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
     dist.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
@@ -701,9 +699,8 @@ def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_
 
 
 def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
-    assert (
-        all("loss nan" in message for message in two("nan_on_one_rank")) and len(two("nan_on_one_rank")) == 2
-    )
+    messages = two("nan_on_one_rank")
+    assert len(messages) == 2 and all("loss nan" in message for message in messages)
     assert [row["step"] for row in read_jsonl(two.folder / "nan" / "metrics.jsonl")] == [0, 1]
 
 

@@ -351,9 +351,8 @@ def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
     pairs = [pair._replace(ref_logprobs=x) for pair, x in zip(make_pairs(), logprobs)]
     figures, gradients, _ = updated(pairs, micro_batch_size=2)
     assert figures["loss/dpo"] == pytest.approx(LOG2, abs=1e-6)
-    assert [figures[f"reward/{name}"] for name in ("chosen", "rejected", "margin")] == pytest.approx(
-        [0] * 3, abs=1e-5
-    )
+    rewards = [figures[f"reward/{name}"] for name in ("chosen", "rejected", "margin")]
+    assert rewards == pytest.approx([0, 0, 0], abs=1e-5)
     assert figures["optim/grad_norm"] > 0.01 and any(g.any() for g in gradients)
     same = dpo.pair_figures(tiny_policy(), pairs, make_args())
     assert same == pytest.approx({"pairs/loss": LOG2, "pairs/accuracy": 0.5, "pairs/margin": 0.0}, abs=1e-5)

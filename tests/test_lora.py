@@ -94,13 +94,9 @@ def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
     assert run("sft", "one").code == 0 and run("sft", "two", ranks=2).code == 0
     assert run("sft", "cut", moment="row 3").code == -9 and run("sft", "cut", "--resume").code == 0
     assert weights("cut") == weights("one")
-    assert column(tmp_path / "two", "loss/nll") == pytest.approx(
-        column(tmp_path / "one", "loss/nll"), abs=1e-4
-    )
-    assert column(tmp_path / "one", "loss/nll")[-1] < column(tmp_path / "one", "loss/nll")[0]
+    one, two = (column(tmp_path / name, "loss/nll") for name in ("one", "two"))
+    assert two == pytest.approx(one, abs=1e-4) and one[-1] < one[0]
     given = flags(reference=tmp_path / "one" / "model")  # a body of its own
     assert run("ppo", "ppo", "tiny").code == 0 and run("ppo", "given", "tiny", *given).code == 0
-    assert weights("ppo") == weights("given") and column(tmp_path / "ppo", "eval/kl")[-1] > 0
-    assert math.isclose(
-        column(tmp_path / "ppo", "eval/kl")[-1], column(tmp_path / "given", "eval/kl")[-1], abs_tol=1e-6
-    )
+    kls = [column(tmp_path / name, "eval/kl")[-1] for name in ("ppo", "given")]
+    assert weights("ppo") == weights("given") and kls[0] > 0 and math.isclose(*kls, abs_tol=1e-6)

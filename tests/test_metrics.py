@@ -325,13 +325,8 @@ def test_regressions_by_hand():
     pairs += samples("next", [2.0] * 10, gold=[-1.0] * 10)
     random.Random(0).shuffle(pairs)
     table = metrics.regressions(*zip(*pairs))
-    assert [(line["category"], line["prompts"]) for line in table] == [
-        ("all", 42),
-        ("copy", 9),
-        ("ends", 12),
-        ("next", 10),
-        ("reverse", 10),
-    ]
+    prompts = {line["category"]: line["prompts"] for line in table}
+    assert list(prompts.items()) == [("all", 42), ("copy", 9), ("ends", 12), ("next", 10), ("reverse", 10)]
     assert [line["score is"] for line in table] == ["", "", "", "better", "worse"]
     assert [line["gold is"] for line in table] == ["", "", "", "worse", "better"]
     every, copy, ends, _, reverse = table

@@ -916,9 +916,8 @@ def test_with_patience_the_best_held_out_version_is_exported_also_by_a_killed_ru
     succeeds(run(small, best, moment="copy row 12", **options))
     as_killed(best, "row 12", killed)
     succeeds(run(small, killed, "--resume", **options))
-    assert [read_json(folder / "summary.json")["exported_iteration"] for folder in (one, best, killed)] == [
-        1
-    ] * 3
+    exported = [read_json(x / "summary.json")["exported_iteration"] for x in (one, best, killed)]
+    assert exported == [1, 1, 1]
     assert same_weights(best, one) and same_weights(killed, one) and len(metrics_rows(best)) == 4
     succeeds(run(small, best, "--overwrite", **{**options, "iterations": 2, "patience": 0}))
     assert not same_weights(best, one) and not (best / "best").exists()
@@ -1131,11 +1130,8 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     module.main(module.Args(**options_of(small, tmp_path / "run", **options)))
     [row] = metrics_rows(tmp_path / "run")
     total = sum(weight * row[f"reward/{term}"] for term, weight in terms.items())
-    assert (
-        row["reward/score"] == pytest.approx(total, abs=1e-5)
-        and total
-        and row["reward/gsm8k.py:correct"] == 0
-    )
+    assert total and row["reward/score"] == pytest.approx(total, abs=1e-5)
+    assert row["reward/gsm8k.py:correct"] == 0
 
 
 @pytest.mark.parametrize("name, most", [("grpo", 58), ("cpl", 40)])
