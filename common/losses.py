@@ -108,11 +108,11 @@ def ranking_loss(scores, ranks, margin=None):
     Returns (loss, metrics) as bradley_terry_loss does, for these pairs.
     Raises ValueError if no two ranks differ."""
     _same_shape(scores=scores, ranks=ranks)
-    pairs = torch.nonzero(ranks[:, None] < ranks[None, :]).T  # (2, n): of ranks on a CPU, no device is asked
-    if pairs.shape[1] == 0:
+    better, worse = torch.nonzero(ranks[:, None] < ranks[None, :], as_tuple=True)
+    if len(better) == 0:
         raise ValueError("ranking_loss: no response is better than another, there is nothing to learn from")
-    margin = None if margin is None else margin[tuple(pairs)].to(scores.device, non_blocking=scores.is_cuda)
-    better, worse = pairs.to(scores.device, non_blocking=scores.is_cuda)
+    margin = None if margin is None else margin[better, worse].to(scores.device, non_blocking=scores.is_cuda)
+    better, worse = (x.to(scores.device, non_blocking=scores.is_cuda) for x in (better, worse))
     return bradley_terry_loss(scores[better], scores[worse], margin)
 
 
