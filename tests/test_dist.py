@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import assert_error, assert_same_versions, succeeds, write_rows
+from scorers import assert_same_versions, succeeds, write_rows
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
@@ -704,16 +704,16 @@ def test_nan_on_one_rank_stops_every_rank_at_that_step(two):
     assert [row["step"] for row in read_jsonl(two.folder / "nan" / "metrics.jsonl")] == [0, 1]
 
 
-def test_a_missing_file_ends_all_ranks_with_one_line(tmp_path):
-    command = flags(dataset="nothing.jsonl", output_dir=tmp_path / "run")
-    assert_error(processes.script("sft", *command, ranks=2), "nothing.jsonl", "no such file")
-
-
-def test_nan_on_one_rank_ends_the_job_with_one_line_and_a_code(two, tmp_path):
-    command = flags(**dist_cases.run_options(two.folder), output_dir=tmp_path / "run")
-    ended = processes.torchrun(ROOT / "tests" / "processes.py", "sft", "nan 2 1", *command)
+@pytest.mark.parametrize("error", ["missing file", "nan on rank 1"])
+def test_an_error_to_mend_ends_the_job_with_one_line_and_a_code(two, tmp_path, error):
+    options, words = {"dataset": "nothing.jsonl", "micro_batch_size": 4}, ["nothing.jsonl", "no such file"]
+    program = [ROOT / "sft.py", "tiny"]
+    if error != "missing file":
+        options, words = dist_cases.run_options(two.folder), ["step 2", "nan"]
+        program = [ROOT / "tests" / "processes.py", "sft", "nan 2 1"]
+    ended = processes.torchrun(*program, *flags(**options, output_dir=tmp_path / "run"))
     # torchrun's own traceback is there
     assert ended.code != 0 and 'sft.py", line' not in ended.err, ended.err[-3000:]
     assert len(ended.errors) == 1 and ended.errors[0].startswith("error: "), ended.err[-3000:]
-    assert "step 2" in ended.errors[0] and "nan" in ended.errors[0], ended.errors
+    assert all(word in ended.errors[0] for word in words), ended.errors
     assert not (tmp_path / "run" / "model").exists() and not (tmp_path / "run" / "summary.json").exists()
