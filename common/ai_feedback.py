@@ -85,7 +85,7 @@ class LanguageModel:
         loading.check_causal_lm(name)
         self.name, self.device, self.batch_size = name, device, args.batch_size
         self.tokenizer = loading.load_tokenizer(name, args.chat_template)
-        dtype = getattr(torch, args.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+        dtype = getattr(torch, args.dtype) if args.dtype else dist.compute_dtype_of(device)
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         loading.check_forward(self.model)

@@ -120,7 +120,7 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             response_mask[i, start:end] = document.response_mask
             response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
-    documents, mask = [document for block in blocks for document in block], response_mask[:, 1:]
+    documents, mask = [document for block in blocks for document in block], response_mask[:, 1:].contiguous()
     tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a device, nonzero would wait for it
     return Batch(*(to_device(x, device) for x in tensors), documents)
 

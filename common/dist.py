@@ -151,16 +151,20 @@ def schedule(step: int, n_steps: int, args) -> float:
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
+def compute_dtype_of(device) -> torch.dtype:
+    """bf16 where an accelerator has it, else fp32."""
+    has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: False)
+    return torch.bfloat16 if has_bf16(including_emulation=False) else torch.float32
+
+
 def shard(model, device, compute_dtype=None):
     """The model on this rank's device, sharded when there are several ranks.
 
     model: real weights on rank 0, any device elsewhere (loading.load_policy leaves the other ranks on "meta",
       so that one copy is read). Its `forward_methods` (see loading.py) run FSDP's hooks too.
-    compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: bf16 where an accelerator has
-      it, else fp32. Master weights and reductions are fp32."""
-    has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: False)
-    default = torch.bfloat16 if has_bf16(including_emulation=False) else torch.float32
-    model.compute_dtype = compute_dtype or default
+    compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: compute_dtype_of. Master
+      weights and reductions are fp32."""
+    model.compute_dtype = compute_dtype or compute_dtype_of(device)
     if not td.is_initialized():
         return model.to(device)
     # Imported where it is used, here and below: what one process does not need takes a second and 50 MB

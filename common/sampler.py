@@ -124,9 +124,11 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         for row in live:
             n_tokens[row] += 1
         stopped, following = torch.isin(token, stop), token
-        if ahead:  # the device runs the next step, of finished rows too, before it is asked which these are
+        if ahead and any(n_tokens[row] < max_new_tokens for row in live):
+            # The device runs the next step, of finished rows too, before it is asked which these are
             stopped, copied = stopped.to("cpu", non_blocking=True), torch.Event(device)
-            copied.record()
+            with torch.accelerator.device_index(device.index):  # whose stream the copy is in
+                copied.record()
             following = step(token)
             copied.synchronize()
         finished |= {row for row, stops in zip(live, stopped.tolist()) if stops}
@@ -150,7 +152,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         logits = following[:left] if ahead or not live else step(following[:left])
 
     mask = torch.arange(max(n_tokens), device=device) < to_device(n_tokens, device)[:, None]  # (B, R)
-    order = to_device(drawn_rows, device).argsort(stable=True)  # row by row, in a row as drawn
+    order = to_device(torch.tensor(drawn_rows).argsort(stable=True), device)  # row by row, as drawn
     tokens, logprobs = (torch.cat(of_steps)[order] for of_steps in zip(*drawn))
     if logprobs.isnan().any():
         raise ValueError("sample: the model gives NaN logits")
@@ -191,10 +193,9 @@ def _most_likely(probs, top_p, top_k):
         ranked, ids = probs.topk(top_k)
         whole = ranked.sum(-1, keepdim=True)
     else:  # sorting a whole vocabulary can cost more than the model: try the first thousand tokens
-        size = vocabulary if probs.device.type in WORKS_AHEAD else min(1024, vocabulary)  # `any` waits for it
-        ranked, ids = probs.topk(size)
+        ranked, ids = probs.topk(min(1024, vocabulary))
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
-        if size < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
+        if ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.sort(-1, descending=True)
     before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
     return torch.where(before < top_p * whole, ranked, 0.0), ids

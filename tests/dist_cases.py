@@ -334,13 +334,13 @@ DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
 
 
 def dpo_reference(folder):
-    """Log probabilities of 7 pairs and of 1; what with_reference gives for 7 and some twice."""
+    """Log probabilities of 7 pairs and of 1; what with_reference gives for 7."""
     pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2)
     model = policy(folder / "tied")[0]
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
     run = SimpleNamespace(folder=folder, args=args, device=CPU)
-    versions, twice = pool.Versions(run, TOKENIZER, "tiny"), pairs + pairs[2:4]
-    learnt = versions.with_reference(twice, str(folder / "tied"), dpo_iterative.pair_logprobs)
+    versions = pool.Versions(run, TOKENIZER, "tiny")
+    learnt = versions.with_reference(pairs, str(folder / "tied"), dpo_iterative.pair_logprobs)
     out["learnt"] = [pair.ref_logprobs for pair in learnt]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
