@@ -322,7 +322,7 @@ def main(args: Args):
     versions.begin()
     pool = Pool(run)
     evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
-    made, learnt = {}, {}  # of each iteration its pairs; of it and pi_0's name the same, with log pi_0
+    pairs_of, with_pi_0 = {}, {}  # iteration: its pairs; (iteration, name of pi_0): they, with log pi_0
 
     for iteration in versions.iterations(max(1, args.iterations)):
         latest = versions.path(iteration - 1)
@@ -350,14 +350,14 @@ def main(args: Args):
         start = args.model if args.start_from == "sft" and pairs else latest
         iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
         pi_0 = latest if args.reference == "last" else reference
-        made[iteration] = pairs
+        pairs_of[iteration] = pairs
         for i in iterations:
-            if i not in made:  # but in the run that this one resumes
+            if i not in pairs_of:  # they were made before this run was resumed
                 again, _ = best_against_worst(pool.rows, fresh_prompts[i], i, args)
-                made[i] = offline + again if i == 1 else again
-            if (i, pi_0) not in learnt:
-                learnt[i, pi_0] = versions.with_reference(made[i], pi_0, pair_logprobs)
-        to_learn = [pair for i in iterations for pair in learnt[i, pi_0]]
+                pairs_of[i] = offline + again if i == 1 else again
+            if (i, pi_0) not in with_pi_0:
+                with_pi_0[i, pi_0] = versions.with_reference(pairs_of[i], pi_0, pair_logprobs)
+        to_learn = [pair for i in iterations for pair in with_pi_0[i, pi_0]]
         write_pairs(run.folder, pairs, iteration)  # the new ones; those before are in the file
         model = versions.load(start)
         steps = plan_steps(to_learn, iteration, args)

@@ -146,6 +146,10 @@ class LanguageModel:
 
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
         """(text, whether it ended) of one answer to each question, without its opening."""
+        if max_new_tokens >= self.room:
+            raise InputError(
+                f"--max-new-tokens {max_new_tokens}: {self.name} has room for {self.room} tokens"
+            )
         prompts = [self.encode(question, max_new_tokens) for question in questions]
         responses = generate.my_responses(
             self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
@@ -335,8 +339,10 @@ def hindsight(rows, labeler, principles, args):
     for row in rows:
         own = scores[turns_key(row.prompt)]  # of different prompts they need not have the same zero
         threshold = statistics.median(own) if own and args.threshold is None else args.threshold
-        system = TEXTS["bad" if row.texts and row.human < threshold else "good"]
-        result = {"prompt": [{"role": "system", "content": system}, *row.prompt]}
+        instruction = TEXTS["bad" if row.texts and row.human < threshold else "good"]
+        system = [turn["content"] for turn in row.prompt[:1] if turn["role"] == "system"]
+        turn = {"role": "system", "content": "\n\n".join([instruction, *system])}
+        result = {"prompt": [turn, *row.prompt[len(system) :]]}
         yield {**result, "completion": row.texts[0], "score": row.human} if row.texts else result
 
 
@@ -371,7 +377,9 @@ def read_items(args) -> list[Item]:
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        about = values if args.task == "select" else {"prompt": prompt, **given}
+        about = {"prompt": prompt, **given}
+        if args.task == "select":
+            about = {name: value for name, value in values.items() if name != "failed"}
         return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
@@ -512,12 +520,16 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
+    if rows and all("failed" in row for row in rows):
+        raise InputError(f"{args.dataset}: no row is left; of the first one: {rows[0]['failed']}")
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]
         metrics.write_jsonl(run.folder / "failed.jsonl", bad)
         metrics.write_jsonl(path, good)
-        figures = measures(good, bad)
+        figures = {"rows": len(good), "failed": len(bad)}
+        if args.task not in WITHOUT_LABELER:  # whose rows may have columns of these names
+            figures = measures(good, bad)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
         metrics.write_json(run.folder / "summary.json", figures)  # last

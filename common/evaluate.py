@@ -81,6 +81,7 @@ class Args:
     """Nothing to do if output_dir holds a finished run, else begin."""
     overwrite: bool = False
     """Replace a run that is in the way."""
+    split = "test"  # no flag: a hub name may have another in brackets
 
 
 def check(args):
@@ -129,7 +130,7 @@ def read_prompts(args, models, tokenizers) -> dict[str, list[generate.Prompt]]:
         if same:
             prompts = of_policy[same[0]].values()
         else:
-            prompts = generate.load_prompts(args.dataset, "test", tokenizer, room)
+            prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
         if name not in models:
             prompts = [prompt for prompt, _ in own_answers(prompts, tokenizer, args.dataset)]
         of_policy[name] = {prompt.key: prompt for prompt in prompts}
@@ -301,10 +302,11 @@ def compare_policies(args, run):
 def load_pairs(paths, args):
     """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
     that is a model. The other ones encode the texts anew."""
-    models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]  # an oracle's or a rater's
+    # An oracle's or a rater's, alone, is a model too
+    models = [re.sub(r"^common\.\w+:\w+=([^*+]+)$", r"\1", path) for path in paths.values()]
     with_tokens = [name for name in models if not re.match(scorers.NAMED, name)] or ["tiny"]
     tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
-    held_out = comparisons.load(args.dataset, "test", tokenizer, args.max_length)
+    held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:
         raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")

@@ -272,13 +272,6 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     figures["expected/bias"] = (errors.mean() / deviation).item()
     figures["expected/rmse"] = (rmse / deviation).item()
     figures.update(length_figures(sampled, [rewards.tolist() for rewards, _ in outputs]))
-    if data.is_tiny(args.eval_dataset or args.dataset):
-        gold = []
-        for c in sampled:
-            texts = tokenizer.batch_decode(c.samples, skip_special_tokens=True)
-            gold.append(sum(tiny.gold_score(c.prompt[-1]["content"], text) for text in texts) / len(texts))
-        expected = [expected.item() for _, expected in outputs]
-        figures["gold/expected_correlation"] = metrics.correlation(expected, gold)
     return figures
 
 

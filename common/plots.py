@@ -103,7 +103,7 @@ def best_of_n(folder):
 
 # -- of scorers ------------------------------------------------------------------------------------
 def scorer(folder):
-    """The pictures of a reward, advantage or preference model."""
+    """The pictures of a reward or advantage model."""
     loss, accuracy = ["loss/reward", "loss/advantage", "eval/nll"], ["train/accuracy", "eval/accuracy"]
     curves(folder, {"loss": loss, "accuracy": accuracy, "norm": ["optim/grad_norm"]})
     scores(folder, {str(folder): read_jsonl(Path(folder) / "samples.jsonl")})

@@ -165,13 +165,16 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
         sources.append(code)
         try:
             terms[i] = term if term.text is None else term._replace(function=term.function(term.text))
-        except TypeError as error:
-            raise InputError(f"--scorer {spec}: {error}; wanted a function of one text") from error
+        except InputError:
+            raise
+        except Exception as error:  # whatever a user's function raises
+            why = f"{type(error).__name__}: {error}"
+            raise InputError(f"--scorer {spec}: {why}; wanted a function of one text") from error
     if terms:
         kinds = set(map(compares, terms))
         if kinds == {False, True} or True in kinds and not pairwise:
-            mend = "it serves dpo_iterative.py and common.evaluate, beside no function that scores"
-            raise InputError(f"--scorer {spec} compares two responses, and scores none: {mend}")
+            mend = "it may be, alone, --scorer of dpo_iterative.py and common.evaluate"
+            raise InputError(f"{spec} compares two responses, and scores none: {mend}")
         version = version_of(spec, sources if len(terms) > 1 else sources[0])
         return Scorer(spec, version, terms, pairwise=True in kinds)
     own = loading.load_tokenizer(spec, quiet=True)
