@@ -520,8 +520,6 @@ def main(args: Args):
             bar.update(len(chunk))
 
     # save
-    if rows and all("failed" in row for row in rows):
-        raise InputError(f"{args.dataset}: no row is left; of the first one: {rows[0]['failed']}")
     if dist.is_main():
         good = sorted((row for row in rows if "failed" not in row), key=lambda row: row["row"])
         bad = [row for row in rows if "failed" in row]

@@ -76,7 +76,10 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
             embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
-    scores = scorer.score(pairs)[0].tolist()
+    if scorer.safety:
+        scores = scorer.score(pairs)[0].tolist()
+    else:
+        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size, policy.device)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
