@@ -8,7 +8,7 @@ import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 from transformers import AutoModelForCausalLM
 
-from common import dist, generate, loading, tiny
+from common import dist, generate, loading, metrics, tiny
 from common.batches import split
 from common.errors import InputError
 from common.sampler import Rollout
@@ -242,7 +242,10 @@ def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
     monkeypatch.setattr(generate, "sample", sample)
     module, folder = importlib.import_module(name), tmp_path / "run"
     options = {"model": "tiny", "scorer": "common.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
-    options |= {"output_dir": str(folder), "output": str(folder), "dataset": "tiny:commands=copy", "slots": 3}
+    pairs = [{**row, "completion": row["chosen"]} for row in tiny.rows("preferences", "train")[:200]]
+    metrics.write_jsonl(tmp_path / "rows.jsonl", pairs)
+    options |= {"output_dir": str(folder), "output": str(folder), "slots": 3}
+    options["dataset"] = str(tmp_path / "rows.jsonl")
     known = {field.name for field in dataclasses.fields(module.Args)}
     with pytest.raises(InputError, match="^3 slots"):
         module.main(module.Args(**{key: value for key, value in options.items() if key in known}))

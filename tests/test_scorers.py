@@ -373,10 +373,10 @@ def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
 
 
 def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
-    args = ppo.Args(scorer="common.tiny:gold_scorer+common.ai_feedback:rater=no/such")
+    args = ppo.Args(scorer="common.tiny:gold_scorer+common.ai_feedback:rater=runs/no_such")
     scorers.try_functions(args)
     for spec, why in (
-        (args.scorer, "no/such"),
+        (args.scorer, "runs/no_such"),
         ("common.tiny:gold_scorer=ant", "wanted a function of one text"),
     ):
         with pytest.raises(InputError, match=why):
