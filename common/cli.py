@@ -113,9 +113,8 @@ def parse(recipes, argv=None):
     if every.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.backends.cuda.enable_flash_sdp(False)  # attention that only warns, as the next two
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        for kind in ("flash", "mem_efficient", "cudnn"):  # attention that would only warn
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     if every.report_to:
         metrics.report_to(every.report_to)
     ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"

@@ -32,7 +32,6 @@ from common.run import Run, launch, start_run
 
 QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
 runs/dpo_iterative""".split()
-N_BOOTSTRAP = 200  # resamples of the prompts, for Elo's intervals
 
 
 @dataclass
@@ -192,7 +191,7 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
     won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
     n = len(won)
     generator = torch.Generator().manual_seed(args.seed)
-    times_drawn = torch.stack(list(metrics.resamples(n, N_BOOTSTRAP, generator))).double()
+    times_drawn = torch.stack(list(metrics.resamples(n, 200, generator))).double()
     low, high = metrics.percentiles(elo(times_drawn @ won, n, m, anchor))
     return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 

@@ -4,6 +4,7 @@ import gc
 import itertools
 import math
 from functools import partial
+from statistics import fmean
 
 import torch
 
@@ -163,11 +164,9 @@ class HeldOutComparisons:
         """Of the last scores, what the tiny world knows, and how differently categories score; and how well
         length alone predicts the labels, a score that a model must beat."""
         longer = [better["tokens"] - worse["tokens"] for *_, better, worse in metrics.pairs_of(self.samples)]
-        figures = {
-            "baseline/length_accuracy": metrics.accuracy(longer),
-            **metrics.known_figures(self.samples),
-        }
-        return {**figures, "eval/category_spread": metrics.category_spread(self.samples)}
+        spread = metrics.category_spread(self.samples)
+        figures = {"baseline/length_accuracy": metrics.accuracy(longer), "eval/category_spread": spread}
+        return {**figures, **metrics.known_figures(self.samples)}
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -272,6 +271,12 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     figures["expected/bias"] = (errors.mean() / deviation).item()
     figures["expected/rmse"] = (rmse / deviation).item()
     figures.update(length_figures(sampled, [rewards.tolist() for rewards, _ in outputs]))
+    if data.is_tiny(args.eval_dataset or args.dataset):
+        gold = []
+        for c in sampled:
+            texts = tokenizer.batch_decode(c.samples, skip_special_tokens=True)
+            gold.append(fmean(tiny.gold_score(c.prompt[-1]["content"], text) for text in texts))
+        figures["gold/expected_correlation"] = metrics.correlation([e.item() for _, e in outputs], gold)
     return figures
 
 

@@ -55,6 +55,7 @@ def test_a_run_leaves_the_whole_run_directory(undisturbed):
     assert {"baseline/length_accuracy", "baseline/sft_logprob_accuracy"} <= set(after)
     assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
     assert {"length/correlation", "length/prompts", "expected/bias", "expected/rmse"} <= set(after)
+    assert "gold/expected_correlation" not in after  # rows of a file have no known true reward
     assert "ratio/clipped" not in after and not rows_of(undisturbed.folder, "loss/expected_reward")
     assert f"wrote {undisturbed.folder}/model" in undisturbed.ended.out
 
@@ -290,20 +291,31 @@ def test_expected_reward_samples_change_e_and_log_its_loss(small, undisturbed, t
     assert_scores_are_plain_advantages(tmp_path, 1.0)
 
 
-@pytest.mark.parametrize("e", [(2.0, 1.0, -0.3), (-2.0, -1.0, 0.3), (0.0, 1.0, 0.0)])
-def test_expected_reward_figures_by_hand(e, monkeypatch):
-    """r is 0.1 and 0.2 on each prompt: a mean of 0.15, a variance of 0.005, of the mean 0.0025."""
-    prompt = Comparison([], [""], torch.zeros(1), [], torch.zeros(0), "x", Row("rows:0", {}))
-    sampled = [prompt._replace(samples=(torch.zeros(1), torch.zeros(2)))] * 3
+@pytest.mark.parametrize(
+    "e, wanted", [((2.0, 1.0, -0.3), 1.0), ((-2.0, -1.0, 0.3), -1.0), ((0.0, 1.0, 0.0), 0.0751)]
+)
+def test_expected_reward_figures_by_hand(e, wanted, monkeypatch):
+    """Of `copy ant bear` the gold rewards are 2 and 2, 1 and 1, and 0 and -0.6: their means are 2, 1, -0.3. r is
+    0.1 and 0.2 on each prompt: a mean of 0.15, a variance of 0.005, of the mean 0.0025."""
+    answers = (("ant bear", "ant bear"), ("ant", "bear"), ("", "cat dog"))
+    turns, row = [{"role": "user", "content": "copy ant bear"}], Row("rows:0", {})
+    sampled = []
+    for texts in answers:
+        samples = [torch.tensor(TOKENIZER(text)["input_ids"] or [TOKENIZER.eos_token_id]) for text in texts]
+        prompt = Comparison(turns, [""], torch.zeros(1), [], torch.zeros(0), "x", row)
+        sampled.append(prompt._replace(samples=tuple(samples)))
     outputs = [(torch.tensor([0.1, 0.2]), torch.tensor(x)) for x in e]
     monkeypatch.setattr(evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
     monkeypatch.setattr(evaluation, "of_each_comparison", lambda *_: outputs)
     rest = (SimpleNamespace(device=CPU), "policy", sampled, TOKENIZER)
     figures = evaluation.expected_reward_figures(*rest, advantage_model.Args())
+    assert figures["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)
     errors, deviation = [x - 0.15 for x in e], math.sqrt(0.005)
     rmse = math.sqrt(sum(x**2 for x in errors) / 3 - 0.0025)
     assert figures["expected/bias"] == pytest.approx(sum(errors) / 3 / deviation, rel=1e-4)
     assert figures["expected/rmse"] == pytest.approx(rmse / deviation, rel=1e-4)
+    other = advantage_model.Args(dataset="rows.jsonl")  # no true reward is known
+    assert "gold/expected_correlation" not in evaluation.expected_reward_figures(*rest, other)
 
 
 # -- variants as commands ----------------------------------------------------------------

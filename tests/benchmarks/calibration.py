@@ -28,7 +28,7 @@ ARMS = {  # name -> (script, arguments)
 }
 FIGURES = ("eval/accuracy", "eval/bayes_accuracy", "eval/nll", "eval/brier", "eval/ece", "eval/ece_low")
 FIGURES += ("eval/ece_high", "eval/ece_floor", "eval/category_spread", "gold/correlation", "expected/bias")
-FIGURES += ("expected/rmse",)
+FIGURES += ("expected/rmse", "gold/expected_correlation")
 
 
 def optimum(p, bound):
