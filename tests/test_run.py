@@ -180,11 +180,13 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     monkeypatch.setattr(data, "n_shown", 0)
     monkeypatch.setattr(metrics, "report_to", seen.append)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: seen.append(on))
+    for kind in ("flash", "mem_efficient", "cudnn"):
+        monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     parse(RECIPES, [])
     assert seen == [] and not data.n_shown
     parse(RECIPES, ["--preview", "3", "--report-to", "wandb", "--deterministic"])
-    assert seen == [True, "wandb"] and data.n_shown == 3
+    assert seen == [True, False, False, False, "wandb"] and data.n_shown == 3
 
 
 # -- recipes -----------------------------------------------------------------------------
