@@ -1,5 +1,5 @@
 """How far from the machine's limit each part is: its useful operations, and where it decodes the bytes that
-it must read, by the time that it takes, over the rates of an fp32 matrix product and of a copy just before it.
+it must read, by the time it takes, over the rates of an fp32 matrix product and of a copy just before it.
 
     python tests/benchmarks/limits.py --profile    a Llama of random weights, hidden 512, 8 layers, vocabulary
     8,192, or --model FOLDER; and the operators with most time of their own, in one turn more
