@@ -147,9 +147,7 @@ class LanguageModel:
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
         """(text, whether it ended) of one answer to each question, without its opening."""
         if max_new_tokens >= self.room:
-            raise InputError(
-                f"--max-new-tokens {max_new_tokens}: {self.name} has room for {self.room} tokens"
-            )
+            raise InputError(f"--max-new-tokens {max_new_tokens}: {self.name} has {self.room} positions")
         prompts = [self.encode(question, max_new_tokens) for question in questions]
         responses = generate.my_responses(
             self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
@@ -387,7 +385,7 @@ def read_items(args) -> list[Item]:
 
 
 TASKS = {task.__name__: task for task in (sample, label, rate, revise, select, hindsight)}
-WITHOUT_LABELER = ("select", "hindsight")
+WITHOUT_LABELER = ("select", "hindsight")  # their rows may have columns of the names that measures reads
 
 
 # -- measures --------------------------------------------------------------------------------------
@@ -525,9 +523,8 @@ def main(args: Args):
         bad = [row for row in rows if "failed" in row]
         metrics.write_jsonl(run.folder / "failed.jsonl", bad)
         metrics.write_jsonl(path, good)
-        figures = {"rows": len(good), "failed": len(bad)}
-        if args.task not in WITHOUT_LABELER:  # whose rows may have columns of these names
-            figures = measures(good, bad)
+        counts = {"rows": len(good), "failed": len(bad)}
+        figures = counts if args.task in WITHOUT_LABELER else measures(good, bad)
         for key, value in figures.items():
             print(f"{key}: {value:.4g}")
         metrics.write_json(run.folder / "summary.json", figures)  # last

@@ -272,7 +272,10 @@ def compare_policies(args, run):
     if args.reference in models:
         reference = loading.load_frozen(models[args.reference], own, args, device)
     for name in metrics.progress(len(models), 0, "evaluate", list(models)):
-        evaluation.ask_policy(models[name], tokenizers[name], args, device, ask, name)
+        if name == args.reference:
+            ask(reference, name)
+        else:
+            evaluation.ask_policy(models[name], tokenizers[name], args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}

@@ -66,10 +66,10 @@ def oracle(name):
     (prompt messages, a, b)s by the preference model of this name, whole on every rank. P is p(A) / (p(A) +
     p(B)), the mean of both orders, since one order alone favours a place."""
     judge = ai_feedback.LanguageModel(name, dist.setup(), ai_feedback.Args())
+    letters, n_after = letters_of(judge.tokenizer)
     without_special = partial(data.special_tokens(judge.tokenizer).sub, "")
 
     def log_odds(duels):
-        letters, n_after = letters_of(judge.tokenizer)
         p_first = []  # of each order: p(A) / (p(A) + p(B)), (duels,)
         for order in (duels, [(prompt, b, a) for prompt, a, b in duels]):
             texts = [without_special(question(*duel)) for duel in order]

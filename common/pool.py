@@ -219,8 +219,8 @@ class Versions:
         return self.policy
 
     def with_reference(self, pairs, name: str, pair_logprobs) -> list:
-        """The pairs with log pi_0 of both responses: what pair_logprobs(model, pairs, args) says of the policy
-        of this name, which is loaded for it and freed."""
+        """The pairs with log pi_0 of both responses, as pair_logprobs(model, pairs, args) gives them for the
+        policy of this name, which is loaded for it and freed."""
         if not pairs:
             return []
         args, device = self.args, self.run.device
