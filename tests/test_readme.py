@@ -32,7 +32,7 @@ def commands():
     lines += re.findall(r"`((?:python|torchrun)\s[^`]*\s--[^`]*)`", "\n".join(PROSE.values()))
     for line in lines:
         for command in line.split("#")[0].split(" && "):
-            words = shlex.split(command)
+            words = shlex.split(command.replace("$x", "1"))  # of a loop
             places = [i for i, word in enumerate(words) if re.fullmatch(r"\w+\.py|common\.\w+", word)]
             if places and words[0] in ("python", "torchrun", "srun") and words[-1] != "--help":
                 yield words[places[0]].removesuffix(".py"), *words[places[0] + 1 :]
@@ -69,6 +69,28 @@ def test_the_readme_is_short_and_has_the_one_line_that_tests():
     tests = [line for line in lines if "-m pytest" in line]
     assert len(tests) == 1 and tests[0].startswith("python3 -m venv")  # it makes all it needs
     assert len(lines) < 250 and not [line for line in lines if len(line) > 110 and line not in tests]
+
+
+def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    reproduce = importlib.import_module("reproduce")
+    page = "By `python tests/benchmarks/kl.py A`.\n```bash\nS=1\nfor x in 1 2; do\n    python a.py \\\n"
+    page += (
+        "        --x $x    # comment\ndone\npython b.py\n```\n```python\nn = 1\n```\n```python\nn += 1\n```\n"
+    )
+    loop = "for x in 1 2; do\n    python a.py \\\n        --x $x\ndone"
+    pythons = ["python - <<'END'\nn = 1\nEND", "python - <<'END'\nn = 1\nn += 1\nEND"]
+    assert reproduce.commands(page) == [
+        "python tests/benchmarks/kl.py A",
+        "S=1",
+        loop,
+        "python b.py",
+        *pythons,
+    ]
+    left_out = [
+        bool(reproduce.LEFT_OUT.search(x)) for x in ("pip install x", "python a.py ORG/MODEL", "python b.py")
+    ]
+    assert left_out == [True, True, False] and {ROOT / name for name in reproduce.PAGES.split()} <= set(PATHS)
 
 
 def test_cells_of_tables_are_short():

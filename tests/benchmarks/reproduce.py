@@ -1,0 +1,77 @@
+"""Run the commands that stand in the docs, page by page, so that every figure beside them can be made again.
+
+    python tests/benchmarks/reproduce.py                              PAGES below, all night
+    python tests/benchmarks/reproduce.py README.md docs/kl.md         these
+    python tests/benchmarks/reproduce.py --list docs/kl.md            what would be run
+
+What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
+again. Left out, and said: installation, torchrun, and commands with a name to fill in (ORG/MODEL, rows.jsonl).
+"""
+
+import re
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = """README.md docs/rejection_sampling.md docs/reward.md docs/advantage_model.md docs/ppo.md docs/dpo_iterative.md
+docs/evaluate.md docs/kl.md docs/ai_feedback.md docs/cpl.md docs/claims.md docs/renewed_reward.md docs/benchmarks.md"""
+LEFT_OUT = re.compile(
+    r"\b(ORG|DIR|RUN|STUDENT|TEACHER_RUN|FOLDER|PAIRS|ME)\b|^(pip|git|python3|torchrun|vllm|llama|hf|cp)\b|SmolLM2"
+    r"|(?<![/\w])(rows|pairs|prompts|held_out|clean|my\w+|hh_\w+|rankings)\.\w+|common.sampler"
+)
+SETS = re.compile(r"(export )?\w+=\S+$")  # holds for the commands after it
+ALONE = re.compile(r"`(python (?:tests/benchmarks/|[^`]*--output-dir )[^`]*)`")  # within a sentence
+
+
+def commands(page) -> list[str]:
+    """Of a page's sentences, then of its blocks of bash and python, in their order; a loop is one."""
+    found, python = [" ".join(command.split()) for command in ALONE.findall(page)], ""
+    for language, block in re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL):
+        if language == "python":  # what the blocks before it imported and named holds
+            python += block
+            found.append(f"python - <<'END'\n{python}END")
+            continue
+        command = ""
+        for line in block.splitlines():
+            command += line.split("    #")[0].rstrip() + "\n"
+            whole = not command.endswith("\\\n")
+            if whole and subprocess.run(["bash", "-n", "-c", command], capture_output=True).returncode == 0:
+                found.append(command.strip())
+                command = ""
+    return [command for command in found if command and not command.startswith("#")]
+
+
+def run(name, only_list):
+    page, before = (ROOT / name).read_text(), ""
+    for command in commands(page):
+        title = re.sub(r"\W+", "_", command)[:60]
+        file = ROOT / "runs" / "reproduce" / f"{title}_{zlib.crc32(command.encode()):08x}.txt"
+        if LEFT_OUT.search(command):
+            print(f"left out: {command.splitlines()[0]}")
+        elif SETS.fullmatch(command):
+            before += command + "\n"
+        elif only_list:
+            print(command)
+        elif not file.exists():
+            begun = time.time()
+            script = f"set -euo pipefail\n{before}{command}"
+            ended = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+            seconds = f"{time.time() - begun:.0f} s"
+            print(
+                f"{name}, {seconds}, exit code {ended.returncode}: {command.splitlines()[0]}",
+                flush=True,
+            )
+            if ended.returncode:
+                print(ended.stderr[-2000:])
+            else:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"{command}\n\n{ended.stdout}\n{seconds}\n")
+
+
+if __name__ == "__main__":
+    given = [name for name in sys.argv[1:] if name != "--list"]
+    for name in given or PAGES.split():
+        run(name, "--list" in sys.argv)
