@@ -10,8 +10,8 @@ cd "$(dirname "$0")/.."
 folder=runs/claims seeds=${SEEDS:-3}
 mkdir -p $folder
 
-run() { # SCRIPT ARM FLAGS...: a run of this seed
-    python "$1.py" "${@:3}" --seed "$seed" --output-dir "$out/$2" --resume
+run() { # SCRIPT ARM FLAGS...: a run of this seed by the recipe tiny
+    python "$1.py" tiny "${@:3}" --seed "$seed" --output-dir "$out/$2" --resume
 }
 
 policies() { # ARMS...: their answers, compared with the first one's
