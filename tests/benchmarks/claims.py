@@ -57,7 +57,7 @@ def table(folder, group, seeds):
         if "kl" in of_all[0]:
             line["KL"] = f"{statistics.fmean(row['kl'] for row in of_all):.2f}"
         for before in dict.fromkeys(("sft", first) if "sft" in names else (first,)):
-            for part in dict.fromkeys(part for part, _ in rows):
+            for part in sorted({part for part, _ in rows}):
                 gain = metrics.gains(rows[part, before], rows[part, name], {"gain": column})
                 line[f"over {before}, {part}"] = metrics.interval(gain, "gain", "+.3f")
         lines.append(line)
