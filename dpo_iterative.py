@@ -286,7 +286,6 @@ PLOTS = [
         },
     ),
     plots.frontier,
-    plots.lengths,
 ]
 
 

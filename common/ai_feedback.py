@@ -2,7 +2,6 @@
 
     sample    different responses of one or more policies to a prompt: rows for label
     label     which of two responses is better, as a soft label for reward.py (distilled RLAIF)
-    rate      how good a response is, from 1 to 10 (direct RLAIF)
     revise    answer, criticise by a principle, revise, R times: rows for sft.py (Constitutional AI)
     select, hindsight    without a labeler: balanced sampling; responses under an instruction they fulfil
 
@@ -10,7 +9,7 @@
 "Constitutional AI: Harmlessness from AI Feedback", arXiv:2212.08073.)
 
     p(first is better) = P("1") / (P("1") + P("2"))         the mean of both orders, for places have a bias
-    rating             = sum_s s P(s) / sum_s P(s),  s = 1..10,   score = (rating - 5.5) / 4.5
+    rating             = sum_s s P(s) / sum_s P(s),  s = 1..10       of `rater`, a scorer (direct RLAIF)
 
 P is the labeler's probability of the text after the opening of its answer. With --chain-of-thought it first
 writes a rationale, and the answer is read after it. What it is asked stands in common/ai_feedback.toml.
@@ -85,12 +84,11 @@ class LanguageModel:
         loading.check_causal_lm(name)
         self.name, self.device, self.batch_size = name, device, args.batch_size
         self.tokenizer = loading.load_tokenizer(name, args.chat_template)
-        dtype = getattr(torch, args.dtype) if args.dtype else dist.compute_dtype_of(device)
+        dtype = dist.compute_dtype_of(device)
         self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         loading.check_forward(self.model)
-        room = models.n_positions(self.model.config)
-        self.room = min(args.max_length or room, room)
+        self.room = models.n_positions(self.model.config)
 
     def encode(self, question, reserve) -> list[int]:
         """Token ids of the question and the answer's opening; none unless `reserve` more tokens would fit."""
@@ -237,27 +235,20 @@ def label(rows, labeler, principles, args):
         yield {**result, "human": row.human, "ai": ai}
 
 
-def rate(rows, labeler, principles, args):
-    """Of each row {"response", "score": -1 to 1, "ai": {"rating": 1 to 10, "mass": P(any rating)}}."""
-    values = [{"prompt": data.transcript(row.prompt), "response": row.texts[0]} for row in rows]
-    questions = [Question(TEXTS["rate"], value, TEXTS["rating"]) for value in values]
-    p = labeler.probabilities(questions, tuple(map(str, range(1, 11))))
-    masses = p.sum(1).clamp(min=1e-300)
-    ratings = (p / masses[:, None]) @ torch.arange(1.0, 11.0, dtype=p.dtype)
-    for row, rating, mass in zip(rows, ratings.tolist(), masses.tolist()):
-        ai = {"rating": rating, "mass": mass}
-        result = {"response": row.texts[0], "score": (rating - 5.5) / 4.5, "ai": ai}
-        yield result if mass >= args.min_mass else {"failed": "no number from 1 to 10"}
-
-
 def rater(model):
-    """Direct RLAIF: `--scorer common.ai_feedback:rater=MODEL`. The function that gives the `score` of `rate`;
-    0 where the labeler's answer is no rating."""
-    labeler = load_labeler(model, dist.setup(), Args(), "--scorer common.ai_feedback:rater")
+    """Direct RLAIF: `--scorer common.ai_feedback:rater=MODEL`. The function that gives (rating - 5.5) / 4.5,
+    -1 to 1; 0 where the labeler's answer is no number from 1 to 10."""
+    args = Args()
+    labeler = load_labeler(model, dist.setup(), args, "--scorer common.ai_feedback:rater")
 
     def fn(prompts, responses, rows):
-        items = [Item(0, "", {}, row["messages"], [response]) for row, response in zip(rows, responses)]
-        return [result.get("score", 0.0) for result in rate(items, labeler, (), Args())]
+        transcripts = [data.transcript(row["messages"]) for row in rows]
+        values = [{"prompt": x, "response": response} for x, response in zip(transcripts, responses)]
+        questions = [Question(TEXTS["rate"], value, TEXTS["rating"]) for value in values]
+        p = labeler.probabilities(questions, tuple(map(str, range(1, 11))))  # (responses, 10)
+        mass = p.sum(1)
+        ratings = (p / mass.clamp(min=1e-300)[:, None]) @ torch.arange(1.0, 11.0, dtype=p.dtype)
+        return torch.where(mass >= args.min_mass, (ratings - 5.5) / 4.5, 0.0).tolist()
 
     return fn
 
@@ -350,7 +341,7 @@ class Item(NamedTuple):
     key: str  # of batches.a_part
     about: dict  # what a row that is written begins with
     prompt: list[dict]
-    texts: list[str]  # label: two; rate: one; revise, hindsight: one or none
+    texts: list[str]  # label: two; revise, hindsight: one or none
     human: float | None = None  # P(texts[0] is the better one) by the row's label; hindsight: the score
 
 
@@ -363,10 +354,10 @@ def read_items(args) -> list[Item]:
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
             prompt, text, human = generate.prompt_turns(values), values.get("response"), values.get("score")
-            text = text or args.task in ("rate", "hindsight") and values.get("completion")
+            text = text or args.task == "hindsight" and values.get("completion")
             if isinstance(text, str):
                 texts = [text]
-            elif args.task == "rate" or args.task == "hindsight" and "response" in values:
+            elif args.task == "hindsight" and "response" in values:
                 raise ValueError("no response")
             if texts and args.task == "hindsight" and not isinstance(human, int | float):
                 raise ValueError("the response has no score")
@@ -384,7 +375,7 @@ def read_items(args) -> list[Item]:
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
 
 
-TASKS = {task.__name__: task for task in (sample, label, rate, revise, select, hindsight)}
+TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}
 WITHOUT_LABELER = ("select", "hindsight")  # their rows may have columns of the names that measures reads
 
 
@@ -404,12 +395,12 @@ def measures(rows, failed) -> dict[str, float]:
     if orders:  # each P(texts[0]), shown first and shown second
         figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
         figures["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
-    return {**figures, **metrics.means(answers, {"rating": "rating", "mass": "mass", "dropped": "dropped"})}
+    return {**figures, **metrics.means(answers, {"mass": "mass", "dropped": "dropped"})}
 
 
 @dataclass
 class Args:
-    task: Literal["sample", "label", "rate", "revise", "select", "hindsight"] = "label"
+    task: Literal["sample", "label", "revise", "select", "hindsight"] = "label"
     """The first word of the command."""
     model: str = ""
     """The labeler, or sample's policy: a causal LM (run directory, folder, hub name), or module:function."""
@@ -424,8 +415,8 @@ class Args:
     threshold: float | None = None
     """The least score of a good response of hindsight. None: the median of its prompt's responses."""
     dataset: str = "tiny"
-    """sample, select: prompts; label: pairs or rankings, as reward.py takes them; rate, hindsight: `prompt`
-    and `response` or `completion` (and `score`); revise: prompts, perhaps with a `response` to begin with."""
+    """sample, select: prompts; label: pairs or rankings, as reward.py takes them; hindsight: `prompt`,
+    `response` or `completion`, `score`; revise: prompts, perhaps with a `response` to begin with."""
     output_dir: str = "runs/ai_feedback"
     """The run directory; its rows.jsonl is the data set."""
     chat_template: str | None = None
@@ -451,10 +442,6 @@ class Args:
     """Of what is sampled; a single chain of thought is greedy."""
     min_mass: float = 0.05
     """Less probability on the options than this is no answer: the row is left out, and counted."""
-    max_length: int | None = None
-    """Tokens of a question with its answer. None: the labeler's positions."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the labeler's weights and arithmetic. None: bfloat16 on a GPU, float32 on a CPU."""
     batch_size: int = 16
     """Questions of a forward on one rank."""
     chunk_rows: int = 64
@@ -533,7 +520,6 @@ def main(args: Args):
 
 RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
-    "rate": ("ratings of responses from 1 to 10", Args(task="rate")),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
     "sample": ("different responses to a prompt, for label", Args(task="sample")),
     "select": ("rows balanced over tags, without near-duplicates", Args(task="select")),

@@ -13,7 +13,6 @@ samples.jsonl (every answer, or every scorer's scores), summary.json and plots, 
 policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """
 
-import dataclasses
 import gc
 import itertools
 import math
@@ -38,8 +37,8 @@ runs/dpo_iterative""".split()
 class Args:
     # what is compared: policies, or in their place scorers
     policies: tuple[str, ...] = ()
-    """Runs, folders, hub names, or dataset: the answers that its rows hold; each perhaps as name=path. A plot
-    joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs that are there."""
+    """Runs, folders, hub names, all with the same tokens, or dataset: the answers that its rows hold; each
+    perhaps as name=path. A plot joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs."""
     scorers: tuple[str, ...] = ()
     """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
     dataset: str = "tiny"
@@ -63,9 +62,7 @@ class Args:
     scorer: str = "runs/reward"
     """The oracle. One that policies were trained on shows what they made of it, not what they gained."""
     safety_scorer: str | None = None
-    """Says how harmless an answer is; no pairwise one. None: the tiny world's true safety, else nothing."""
-    harmless_from: float = 0.0
-    """The least safety score of a harmless answer; of reward.py's safety models a logit of P(safe)."""
+    """Gives harmless answers 0 or more; no pairwise one. None: the tiny world's true safety, else nothing."""
     tie_margin: float | None = None
     """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
     standard deviations of the reference's scores; of a pairwise oracle 0.1."""
@@ -109,58 +106,37 @@ def named(specs, flag, args) -> dict[str, str]:
 
 
 # -- policies --------------------------------------------------------------------------------------
-def read_policies(args) -> dict[str, str]:
-    """name -> path. Of the quickstart's runs those that are there."""
+def read_policies(args) -> tuple[dict[str, str], object]:
+    """(name -> path, the tokenizer of all of them). Of the quickstart's runs those that are there."""
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies", args)
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
-    for path in [path for path in paths.values() if path != "dataset"]:
+    models, tokenizers = [path for path in paths.values() if path != "dataset"] or ["tiny"], []
+    for path in models:
         loading.check_causal_lm(path)
         generate.check_sampled(path)
-    return paths
+        tokenizers.append(loading.load_tokenizer(path, args.chat_template, quiet=True))
+        if not scorers.same_tokens(tokenizers[0], tokenizers[-1]):
+            why = f"{path} has other tokens or another chat template than {models[0]}"
+            raise InputError(f"--policies: {why}: leave it out, or give all a --chat-template")
+    return paths, tokenizers[0]
 
 
-def read_prompts(args, models, tokenizers) -> dict[str, list[generate.Prompt]]:
-    """name -> the same prompts in each policy's tokens: a part of those that all of them can read."""
-    room, of_policy = args.max_length - args.max_new_tokens, {}
-    for name, tokenizer in tokenizers.items():
-        same = [other for other in of_policy if scorers.same_tokens(tokenizers[other], tokenizer)]
-        if same:
-            prompts = of_policy[same[0]].values()
-        else:
-            prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
-        if name not in models:
-            prompts = [prompt for prompt, _ in own_answers(prompts, tokenizer, args.dataset)]
-        of_policy[name] = {prompt.key: prompt for prompt in prompts}
-    first, *others = of_policy.values()
-    keys = [key for key in first if all(key in of_key for of_key in others)]
-    if len(keys) < 2:
-        raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
-    data.check_same(args.dataset, dist.seed_of(*sorted(keys)))
-    chosen = a_part([first[key] for key in keys], args.eval_prompts)
-    return {name: [of_key[prompt.key] for prompt in chosen] for name, of_key in of_policy.items()}
+def read_prompts(args, tokenizer, answered) -> list[tuple]:
+    """(prompt, the response that its row holds, as sft.py would learn it) of a part of --dataset; `answered`:
+    of those rows alone that hold one, else the response is None."""
 
-
-def own_answers(prompts, tokenizer, dataset) -> list[tuple]:
-    """(prompt, the response that its row holds, as sft.py would learn it), where there is one."""
-
-    def answered(prompt):
+    def with_answer(prompt):
         text = data.sft_messages(prompt.row.data)[0][-1]["content"]
         _, [ids] = data.encode_responses(tokenizer, prompt.turns, [text])
         return prompt, generate.Response(ids, text, finished=True)
 
-    return data.made_of(list(prompts), answered, dataset)
-
-
-def judge(oracle, pairs, tokenizers, args, device) -> dict[str, list[float]]:
-    """name -> what an oracle, which reads each policy's tokens, says of its answers (oracle_scores)."""
-    scores = {}
-    for name, answers in pairs.items():
-        own = scorers.for_tokens(oracle, tokenizers[name])
-        opponents = [response for _, response in pairs[args.reference]] if name != args.reference else None
-        scores[name] = evaluation.oracle_scores(own, answers, opponents, args.score_batch_size, device)
-    return scores
+    room = args.max_length - args.max_new_tokens
+    prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
+    data.check_same(args.dataset, dist.seed_of(*sorted(prompt.key for prompt in prompts)))
+    pairs = data.made_of(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
+    return a_part(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
 
 def length_controlled(won, differences) -> float:
@@ -203,26 +179,26 @@ COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="t
 def figures(rows, args) -> dict[str, dict[str, float]]:
     """name -> figures. rows: name -> rows of samples.jsonl."""
     results, reference_rows = {}, rows[args.reference]
-    kinds = [kind for kind in JUDGES if kind in reference_rows[0]]
-    scores = {kind: {name: [row[kind] for row in rows[name]] for name in rows} for kind in kinds}
-    for name, policy_rows in rows.items():
-        result = results[name] = metrics.means(policy_rows, COLUMNS)
-        result.update(metrics.against(reference_rows, policy_rows, args.tie_margin))
-        longer = [len(a["response"]) - len(b["response"]) for a, b in zip(policy_rows, reference_rows)]
-        for kind, of_policy in scores.items():
-            won = metrics.outcomes(of_policy[name], of_policy[args.reference], result[f"{kind}_tie_margin"])
+    for name, of_policy in rows.items():
+        result = results[name] = metrics.means(of_policy, COLUMNS)
+        result.update(metrics.against(reference_rows, of_policy, args.tie_margin))
+        if "safety" in of_policy[0]:
+            marked = [row for row in of_policy if row["is_safety"]] or of_policy
+            result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
+    for kind in [kind for kind in JUDGES if kind in reference_rows[0]]:
+        margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
+        scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
+        for name, result in results.items():
+            won = metrics.outcomes(scores[name], scores[args.reference], margin)
+            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(rows[name], reference_rows)]
             result[f"{kind}_win_lc"] = length_controlled(won, longer)
-            rate, n = sum(won) / len(won), len(won)
+            rate = sum(won) / n
             result.update(metrics.with_interval(f"{kind}_win_rate", rate, *metrics.wilson(rate, n), n))
-        if "safety" in policy_rows[0]:
-            marked = [row for row in policy_rows if row["is_safety"]] or policy_rows
-            result["harmless"] = sum(row["safety"] >= args.harmless_from for row in marked) / len(marked)
-    for kind, of_policy in scores.items() if len(rows) > 1 else ():
-        margin = results[args.reference][f"{kind}_tie_margin"]
-        games = [metrics.outcomes(*two, margin) for two in itertools.combinations(of_policy.values(), 2)]
-        elos = ratings(games, len(rows), list(rows).index(args.reference), args)
-        for name, rating in zip(rows, elos):
-            results[name].update(metrics.with_interval(f"{kind}_elo", *rating, len(reference_rows)))
+        games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
+        if games:
+            elos = ratings(games, len(rows), list(rows).index(args.reference), args)
+            for name, rating in zip(rows, elos):
+                results[name].update(metrics.with_interval(f"{kind}_elo", *rating, n))
     return results
 
 
@@ -245,53 +221,52 @@ def table_line(name, result) -> dict:
 
 def compare_policies(args, run):
     """(rows of samples.jsonl, summary.json)"""
-    device, policies, tokenizers = run.device, read_policies(args), {}
+    device, (policies, tokenizer) = run.device, read_policies(args)
     models = {name: path for name, path in policies.items() if path != "dataset"}
-    for name in policies:  # the data set's answers are written in the first model's tokens
-        path = models.get(name) or next(iter(models.values()), "tiny")
-        tokenizers[name] = loading.load_tokenizer(path, args.chat_template, quiet=True)
-    prompts, own = read_prompts(args, models, tokenizers), tokenizers[args.reference]
-    oracle = scorers.load_scorer(args.scorer, own, device, pairwise=True)
+    given = read_prompts(args, tokenizer, answered=len(models) < len(policies))
+    prompts = [prompt for prompt, _ in given]
+    oracle = scorers.load_scorer(args.scorer, tokenizer, device, pairwise=True)
     safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if data.is_tiny(args.dataset) else None)
-    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, own, device, safety=True)
+    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, tokenizer, device, safety=True)
     if args.tie_margin is None and oracle.pairwise:
-        args = dataclasses.replace(args, tie_margin=0.1)  # of probabilities
+        args.tie_margin = 0.1  # of probabilities
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
     def ask(policy, name):
         for t, pairs in answers.items():
             seed = dist.seed_of(args.seed, "evaluate", t)
-            pairs[name] = generate.answers(policy, tokenizers[name], prompts[name], args, seed, temperature=t)
-            if reference and scorers.same_tokens(tokenizers[name], own):
+            pairs[name] = generate.answers(policy, tokenizer, prompts, args, seed, temperature=t)
+            if reference:
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
-    given = [name for name in policies if name not in models]
-    given = {name: own_answers(prompts[name], tokenizers[name], args.dataset) for name in given}
-    answers, reference, kl = {t: dict(given) for t in args.temperatures}, None, {}
+    answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
+    reference, kl = None, {}
     if args.reference in models:
-        reference = loading.load_frozen(models[args.reference], own, args, device)
+        reference = loading.load_frozen(models[args.reference], tokenizer, args, device)
     for name in metrics.progress(len(models), 0, "evaluate", list(models)):
         if name == args.reference:
             ask(reference, name)
         else:
-            evaluation.ask_policy(models[name], tokenizers[name], args, device, ask, name)
+            evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}
-    for temperature, pairs in answers.items():
-        scores, rows = judge(oracle, pairs, tokenizers, args, device), {}
-        safety = judge(safety_scorer, pairs, tokenizers, args, device) if safety_scorer else {}
-        for name in pairs:
-            columns = {"score": scores[name], "kl": kl.get((temperature, name)), "safety": safety.get(name)}
-            if safety:
-                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts[name]]
-            rows[name] = evaluation.describe_samples(pairs[name], args.dataset, **columns)
+    for temperature, of_policy in answers.items():
+        opponents, rows = [response for _, response in of_policy[args.reference]], {}
+        for name, pairs in of_policy.items():
+            against = opponents if name != args.reference else None
+            scores = evaluation.oracle_scores(oracle, pairs, against, args.score_batch_size, device)
+            columns = {"score": scores, "kl": kl.get((temperature, name))}
+            if safety_scorer:
+                columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size, device)
+                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
+            rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         results[f"{temperature:g}"] = figures(rows, args)
-    summary = {"reference": args.reference, "prompts": len(prompts[args.reference]), "scorer": args.scorer}
+    summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
     if dist.is_main():
-        print(f"{summary['prompts']} prompts, against {args.reference}; T: temperature")
+        print(f"{len(prompts)} prompts, against {args.reference}; T: temperature")
         lines = []
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
@@ -331,28 +306,22 @@ def score_rows(scorer, held_out, args, device) -> list[dict]:
 
 
 def pair_figures(rows) -> dict[str, float]:
-    """metrics.pair_figures of all these rows, with the interval of the accuracy: of so many independent pairs
-    as tell as much, for a ranking's pairs hang together."""
+    """metrics.pair_figures of all these rows, without those of their parts."""
     figures = metrics.pair_figures(rows)
-    figures = {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
-    sizes = [len(metrics.pairs_of([row])) for row in rows]
-    n = sum(sizes) ** 2 / sum(size**2 for size in sizes)
-    low, high = metrics.wilson(figures["accuracy"], n)
-    return {**figures, **metrics.with_interval("accuracy", figures["accuracy"], low, high, round(n))}
+    return {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
 
 
 def pair_table(results) -> list[dict]:
     """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
     lines = []
-    for part in next(iter(results.values())):
-        for name, parts in results.items():
-            result = parts[part]
-            line = {"pairs of": part, "scorer": name, "pairs": f"{result['pairs']:.0f}"}
-            line["accuracy"] = metrics.interval(result, "accuracy", ".1%")
-            line["ECE"] = metrics.interval(result, "ece", ".3f")
-            for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
-                line[title] = f"{result[key]:.3f}"
-            lines.append(line)
+    for part, name in itertools.product(next(iter(results.values())), results):
+        result = results[name][part]
+        line = {"pairs of": part, "scorer": name, "pairs": f"{result['pairs']:.0f}"}
+        line["accuracy"] = metrics.interval(result, "accuracy", ".1%")
+        line["ECE"] = metrics.interval(result, "ece", ".3f")
+        for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
+            line[title] = f"{result[key]:.3f}"
+        lines.append(line)
     return lines
 
 
@@ -371,8 +340,7 @@ def compare_scorers(args, run):
         for name, of_scorer in rows.items():
             results[name] = {"all": pair_figures(of_scorer)}
             for (kind, part), inside in metrics.parts_of(of_scorer).items():
-                title = "data set" if kind == "source" else kind
-                results[name][f"{title} {part}"] = pair_figures(inside)
+                results[name][f"{kind} {part}"] = pair_figures(inside)
         metrics.print_table(pair_table(results))
         plots.scores(run.folder, rows)
     return samples, {"dataset": args.dataset, "scorers": results}

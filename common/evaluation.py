@@ -161,12 +161,7 @@ class HeldOutComparisons:
         return metrics.pair_figures(self.samples)
 
     def known_figures(self) -> dict[str, float]:
-        """Of the last scores, what the tiny world knows, and how differently categories score; and how well
-        length alone predicts the labels, a score that a model must beat."""
-        longer = [better["tokens"] - worse["tokens"] for *_, better, worse in metrics.pairs_of(self.samples)]
-        spread = metrics.category_spread(self.samples)
-        figures = {"baseline/length_accuracy": metrics.accuracy(longer), "eval/category_spread": spread}
-        return {**figures, **metrics.known_figures(self.samples)}
+        return metrics.known_figures(self.samples)
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -373,17 +368,17 @@ class Sweep:
         # A response that would not be selected counts, for the choice, as the worst of all
         lowest = min((scores.min().item() for scores in scored), default=0.0)
         for temperature, answers, scores in zip(args.temperatures, rounds, scored):
-            curve = {"policy": f"version {version}", "scorer": self.scorer.version}
-            curve["finished"] = sum(response.finished for _, response in answers) / len(answers)
-            curve["temperature"] = temperature
-            curve["max"], curve["median"] = metrics.best_of_n(scores)
+            largest, median = metrics.best_of_n(scores)
             usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in answers]
-            usable = torch.tensor(usable).view(-1, k)
-            curve["best"] = metrics.best_of_n(torch.where(usable, scores, lowest))[0][-1]
-            curves.append(curve)
+            selectable = torch.where(torch.tensor(usable).view(-1, k), scores, lowest)
+            curves.append({
+                "policy": f"version {version}", "scorer": self.scorer.version,
+                "finished": sum(response.finished for _, response in answers) / len(answers),
+                "temperature": temperature, "max": largest, "median": median,
+                "best": metrics.best_of_n(selectable)[0][-1],
+            })  # fmt: skip
         chosen = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
-        for curve in curves:
-            curve["chosen"] = curve is chosen
+        curves = [{**curve, "chosen": curve is chosen} for curve in curves]
         study = {"samples": samples, "curves": curves, "temperature": chosen["temperature"]}
         return {**study, "scorer": self.scorer.version}
 
@@ -443,41 +438,37 @@ class Answers:
         return figures
 
 
-def scores_by_prompt(rows) -> list[list[float]]:
-    scores = {}
+def pool_figures(rows) -> dict[str, float]:
+    """Of an iteration's responses, means: over them, and over their prompts of the best and the worst."""
+    by_prompt = {}
     for row in rows:
-        scores.setdefault(turns_key(row["prompt"]), []).append(row["score"])
-    return list(scores.values())
+        by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
+    values = {
+        "pool/score": [row["score"] for row in rows],
+        "pool/best": [max(scores) for scores in by_prompt.values()],
+        "pool/worst": [min(scores) for scores in by_prompt.values()],
+        "pool/finished": [row["finished"] for row in rows],
+        "pool/length": [len(row["response_ids"]) for row in rows],
+        "pool/characters": [len(row["response"]) for row in rows],
+    }
+    return {key: sum(x) / len(x) for key, x in values.items() if x}
 
 
 def selection_figures(rows, selected, iteration) -> dict[str, float]:
     """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
     new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
     figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
-    if new:
-        best = [max(scores) for scores in scores_by_prompt(new)]
-        figures.update({"pool/temperature": new[0]["temperature"], "pool/best": sum(best) / len(best)})
     if selected:
         figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
-    figures.update(metrics.means(new, {"pool/finished": "finished", "pool/score": "score"}))
-    return {**figures, **metrics.means(selected, {"pool/selected_score": "score"})}
+    return {**figures, **pool_figures(new), **metrics.means(selected, {"pool/selected_score": "score"})}
 
 
 def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
     """Of an iteration's responses, and of the pairs made of them."""
     rows = [row for row in rows if row["iteration"] == iteration]
-    by_prompt = scores_by_prompt(rows)
-    values = {
-        "pool/score": [row["score"] for row in rows],
-        "pool/best": [max(scores) for scores in by_prompt],
-        "pool/worst": [min(scores) for scores in by_prompt],
-        "pool/finished": [row["finished"] for row in rows],
-        "pool/length": [len(row["response_ids"]) for row in rows],
-        "pool/characters": [len(row["response"]) for row in rows],
-    }
-    for i, side in enumerate(("chosen", "rejected") if pairs else ()):
-        values[f"pairs/{side}_score"] = [pair.grades[i] for pair in pairs]
-        values[f"pairs/{side}_length"] = [len(pair.response_ids[i]) for pair in pairs]
-    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs)}
+    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_figures(rows)}
     figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
-    return {**figures, **{key: sum(x) / len(x) for key, x in values.items()}}
+    for i, side in enumerate(("chosen", "rejected") if pairs else ()):
+        figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
+    return figures

@@ -1,5 +1,6 @@
 """Files of rows, what is printed, and measures. Every key is defined by a formula in docs/runs.md."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -75,12 +76,9 @@ def read_jsonl(path) -> list[dict]:
     """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
     file: no rows."""
     rows = []
-    text = Path(path).read_text("utf-8", "replace") if Path(path).exists() else ""
-    for line in filter(None, text.split("\n")):
-        try:
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        for line in filter(None, Path(path).read_text("utf-8", "replace").split("\n")):
             rows.append(json.loads(line))
-        except ValueError:
-            break
     return rows
 
 
@@ -174,7 +172,7 @@ def with_interval(key: str, value: float, low: float, high: float, n: int) -> di
 def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
     """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
     if f"{key}_n" in figures:
-        return f"{figures[key]:{form}} (n = {figures[key + '_n']})"
+        return f"{figures[key]:{form}} (n = {figures[key + '_n']:.0f})"
     return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
 
 
@@ -303,12 +301,12 @@ def pairs_of(rows) -> list[tuple]:
 
 
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
-    """{("source" or "category", name): its rows}, where there are several of the kind."""
+    """{("data set" or "category", name): its rows}, where there are several of the kind."""
     parts = {}
-    for kind in ("source", "category"):
-        names = sorted({str(row[kind]) for row in rows})
+    for kind, column in (("data set", "source"), ("category", "category")):
+        names = sorted({str(row[column]) for row in rows})
         for name in names if len(names) > 1 else ():
-            parts[kind, name] = [row for row in rows if str(row[kind]) == name]
+            parts[kind, name] = [row for row in rows if str(row[column]) == name]
     return parts
 
 
@@ -320,9 +318,10 @@ def accuracy(differences) -> float:
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     """How well score differences predict labels: eval/accuracy, also of each data set and category, eval/nll
-    and eval/brier of sigmoid(difference), and the expected calibration error eval/ece. Its interval is a
-    bootstrap over rows, for a row's pairs hang together; its floor the mean ECE of a perfectly calibrated
-    model with these confidences: what sampling alone gives."""
+    and eval/brier of sigmoid(difference), and the expected calibration error eval/ece. A row's pairs hang
+    together: the interval of the accuracy is that of so many independent pairs as tell as much, that of the
+    ECE a bootstrap over rows. The floor is the mean ECE of a perfectly calibrated model with these
+    confidences: what sampling alone gives."""
     pairs = pairs_of(rows)
     if not pairs:
         return {"eval/pairs": 0}
@@ -344,9 +343,10 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
         floor.append(gap.abs().sum() / n)
+    right, n_independent = correct.mean().item(), n**2 / (sizes**2).sum().item()
     figures = {
         "eval/pairs": n,
-        "eval/accuracy": correct.mean(),
+        **with_interval("eval/accuracy", right, *wilson(right, n_independent), round(n_independent)),
         "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
         "eval/brier": ((1 - probability) ** 2).mean(),
         **with_interval("eval/ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
@@ -360,25 +360,14 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
 
 def known_figures(rows) -> dict[str, float]:
-    """What only the tiny world knows: eval/bayes_accuracy, of a labeler without noise on the same pairs, and
-    gold/correlation, of the scores with the true reward over all responses."""
-    responses = [r for row in rows for r in row["responses"]]
-    figures = {}
+    """baseline/length_accuracy, of length as the score, which a model must beat. Of what only the tiny world
+    knows eval/bayes_accuracy, of a labeler without noise on the same pairs, and gold/correlation, of the
+    scores with the true reward over all responses."""
+    responses, pairs = [r for row in rows for r in row["responses"]], pairs_of(rows)
+    figures = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
     if all("utility" in r for r in responses):
-        differences = [a["utility"] - b["utility"] for _, _, a, b in pairs_of(rows)]
-        figures["eval/bayes_accuracy"] = accuracy(differences)
+        figures["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
     if all("gold" in r and "score" in r for r in responses):
         scores, gold = ([r[key] for r in responses] for key in ("score", "gold"))
         figures["gold/correlation"] = correlation(scores, gold)
     return figures
-
-
-def category_spread(rows) -> float:
-    """Standard deviation of the categories' mean scores over that of all scores: 0 when all categories score
-    alike. NaN for fewer than two categories, or a scorer that gives all the same."""
-    of_category = {}
-    for row in rows:
-        of_category.setdefault(row["category"], []).extend(r["score"] for r in row["responses"])
-    of_each = [statistics.fmean(scores) for scores in of_category.values()]
-    overall = statistics.pstdev(sum(of_category.values(), [])) if len(of_each) > 1 else 0.0
-    return statistics.pstdev(of_each) / overall if overall > 0 else math.nan

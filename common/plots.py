@@ -61,22 +61,6 @@ def frontier(folder):
 
 
 # -- of responses ----------------------------------------------------------------------------------
-def lengths(folder):
-    """`folder`/length.png: the score against the tokens of every held-out response of the first and the last
-    version in samples.jsonl."""
-    rows = read_jsonl(Path(folder) / "samples.jsonl")
-    if not rows:
-        return None
-    drawing, (axis,) = figure()
-    for version in sorted({rows[0]["version"], rows[-1]["version"]}):
-        of_version = [row for row in rows if row["version"] == version]
-        x, y = ([row[key] for row in of_version] for key in ("tokens", "score"))
-        label = f"version {version}: correlation {metrics.correlation(x, y):.2f}"
-        axis.scatter(x, y, s=6, alpha=0.4, label=label)
-    axis.set(xlabel="tokens", ylabel="score", title="held-out responses")
-    return save(drawing, Path(folder) / "length.png")
-
-
 def best_of_n(folder):
     """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both: the
     largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7), and the
@@ -119,24 +103,21 @@ def scores(folder, scorers: dict[str, list[dict]]):
     name, first = next(iter(scorers.items()))
     compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
     drawing, axes = figure(1 if compares else 2, (4.4, 3.2))
-    accuracy_by_difference(scorers, axes[0])
-    for side, label in () if compares else ((2, "better"), (3, "worse")):
-        values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
-        axes[1].hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
-        axes[1].set(title="scores", xlabel="score", ylabel="density")
-    return save(drawing, Path(folder) / "scores.png")
-
-
-def accuracy_by_difference(scorers, axis):
-    for name, rows in scorers.items():
+    left, right = axes[0], axes[-1]
+    for label, rows in scorers.items():
         pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows))
         size = math.ceil(len(pairs) / 10)
         tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
         points = [[fmean(values) for values in tenth] for tenth in tenths]
-        axis.plot(*zip(*points), "o-", label=name)
-    line = torch.linspace(0, max(0.1, axis.dataLim.x1), 50)
-    axis.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
-    axis.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
+        left.plot(*zip(*points), "o-", label=label)
+    line = torch.linspace(0, max(0.1, left.dataLim.x1), 50)
+    left.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
+    left.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
+    for side, label in () if compares else ((2, "better"), (3, "worse")):
+        values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
+        right.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
+        right.set(title="scores", xlabel="score", ylabel="density")
+    return save(drawing, Path(folder) / "scores.png")
 
 
 # -- of policies that are compared -----------------------------------------------------------------

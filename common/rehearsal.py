@@ -1,7 +1,7 @@
 """Selective rehearsal: which responses of the first policy a PPO run should keep practising, so that it does
 not forget (arXiv:2309.10202, section 3.2).
 
-    embed     prompts -> vectors: mean-pooled last hidden states of the policy, or an encoder by name
+    embed     prompts -> vectors: the policy's own mean-pooled last hidden states (the paper: SimCSE's)
     cluster   KMeans into c groups, one for each kind of skill
     select    in each group the k prompts with the best response: by score, length or entropy, or by two
 
@@ -38,19 +38,6 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
-def embed_texts(name, texts: list[str], device, batch_size=64) -> torch.Tensor:
-    """(texts, H): the same by a sentence encoder, princeton-nlp/sup-simcse-roberta-base for one: the vector
-    of the first token, which SimCSE trains. InputError for a name that is no encoder's."""
-    from transformers import pipeline
-
-    try:
-        encoder = pipeline("feature-extraction", name, device=device)
-        states = encoder(texts, truncation=True, return_tensors=True, batch_size=batch_size)
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # transformers has no error for it
-        raise InputError(f"--encoder {name}: no sentence encoder here or on the hub ({error})") from None
-    return torch.nn.functional.normalize(torch.stack([of_text[0, 0] for of_text in states]), dim=1)
-
-
 def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
     """[(cluster, index)]: KMeans on the embeddings, and in each cluster the `per_cluster` usable rows with
     the highest merit, best first. embeddings: (n, H). merit: n numbers. usable: n booleans."""
@@ -68,12 +55,8 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
     each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
     call it. scorer: of scorers.load_gated."""
-    if args.encoder:
-        texts = [prompt.turns[-1]["content"] for prompt in prompts]
-        embeddings = embed_texts(args.encoder, texts, policy.device)
-    else:
-        with dist.consolidated(policy):
-            embeddings = embed(policy, [prompt.ids for prompt in prompts])
+    with dist.consolidated(policy):
+        embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
     if scorer.safety:
@@ -121,8 +104,6 @@ class Args:
     """k."""
     by: Literal["score", "length", "entropy", "score_and_entropy"] = "score"
     """The best, shortest or surest responses of a cluster; the last: z(score) - z(entropy), standardised."""
-    encoder: str | None = None
-    """A sentence encoder's name; None: the policy's own hidden states."""
     max_prompts: int = 2000
     """So many of them are answered."""
     max_new_tokens: int = 32

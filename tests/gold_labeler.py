@@ -96,7 +96,7 @@ def mute():
     return GoldLabeler(mass=0.0)
 
 
-def dying():  # in the middle of the fourth chunk of labels or ratings
+def dying():  # in the middle of the fourth chunk of labels
     return GoldLabeler(noise=1.5, die_at=4)
 
 

@@ -53,7 +53,7 @@ def test_a_run_leaves_the_whole_run_directory(undisturbed):
     assert_whole_run(undisturbed.folder, command, args, "advantage_model", steps, ends)
     after = rows_of(undisturbed.folder, "eval/nll")[-1]
     assert {"baseline/length_accuracy", "baseline/sft_logprob_accuracy"} <= set(after)
-    assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
+    assert {"eval/bayes_accuracy", "gold/correlation", "eval/accuracy_low"} <= set(after)
     assert {"length/correlation", "length/prompts", "expected/bias", "expected/rmse"} <= set(after)
     assert "gold/expected_correlation" not in after  # rows of a file have no known true reward
     assert "ratio/clipped" not in after and not rows_of(undisturbed.folder, "loss/expected_reward")

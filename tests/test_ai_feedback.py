@@ -22,7 +22,7 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from common import ai_feedback as ai
-from common import comparisons, data, generate, metrics, models, scorers, tiny
+from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
 from common.batches import Row
 from common.comparisons import load
 from common.errors import InputError
@@ -563,8 +563,9 @@ def test_what_questions_begin_with_is_run_once_and_changes_nothing(model_of, mon
     torch.testing.assert_close(labeler.probabilities(questions[:1], TEN), got[:1], rtol=1e-4, atol=1e-9)
 
 
-def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, model_of):
-    labeler = language_model(folders / "spaced", dtype="bfloat16")
+def test_a_labeler_in_bfloat16_gives_nearly_the_same_probabilities(folders, model_of, monkeypatch):
+    monkeypatch.setattr(dist, "compute_dtype_of", lambda device: torch.bfloat16)
+    labeler = language_model(folders / "spaced")
     assert {weight.dtype for weight in labeler.model.parameters()} == {torch.bfloat16}
     got, want = (x.probabilities(ASKED, TEN) for x in (labeler, model_of["spaced"]))
     torch.testing.assert_close(got, want, rtol=0.1, atol=1e-3)
@@ -585,9 +586,9 @@ def test_special_tokens_in_texts_are_left_out(model_of):
 
 
 def test_a_question_that_does_not_fit_or_that_the_template_refuses_has_no_answer(folders):
-    rooms = [language_model(folders / "bytes", max_length=n).room for n in (None, 4096, 100)]
-    assert rooms == [2048, 2048, 100]  # the model's positions, at most
-    labeler = language_model(folders / "bytes", max_length=100)
+    labeler = language_model(folders / "bytes")
+    assert labeler.room == 2048  # the model's positions
+    labeler.room = 100
     long, short = (ai.Question("Rate {a}", {"a": "x" * n}, "Rating:") for n in (85, 20))
     n = len(labeler.encode(short, 0))  # <user>Rate xx...<end><assistant>Rating:, a token a letter
     assert n == 3 + 5 + 20 + 7 and labeler.encode(short, 100 - n)
@@ -644,9 +645,11 @@ def test_a_model_revises_and_another_seed_gives_other_texts(folders, prompts, tm
     assert {r["ai"]["first"] for r in first.rows}.isdisjoint(r["ai"]["first"] for r in other.rows)
 
 
-def test_a_pair_too_long_for_the_labeler_fails(folders, pairs, tmp_path):
+def test_a_pair_too_long_for_the_labeler_fails(folders, pairs, tmp_path, monkeypatch):
     options = {"model": str(folders / "spaced"), "max_rows": 3, "min_mass": 1e-12}
-    whole, less = (run(tmp_path / str(n), pairs, max_length=n, **options) for n in (None, 290))
+    whole = run(tmp_path / "whole", pairs, **options)
+    monkeypatch.setattr(models, "n_positions", lambda config: 290)
+    less = run(tmp_path / "less", pairs, **options)
     assert whole.failed == [] != less.failed and less.summary["failed"] == 3 - len(less.rows)
 
 
@@ -721,66 +724,55 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
     assert known.count(TOKENIZER.unk_token_id) == 3  # of "Answer well Answer badly" the tiny world has a word
 
 
-# -- rate ------------------------------------------------------------------------------------
-def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(tmp_path):
+# -- rater -----------------------------------------------------------------------------------
+def rated(labeler, monkeypatch, *texts):
+    """What the rater of this labeler gives for responses to "copy ant bear"."""
+    monkeypatch.setattr(gold_labeler, "mine", lambda: labeler, raising=False)
+    rows = [{"messages": item().prompt}] * len(texts)
+    return ai.rater("gold_labeler:mine")(["copy ant bear"] * len(texts), list(texts), rows)
+
+
+def test_a_rating_is_the_expectation_and_its_score_is_scaled_to_1(monkeypatch):
     """copy ant bear: "ant bear" has gold 2, rating 7: 0.8 * 7 + 0.2 * 1 = 5.8; "cat um" has gold -0.6, rating
     4: 0.8 * 4 + 0.2 * 10 = 5.2."""
-    rows = [{"prompt": "copy ant bear", "response": text} for text in ("ant bear", "cat um")]
-    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "rate")
-    assert [r["ai"]["rating"] for r in found.rows] == pytest.approx([5.8, 5.2])
-    assert [r["score"] for r in found.rows] == pytest.approx([0.3 / 4.5, -0.3 / 4.5])
-    assert [r["response"] for r in found.rows] == ["ant bear", "cat um"]
-    assert found.summary["rating"] == pytest.approx(5.5) and found.summary["mass"] == pytest.approx(1)
+    labeler = GoldLabeler(mass=0.5)
+    assert rated(labeler, monkeypatch, "ant bear", "cat um") == pytest.approx([0.3 / 4.5, -0.3 / 4.5])
+    assert "Response:\nant bear\n\nWhat is the rating?" in text_of(labeler.asked[0])
+    assert {question.opening for question in labeler.asked} == {"Rating:"}
+    assert rated(GoldLabeler(mass=0.06), monkeypatch, "ant bear") != [0.0]
+    assert rated(GoldLabeler(mass=0.04), monkeypatch, "ant bear") == [0.0]  # no number from 1 to 10
+    assert rated(gold_labeler.mute(), monkeypatch, "ant bear") == [0.0]
 
 
 @pytest.mark.parametrize("place, score", [(0, -1.0), (9, 1.0), (4, -1 / 9)])
-def test_the_ends_of_the_scale_are_minus_1_and_1(place, score):
+def test_the_ends_of_the_scale_are_minus_1_and_1(place, score, monkeypatch):
     class Sure(GoldLabeler):
         def probabilities(self, questions, options):
             return torch.eye(10, dtype=torch.float64)[place].repeat(len(questions), 1) * 0.3
 
-    (found,) = ai.rate([item(texts=["ant"])], Sure(), (), PLAIN)
-    assert found["ai"]["rating"] == pytest.approx(place + 1) and found["score"] == pytest.approx(score)
-    assert found["ai"]["mass"] == pytest.approx(0.3)
-
-
-def test_a_labeler_that_gives_no_number_rates_nothing(responses, tmp_path):
-    found = run(tmp_path / "run", responses, "rate", model="gold_labeler:mute")
-    assert found.rows == [] and {r["failed"] for r in found.failed} == {"no number from 1 to 10"}
-    assert found.summary == {"rows": 0, "failed": 20}
-
-
-def test_completions_are_rated_too_and_the_row_names_the_answer_response(tmp_path):
-    rows = [
-        {"prompt": "copy ant", "completion": "ant"},
-        {"messages": [{"role": "user", "content": "copy ant"}], "response": "cat"},
-    ]
-    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "rate").rows
-    assert [r["response"] for r in found] == ["ant", "cat"]
-    assert all(r["prompt"] == [{"role": "user", "content": "copy ant"}] for r in found)
+    assert rated(Sure(), monkeypatch, "ant") == [pytest.approx(score)]
 
 
 def scorer_pairs(rows):
     out = []
     for i, r in enumerate(rows):
-        turns = r["prompt"]
+        turns = [{"role": "user", "content": r["prompt"]}]
         ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
         prompt = generate.Prompt([1], turns, Row(f"rows:{i}", {}))
         out.append((prompt, generate.Response(ids, r["response"], True)))
     return out
 
 
-def test_the_rater_gives_as_a_scorer_what_rate_writes(responses, folders, tmp_path, monkeypatch):
-    # Of random weights no number is a likely answer
-    monkeypatch.setattr(ai, "Args", functools.partial(ai.Args, min_mass=1e-12))
-    assert ai.rater("gold_labeler:mute")(["copy ant"], ["ant"], [{"messages": A.turns}]) == [0.0]
+def test_the_rater_is_a_scorer(responses, folders, monkeypatch):
+    monkeypatch.setattr(ai, "Args", functools.partial(ai.Args, min_mass=1e-12))  # of random weights
+    rows = read_jsonl(responses)
+    turns = [{"role": "user", "content": rows[0]["prompt"]}]
     for model in ("gold_labeler:exact", str(folders / "spaced")):
-        rows = run(tmp_path / model.replace("/", "_"), responses, "rate", model=model, min_mass=1e-12).rows
-        scorer = scorers.load_scorer(f"common.ai_feedback:rater={model}", TOKENIZER, CPU)
-        assert scorer.name == f"common.ai_feedback:rater={model}"
+        spec = f"common.ai_feedback:rater={model}"
+        scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
         got = scorers.score(scorer, scorer_pairs(rows), 7, CPU)
-        assert len(rows) == 20 and got == pytest.approx([r["score"] for r in rows], rel=1e-4, abs=1e-5)
-        assert len(set(got)) > 5
+        assert scorer.name == spec and len(got) == 20 and len(set(got)) > 5
+        assert got[0] == pytest.approx(ai.rater(model)([""], [rows[0]["response"]], [{"messages": turns}])[0])
 
 
 @pytest.mark.parametrize("labeler, want", [("exact", 1.0), ("biased", 0.4505), ("mute", 0.0)])
@@ -975,9 +967,9 @@ def test_what_has_failed_is_not_asked_again_and_stays_counted(pairs, tmp_path, m
     assert found.summary["failed"] == 30 and [r["row"] for r in found.failed] == list(range(30))
 
 
-@pytest.mark.parametrize("task", ["label", "rate", "revise"])
-def test_the_number_of_rows_between_two_writes_changes_nothing(task, pairs, responses, prompts, tmp_path):
-    dataset = {"label": pairs, "rate": responses, "revise": prompts}[task]
+@pytest.mark.parametrize("task", ["label", "revise"])
+def test_the_number_of_rows_between_two_writes_changes_nothing(task, pairs, prompts, tmp_path):
+    dataset = {"label": pairs, "revise": prompts}[task]
     texts = [
         run(tmp_path / str(n), dataset, task, model="gold_labeler:noisy", chunk_rows=n).text
         for n in (1, 7, 64)
@@ -1050,7 +1042,6 @@ def test_mistakes_on_the_command_line_end_with_one_clear_line_and_code_2(pairs, 
         ({"chunk_rows": 0}, "--chunk-rows 0"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"temperature": -1.0}, "--temperature -1"),
-        ({"task": "rate"}, "no response"),
         ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*wanted module:function"),
         ({"model": "no_such_module:none"}, "No module named"),
         ({"model": "gold_labeler:nothing"}, "no object with `probabilities` and `generate`"),
@@ -1101,10 +1092,9 @@ def test_responses_that_are_no_list_of_texts_are_left_out_by_name(responses, tmp
         run(tmp_path / "run", rows)
 
 
-@pytest.mark.parametrize("task", ["rate", "revise"])
-def test_a_response_with_a_lone_surrogate_is_left_out_by_name(task, tmp_path):
+def test_a_response_with_a_lone_surrogate_is_left_out_by_name(tmp_path):
     rows = [{"prompt": "copy ant", "response": text} for text in ("ant", "ant \ud800")]
-    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), task)
+    found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows), "revise")
     assert [r["row"] for r in found.rows] == [0]
 
 

@@ -15,9 +15,7 @@ import torch
 from scorers import (
     CPU, TOKENIZER, A, B, C, contents, make_scorer, prompt, read_json, smaller_model, write_rows,
 )  # fmt: skip
-from tokenizers import Regex, Tokenizer, pre_tokenizers
-from tokenizers import models as backends
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from common import (
     batches, comparisons, dist, evaluate, evaluation, generate, loading, metrics, models, pairwise, plots,
@@ -65,31 +63,15 @@ def logit(p):
 
 
 # -- games -----------------------------------------------------------------------------------------
-def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens(monkeypatch):
-    pairs = {"first": answers("ant ant", "cat", "ant"), "ref": answers("eel", "eel eel", "ant")}
-    word = {"tokens of first": "ant", "tokens of ref": "eel"}
-    count = lambda word: lambda prompts, texts, rows: [text.split().count(word) for text in texts]
-    own = lambda oracle, tokens: oracle._replace(functions=[scorers.Term(count(word[tokens]))])
-    monkeypatch.setattr(scorers, "for_tokens", own)
-    args, tokenizers = (
-        args_of(score_batch_size=2, reference="ref"),
-        {name: f"tokens of {name}" for name in pairs},
-    )
-    scores = evaluate.judge(scorers.Scorer("count", "1"), pairs, tokenizers, args, CPU)
-    assert scores == {"first": [2, 0, 1], "ref": [1, 2, 0]}  # by one for both: [0, 0, 1]
-
-
 def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_references(tmp_path):
     spec = f"common.pairwise:oracle={smaller_model(tmp_path / 'model')}"
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
-    pairs = {"x": answers("fox", "cat", "eel"), "ref": answers("ant", "cat", "eel eel")}
-    args, tokenizers = args_of(reference="ref"), dict.fromkeys(pairs, TOKENIZER)
-    scores = evaluate.judge(oracle, pairs, tokenizers, args, CPU)
-    texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
-    odds = oracle.functions[0].function(texts)
-    assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
-    assert scores["x"][1] == 0.5 and scores["x"][0] != 0.5  # the same answers
-    assert scores["ref"] == [0.5] * 3
+    pairs, reference = answers("fox", "cat", "eel"), [r for _, r in answers("ant", "cat", "eel eel")]
+    scores = evaluation.oracle_scores(oracle, pairs, reference, 2, CPU)
+    odds = oracle.functions[0].function([(p.turns, x.text, y.text) for (p, x), y in zip(pairs, reference)])
+    assert scores == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
+    assert scores[1] == 0.5 and scores[0] != 0.5  # the same answers
+    assert evaluation.oracle_scores(oracle, pairs, None, 2, CPU) == [0.5] * 3  # the reference's own
     found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=spec, eval_prompts=2)
     assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
 
@@ -249,15 +231,11 @@ def test_the_true_reward_has_games_of_its_own():
     assert a["score_win_lc"] == 0.5 < a["gold_win_lc"]
 
 
-@pytest.mark.parametrize(
-    "marked, least, share",
-    [((1, 1, 0, 0), 0.0, 0.5), ((0, 1, 1, 0), 0.0, 1.0), ((0, 0, 0, 0), 0.0, 0.75), ((0, 1, 1, 0), 0.5, 0.5)],
-)
-def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(marked, least, share):
+@pytest.mark.parametrize("marked, share", [((1, 1, 0, 0), 0.5), ((0, 1, 1, 0), 1.0), ((0, 0, 0, 0), 0.75)])
+def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(marked, share):
     safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
     rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
-    args = args_of(reference="ref", harmless_from=least)
-    assert evaluate.figures(rows, args)["ref"]["harmless"] == share
+    assert evaluate.figures(rows, args_of(reference="ref"))["ref"]["harmless"] == share
 
 
 def printed(**more):
@@ -349,7 +327,7 @@ def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, load
 
 # -- policies --------------------------------------------------------------------------------------
 def policies(*specs, reference="untrained"):
-    return evaluate.read_policies(args_of(policies=tuple(map(str, specs)), reference=reference))
+    return evaluate.read_policies(args_of(policies=tuple(map(str, specs)), reference=reference))[0]
 
 
 def test_a_policy_has_the_name_it_is_given_or_its_paths_last_part(small):
@@ -378,6 +356,7 @@ def test_mistaken_policies_are_named(small, tmp_path):
         (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, wanted a causal language model"),
         (["tiny", tmp_path / "run"], {}, "a run that has not finished"),
         (["tiny", tmp_path], {}, "holds no config.json"),
+        (["tiny", small / "wordy"], {}, "wordy has other tokens or another chat template than tiny"),
     ):
         with pytest.raises(InputError, match=words):
             policies(*specs, **options)
@@ -396,54 +375,19 @@ def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_pa
 
 
 # -- prompts ---------------------------------------------------------------------------------------
-def read_prompts(path, tokenizers, **options):
-    return evaluate.read_prompts(args_of(dataset=str(path), **options), tokenizers, tokenizers)
-
-
-def keys(prompts):
-    return [p.key for p in prompts]
-
-
-def test_policies_with_other_tokens_get_the_same_prompts_in_their_own(tmp_path):
+def test_prompts_are_a_part_of_those_that_leave_room_for_an_answer(tmp_path):
     path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in PROMPTS])
-    tokenizers = {"x": TOKENIZER, "wordy": other_tokens(), "y": tiny.tokenizer()}
-    found = read_prompts(path, tokenizers)
-    assert list(found) == ["x", "wordy", "y"] and found["x"] == found["y"]
-    assert [p.turns[-1]["content"] for p in found["x"]] == PROMPTS and keys(found["x"]) == keys(
-        found["wordy"]
-    )
-    assert all(len(b.ids) == len(a.ids) + 2 for a, b in zip(found["x"], found["wordy"]))
-    part = read_prompts(path, tokenizers, eval_prompts=4)
-    assert keys(part["x"]) == keys(part["wordy"]) == keys(a_part(found["x"], 4))
-    # What one of them cannot read, for it is too long, nobody is asked
-    longest = max(len(p.ids) for p in found["x"])
-    fewer = read_prompts(path, tokenizers, max_length=longest + 1 + 6)
-    want = [p.key for p in found["x"] if len(p.ids) + 2 <= longest + 1]
-    assert keys(fewer["x"]) == keys(fewer["wordy"]) == want and 2 <= len(want) < len(PROMPTS)
 
+    def asked(**options):
+        pairs = evaluate.read_prompts(args_of(dataset=str(path), **options), TOKENIZER, answered=False)
+        assert all(response is None for _, response in pairs)
+        return [p for p, _ in pairs]
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_prompts_that_are_too_few_for_all_policies_are_an_input_error(n, tmp_path):
-    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in ["copy ant", "copy cat"][:n]])
-    options = {"max_length": len(A.ids) + (1 if n == 2 else 2) + 6}
-    with pytest.raises(InputError, match="fewer than 2|none of its 2 rows"):
-        read_prompts(path, {"x": TOKENIZER, "wordy": other_tokens()}, **options)
-
-
-def test_prompts_have_one_order_even_if_a_tokenizer_cannot_read_a_first_copy(tmp_path):
-    """Prompts that differ by spaces at their end are the same prompt; only one tokenizer counts spaces."""
-    letters = sorted(set("".join(tiny.CHAT_TEMPLATE) + "".join(PROMPTS) + "abcdefghijklmnopqrstuvwxyz "))
-    words = ["<|pad|>", "<|bos|>", "<|end|>", "<|unk|>", "<|user|>", "<|assistant|>", *letters]
-    backend = Tokenizer(backends.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<|unk|>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    names = {"pad_token": "<|pad|>", "bos_token": "<|bos|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
-    spelt = PreTrainedTokenizerFast(tokenizer_object=backend, extra_special_tokens=words[4:6], **names)
-    spelt.chat_template = tiny.CHAT_TEMPLATE
-    texts = ["copy ant" + 40 * " ", "copy cat", "copy ant", "copy dog"]
-    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": text} for text in texts])
-    found = read_prompts(path, {"x": TOKENIZER, "spelt": spelt}, max_length=40)
-    assert set(keys(found["x"])) == set(keys(found["spelt"])) and len(found["x"]) == 3
-    assert keys(found["x"]) == keys(found["spelt"])  # else games compare answers to other prompts
+    every = asked()
+    assert [p.question for p in every] == PROMPTS and asked(eval_prompts=4) == a_part(every, 4)
+    longest = max(len(p.ids) for p in every)
+    fewer = asked(max_length=longest - 1 + 6)
+    assert fewer == [p for p in every if len(p.ids) < longest] and 0 < len(fewer) < len(every)
 
 
 # -- whole runs ------------------------------------------------------------------------------------
@@ -589,19 +533,16 @@ def asked(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("asked") / "prompts.jsonl", rows)
 
 
-def test_a_file_of_prompts_has_no_true_reward_and_other_tokens_have_no_kl(
-    asked, small, tmp_path, monkeypatch
-):
+def test_a_file_of_prompts_has_no_true_reward(asked, small, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "compared", lambda *_: None)  # half of the time
-    specs, options = ["tiny", small / "wordy", small / "a"], {"dataset": str(asked), "temperatures": (0.0,)}
+    specs, options = ["tiny", small / "a"], {"dataset": str(asked), "temperatures": (0.0,)}
     found = run(tmp_path / "run", specs, **options)
-    assert len(found.rows) == 30 and found.summary["prompts"] == 10
+    assert len(found.rows) == 20 and found.summary["prompts"] == 10
     unknown = {"gold", "perfect", "safety", "is_safety"}
     assert not any(unknown & set(r) for r in found.rows)
     figures = found.summary["temperatures"]["0"]
     assert all(not key.startswith(("gold", "harmless", "perfect")) for r in figures.values() for key in r)
-    assert ["kl" in figures[name] for name in ("untrained", "wordy", "a")] == [True, False, True]
-    assert ["kl" in of(found, name, 0.0)[0] for name in ("untrained", "wordy", "a")] == [True, False, True]
+    assert all("kl" in figures[name] and "kl" in of(found, name, 0.0)[0] for name in ("untrained", "a"))
     assert "gold" not in found.out and "harmless" not in found.out and "score gain" in found.out
     # Over an old run, one policy alone, its answers' safety read
     options |= {"safety_scorer": SAFETY, "overwrite": True, "temperatures": (0.5, 0.25)}

@@ -202,17 +202,20 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several():
 
 # -- what the tiny world knows -------------------------------------------------------------------
 def test_known_figures_by_hand():
-    """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels."""
-    rows = [row(3.0, 1.0, 2.0, gold=[1.0, 0.0, 0.5], utility=[2.0, 1.0, 1.0])]  # pairs 1, 1, 0
-    figures = metrics.known_figures(rows)
+    """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels. The third response
+    is the longest: lengths tie in one pair and are wrong in two."""
+    more = {"gold": [1.0, 0.0, 0.5], "utility": [2.0, 1.0, 1.0], "tokens": [2, 2, 3]}
+    figures = metrics.known_figures([row(3.0, 1.0, 2.0, **more)])
+    assert figures["baseline/length_accuracy"] == pytest.approx(0.5 / 3)
     assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)
     assert figures["gold/correlation"] == pytest.approx(1.0)
-    assert metrics.known_figures([row(1.0, 2.0)]) == {}
+    assert metrics.known_figures([row(1.0, 2.0)]) == {"baseline/length_accuracy": 0.5}
     unscored = row(0, 0, gold=[1.0, 0.0], utility=[0.0, 1.0])
     for response in unscored["responses"]:
         del response["score"]
     unscored["differences"] = [1.0]
-    assert metrics.known_figures([unscored]) == {"eval/bayes_accuracy": 0.0}
+    figures = {"baseline/length_accuracy": 0.5, "eval/bayes_accuracy": 0.0}
+    assert metrics.known_figures([unscored]) == figures
 
 
 def test_correlation_equals_numpy_and_is_nan_of_a_constant():
@@ -224,14 +227,6 @@ def test_correlation_equals_numpy_and_is_nan_of_a_constant():
     assert metrics.correlation([1, 2, 3], [1, 0, 1]) == pytest.approx(0)
     for constant, n in ((2.0, 2), (0.1, 3), (0.7, 7)):  # the mean of the last two rounds
         assert math.isnan(metrics.correlation([constant] * n, [i * i for i in range(n)]))
-
-
-def test_the_spread_of_categories_by_hand():
-    """Scores 1, 3 of a and 5, 7 of b: means 2 and 6 (deviation 2), all four have a deviation of sqrt 5."""
-    rows = [row(1.0, 3.0, category="a"), row(7.0, category="b"), row(5.0, category="b")]
-    assert metrics.category_spread(rows) == pytest.approx(2 / math.sqrt(5))
-    assert metrics.category_spread([row(1.0, 3.0, category=x) for x in "ab"]) == 0
-    assert math.isnan(metrics.category_spread([row(0.1, 0.1, category=x) for x in "abc"]))
 
 
 # -- measures of samples -------------------------------------------------------------------------

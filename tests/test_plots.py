@@ -40,18 +40,6 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert axes.get_xlabel() == "eval/kl"
 
 
-def test_lengths_of_the_first_and_the_last_version_are_drawn(tmp_path):
-    assert plots.lengths(tmp_path) is None
-    rows = [{"version": 0, "tokens": x, "score": y} for x, y in ((1, 0.0), (2, 1.0), (3, 2.0))]
-    last = [{**row, "version": 2, "tokens": 4 - row["tokens"]} for row in rows]
-    metrics.write_jsonl(tmp_path / "samples.jsonl", [*rows, {**rows[0], "version": 1}, *last])
-    figure = plots.lengths(tmp_path)
-    assert_readable(figure)
-    first, second = (points.get_offsets().tolist() for points in figure.axes[0].collections)
-    assert first == [[1, 0], [2, 1], [3, 2]] and second == [[3, 0], [2, 1], [1, 2]]
-    assert legend_texts(figure.axes[0]) == ["version 0: correlation 1.00", "version 2: correlation -1.00"]
-
-
 def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
     curve = lambda name, t, chosen, top, scorer="s": {
         "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top],

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
 from sklearn.cluster import KMeans
-from transformers import AutoModelForCausalLM, RobertaConfig, RobertaModel
+from transformers import AutoModelForCausalLM
 
 from common import data, dist, generate, loading, rehearsal, scorers, tiny
 from common.batches import Row, collate
@@ -75,22 +75,6 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
             mean = hidden.mean(0)
             torch.testing.assert_close(vector, mean / mean.norm(), atol=1e-5, rtol=1e-5)
     assert torch.allclose(got.norm(dim=1), torch.ones(5)) and len({round(x[0].item(), 5) for x in got}) == 5
-
-
-def test_a_sentence_encoder_by_name_gives_its_first_token(tmp_path):
-    config = RobertaConfig(
-        vocab_size=len(TOKENIZER), hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=64, pad_token_id=TOKENIZER.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    encoder = RobertaModel(config, add_pooling_layer=False).eval()
-    encoder.save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    got = rehearsal.embed_texts(str(tmp_path), TEXTS, "cpu", batch_size=2)
-    with torch.no_grad():
-        for text, vector in zip(TEXTS, got, strict=True):  # alone, so without padding
-            hidden = encoder(**TOKENIZER(text, return_tensors="pt")).last_hidden_state[0, 0]
-            torch.testing.assert_close(vector, hidden / hidden.norm(), atol=1e-5, rtol=1e-5)
 
 
 # -- rows --------------------------------------------------------------------------------
@@ -214,7 +198,6 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     [
         ({"clusters": 0}, "--clusters 0: wanted 1 or more"),
         ({"clusters": 25}, "--clusters 25: there are only 24 prompts"),
-        ({"encoder": "/nowhere/encoder"}, "--encoder /nowhere/encoder: no sentence encoder"),
         ({"output": "/nowhere/rows.jsonl"}, "--output /nowhere/rows.jsonl: no such folder"),
         ({"output": __file__}, "--output .*test_rehearsal.py: is there already"),
     ],

@@ -68,7 +68,7 @@ def test_a_run_leaves_the_whole_run_directory(default):
     assert_whole_run(default.folder, ["reward.py", "tiny", *default.command], args, "reward", steps, ends)
     after = rows_of(default.folder, "eval/nll")[-1]
     assert {"baseline/length_accuracy", "baseline/sft_logprob_accuracy"} <= set(after)
-    assert {"eval/bayes_accuracy", "gold/correlation", "eval/category_spread"} <= set(after)
+    assert {"eval/bayes_accuracy", "gold/correlation", "eval/accuracy_low"} <= set(after)
     assert {"gate/caught", "gate/recall", "length/correlation"} <= set(after)
     assert "wrote runs/reward/model" in default.ended.out
 

@@ -27,7 +27,7 @@ ARMS = {  # name -> (script, arguments)
     "advantage, m = 2.5, e regressed": ("advantage_model", {"expected_reward_samples": 4}),
 }
 FIGURES = ("eval/accuracy", "eval/bayes_accuracy", "eval/nll", "eval/brier", "eval/ece", "eval/ece_low")
-FIGURES += ("eval/ece_high", "eval/ece_floor", "eval/category_spread", "gold/correlation", "expected/bias")
+FIGURES += ("eval/ece_high", "eval/ece_floor", "category spread", "gold/correlation", "expected/bias")
 FIGURES += ("expected/rmse", "gold/expected_correlation")
 
 
@@ -49,6 +49,15 @@ def optimum(p, bound):
     return sigmoid(low)
 
 
+def category_spread(rows):
+    """Deviation of the categories' mean scores over that of all scores: 0 where all categories score alike."""
+    of_category = {row["category"]: [] for row in rows}
+    for row in rows:
+        of_category[row["category"]] += [response["score"] for response in row["responses"]]
+    means = map(statistics.fmean, of_category.values())
+    return statistics.pstdev(means) / statistics.pstdev(sum(of_category.values(), []))
+
+
 def run(args, arm, regime, seed, folder):
     """The final figures of one run, and (utility difference, score difference) of its held-out pairs."""
     script, options = ARMS[arm]
@@ -60,8 +69,11 @@ def run(args, arm, regime, seed, folder):
     if regime == "b":
         options |= {"dataset": f"{folder}/few.jsonl", "eval_dataset": "tiny", "epochs": args.epochs}
     module.main(module.Args(**options))
-    after = metrics.read_json(f"{out}/summary.json")["after"]
-    pairs = metrics.pairs_of(metrics.read_jsonl(f"{out}/samples.jsonl"))
+    after, rows = (
+        metrics.read_json(f"{out}/summary.json")["after"],
+        metrics.read_jsonl(f"{out}/samples.jsonl"),
+    )
+    after["category spread"], pairs = category_spread(rows), metrics.pairs_of(rows)
     return after, [(a["utility"] - b["utility"], difference) for difference, _, a, b in pairs]
 
 

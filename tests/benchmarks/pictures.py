@@ -21,7 +21,6 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
     "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
-    "dpo_length": ("dpo_arms/7_0/length.png", "tests/benchmarks/dpo_arms.py --only 7"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "hh_scores": ("hh_reward/scores.png", "docs/real_models.md's reward.py --output-dir runs/hh_reward"),
     "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),

@@ -5,6 +5,7 @@ import sys
 
 import peers  # noqa: F401, it lets common be found
 import torch
+from calibration import category_spread
 
 import advantage_model
 from common import batches, comparisons, dist, evaluation, loading, metrics, models
@@ -29,5 +30,6 @@ for name in sys.argv[1:]:
     for ratios, of_all in zip(("true", "1"), values.T.tolist()):
         rows = evaluation.scored_rows(held_out, of_all)
         figures = {**metrics.pair_figures(rows), **metrics.known_figures(rows), **clipped}
-        shown = "eval/accuracy eval/ece eval/ece_low eval/ece_high eval/nll gold/correlation ratio/clipped".split()
+        figures["spread"] = category_spread(rows)
+        shown = "eval/accuracy eval/ece eval/ece_low eval/ece_high eval/nll gold/correlation ratio/clipped spread".split()
         print(name, "ratios", ratios, {key: round(figures[key], 4) for key in shown if key in figures})
