@@ -203,23 +203,6 @@ def is_sharded(model) -> bool:
     return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
 
 
-def put_away(offload, *models, device="cpu"):
-    """With `offload`, models (None is left out) go to the CPU's memory."""
-    for model in filter(None, models) if offload else ():
-        model.to(device)
-
-
-@contextlib.contextmanager
-def at_hand(device, offload, *models):
-    """Inside, `models` are on `device`; with `offload` they are put away outside. Every rank must call it;
-    around a whole step, for moving costs as much as reading the weights."""
-    put_away(offload, *models, device=device)
-    try:
-        yield
-    finally:
-        put_away(offload, *models)
-
-
 @contextlib.contextmanager
 def consolidated(model):
     """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each

@@ -127,8 +127,7 @@ class HeldOutPrompts:
         plan = [make_blocks(documents, args.max_length, args.packing)]
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
         logprobs, entropies = per_token(models.logprobs_and_entropies, policy)
-        with dist.at_hand(policy.device, args.offload, self.reference):
-            [ref_logprobs] = per_token(models.logprobs, self.reference)
+        [ref_logprobs] = per_token(models.logprobs, self.reference)
         columns = {"score": scores.tolist(), "kl": kl_estimate(logprobs, ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()

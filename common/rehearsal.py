@@ -137,7 +137,7 @@ class Args:
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     seed: int = 0
     """Of the samples and KMeans."""
-    retokenize, offload = True, False  # no flags here: what loading scorers asks of ppo.py's
+    retokenize = True  # no flag here: what loading scorers asks of ppo.py's
 
 
 def main(args: Args):

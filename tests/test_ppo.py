@@ -1,6 +1,5 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
-import contextlib
 import functools
 import math
 import re
@@ -652,44 +651,6 @@ def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
     for row in rows:
         tokens = row["ptx/tokens_ratio"] * 2 * row["rollout/length"] * 16  # 16 responses, twice
         assert 3 * 4 * 2 <= tokens <= 3 * 4 * 63 and tokens == pytest.approx(round(tokens), abs=1e-6)
-
-
-def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
-    small, undisturbed, tmp_path, monkeypatch
-):
-    """Outside of at_hand they are in float64 here: a number computed there would be another one."""
-    uses = []
-
-    @contextlib.contextmanager
-    def at_hand(device, offload, *models):
-        assert offload and None not in models
-        for model in models:
-            model.to(torch.float32)
-        yield uses.append(models)
-        for model in models:
-            model.to(torch.float64)
-
-    monkeypatch.setattr(dist, "at_hand", at_hand)
-    monkeypatch.setattr(ppo, "PLOTS", [])
-    monkeypatch.chdir(small.folder)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **all_options(small), offload=True)))
-    torch.set_num_threads(before)
-    ours, theirs = weights(tmp_path / "run"), weights(undisturbed.folder)
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and len(uses) > 2 * ITERATIONS
-
-
-def test_at_hand_moves_models_in_and_out_again_even_after_an_error():
-    moves = []
-    model = SimpleNamespace(to=moves.append)
-    with pytest.raises(KeyError), dist.at_hand("cuda:0", True, model, None):
-        assert moves == ["cuda:0"]
-        raise KeyError
-    assert moves == ["cuda:0", "cpu"]
-    with dist.at_hand("cuda:0", False, model):
-        pass
-    assert moves == ["cuda:0", "cpu"]
 
 
 def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step(tmp_path):

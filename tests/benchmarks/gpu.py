@@ -46,7 +46,6 @@ COMMANDS = (  # few steps of each script, on the tiny world
     "rejection_sampling --iterations 1",
     "ppo --iterations 4",
     "dpo_iterative --iterations 1",
-    "ppo --iterations 4 --offload --output-dir runs/offload",
     "common.evaluate --eval-prompts 100",
 )
 
