@@ -98,24 +98,22 @@ def try_functions(args):
         _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
 
 
-def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]:
-    """(scores, {part: its numbers}) by functions, in batches. A sum's parts are its functions."""
-    scores, parts = [], collections.defaultdict(list)
+def _ask(terms, pairs, batch_size) -> list[tuple[float, dict[str, float]]]:
+    """(score, {part: its number}) of each of the pairs by functions, in batches. A sum's parts are its
+    functions."""
+    answers = []
     for batch in split(pairs, batch_size):
-        totals = [0.0] * len(batch)
-        for term in terms:
-            by_part = _call(term, batch)
-            values = [sum(numbers) for numbers in zip(*by_part.values())]
-            totals = [total + term.weight * x for total, x in zip(totals, values)]
-            for part, numbers in by_part.items() if len(terms) == 1 else [(term.name, values)]:
-                parts[part] += numbers
-        scores += totals
-    return scores, parts
+        for by_term in zip(*(_call(term, batch) for term in terms)):
+            values = [sum(parts.values()) for parts in by_term]
+            score = sum(term.weight * x for term, x in zip(terms, values))
+            by_name = {term.name: x for term, x in zip(terms, values)}
+            answers.append((score, by_name if len(terms) > 1 else by_term[0]))
+    return answers
 
 
-def _call(term, batch) -> dict[str, list[float]]:
-    """{part: a number for each} of what a function gives for (prompt, response)s, or, if it compares, for
-    (prompt, a, b)s; of a list {"": a number for each}."""
+def _call(term, batch) -> list[dict[str, float]]:
+    """{part: its number} of each (prompt, response) or, of a function that compares, (prompt, a, b); {"": its
+    number} where the function gives a list."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.text for _, response, *_ in batch]
     rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, *_ in batch]
@@ -135,7 +133,7 @@ def _call(term, batch) -> dict[str, list[float]]:
         asked = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
         why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
-    return parts
+    return [dict(zip(parts, of_one)) for of_one in zip(*parts.values())]
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -223,13 +221,13 @@ def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dic
     """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
     if scorer.pairwise:
         return _round_robin(scorer, pairs, batch_size, device), {}
-    mine, parts = range(len(pairs))[dist.rank() :: dist.world_size()], {}
+    mine, found = range(len(pairs))[dist.rank() :: dist.world_size()], []  # (number, score, its parts)
     if scorer.functions:
-        scores, parts = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
-        found = list(zip(mine, scores))
+        answers = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
+        found = [(i, *answer) for i, answer in zip(mine, answers)]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
-        rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
+        rows = [(i, *_encode(scorer, *pairs[i], end)) for i in mine]
         rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
         for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
             batch = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
@@ -237,18 +235,16 @@ def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dic
             masks = [torch.arange(len(x)) >= len(prompt) for x, (_, prompt, _) in zip(ids, batch)]
             ids, masks = (pad_sequence(x, batch_first=True).to(device) for x in (ids, masks))
             scores = models.score(scorer.model, ids, masks).tolist()
-            found += [(i, x) for (i, *_), x in zip(batch, scores) if i is not None]
-    scale, bias = scorer.gate
-    scores = [scale * x + bias for _, x in sorted(dist.gather(found))]
+            found += [(i, x, {}) for (i, *_), x in zip(batch, scores) if i is not None]
+    (scale, bias), found = scorer.gate, sorted(dist.gather(found), key=lambda answer: answer[0])
+    scores = [scale * x + bias for _, x, _ in found]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    by_name = collections.defaultdict(list)
-    for name, numbers in dist.gather(list(parts.items())):
-        by_name[f"reward/{name}"] += numbers
-    by_name.pop("reward/", None)  # what has no parts
-    return scores, {name: statistics.fmean(numbers) for name, numbers in by_name.items()}
+    names = dict.fromkeys(part for *_, parts in found for part in parts if part)
+    means = [statistics.fmean(parts[name] for *_, parts in found if name in parts) for name in names]
+    return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
 
 
 def log_odds(scorer, duels, batch_size, device) -> list[float]:
@@ -302,24 +298,19 @@ class Gated:
 
     def __init__(self, scorer, safety, args, device):
         self.scorer, self.safety, self.args, self.device = scorer, safety, args, device
-        self.models = [scorer.model, safety and safety.model]
         self.version = [scorer.version, safety and safety.version]
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
         model). `parts` are then the means of --scorer's parts."""
-        args, device, results = self.args, self.device, []
-        for scorer in filter(None, (self.scorer, self.safety)):
-            with dist.at_hand(device, args.offload, scorer.model):
-                results.append(score_and_parts(scorer, pairs, args.score_batch_size, device))
-        self.parts = results[0][1]
-        scores, *safety = [torch.tensor(x) for x, _ in results]
-        if not safety:
-            return scores, 0.0
-        [safety] = safety
+        size, threshold = self.args.score_batch_size, self.args.safety_threshold
+        scores, self.parts = score_and_parts(self.scorer, pairs, size, self.device)
+        if not self.safety:
+            return torch.tensor(scores), 0.0
+        safety = torch.tensor(score(self.safety, pairs, size, self.device))
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
-        gated = tagged | (safety.sigmoid() < args.safety_threshold)
-        scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
+        gated = tagged | (safety.sigmoid() < threshold)
+        scores = safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
         return scores, gated.float().mean().item()
 
 
