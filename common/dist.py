@@ -298,10 +298,8 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if not finite:
-        shown = ", ".join(f"{norm:g}" for norm in norms)
-        raise NotFinite(
-            f"loss {loss:g}, gradient norm {shown}: the step was not taken; lower --lr or look at the data"
-        )
+        shown, mend = ", ".join(f"{norm:g}" for norm in norms), "lower --lr or look at the data"
+        raise NotFinite(f"loss {loss:g}, gradient norm {shown}: the step was not taken; {mend}")
     return norms
 
 

@@ -153,13 +153,13 @@ def own_answers(prompts, tokenizer, dataset) -> list[tuple]:
     return data.made_of(list(prompts), answered, dataset)
 
 
-def judge(oracle, pairs, tokenizers, args, device) -> dict[str, list[float]]:
+def judge(oracle, pairs, tokenizers, args) -> dict[str, list[float]]:
     """name -> what an oracle, which reads each policy's tokens, says of its answers (oracle_scores)."""
     scores = {}
     for name, answers in pairs.items():
         own = scorers.for_tokens(oracle, tokenizers[name])
         opponents = [response for _, response in pairs[args.reference]] if name != args.reference else None
-        scores[name] = evaluation.oracle_scores(own, answers, opponents, args.score_batch_size, device)
+        scores[name] = evaluation.oracle_scores(own, answers, opponents, args.score_batch_size)
     return scores
 
 
@@ -280,8 +280,8 @@ def compare_policies(args, run):
     # scores and figures
     samples, results = [], {}
     for temperature, pairs in answers.items():
-        scores, rows = judge(oracle, pairs, tokenizers, args, device), {}
-        safety = judge(safety_scorer, pairs, tokenizers, args, device) if safety_scorer else {}
+        scores, rows = judge(oracle, pairs, tokenizers, args), {}
+        safety = judge(safety_scorer, pairs, tokenizers, args) if safety_scorer else {}
         for name in pairs:
             columns = {"score": scores[name], "kl": kl.get((temperature, name)), "safety": safety.get(name)}
             if safety:
@@ -316,7 +316,7 @@ def load_pairs(paths, args):
     return held_out, tokenizer
 
 
-def score_rows(scorer, held_out, args, device) -> list[dict]:
+def score_rows(scorer, held_out, args) -> list[dict]:
     """The comparisons as rows of samples.jsonl (evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
@@ -326,7 +326,7 @@ def score_rows(scorer, held_out, args, device) -> list[dict]:
         pairs += [(prompt, response) for response in responses]
         duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
     ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
-    values = ask(scorer, texts, args.score_batch_size, device)
+    values = ask(scorer, texts, args.score_batch_size)
     return evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
@@ -362,7 +362,7 @@ def compare_scorers(args, run):
     held_out, tokenizer = load_pairs(paths, args)
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
-        rows[name] = score_rows(scorer, held_out, args, run.device)
+        rows[name] = score_rows(scorer, held_out, args)
         samples += [{"scorer": name, **row} for row in rows[name]]
         scorer = None  # gone before the next one is loaded
         gc.collect()

@@ -59,7 +59,7 @@ class Pool:
 
     def __init__(self, run, rows=()):
         """rows: those of an earlier run; a run that is gone on with has its own."""
-        self.args, self.device, self.path = run.args, run.device, f"{run.folder}/pool.jsonl"
+        self.args, self.path = run.args, f"{run.folder}/pool.jsonl"
         self.rows = read(self.path) if run.resumed else list(rows)
         self.write()
 
@@ -123,7 +123,7 @@ class Pool:
         if not old:
             return
         size, pairs = self.args.score_batch_size, answers(old, prompts)
-        scores, self.parts = scorers.score_and_parts(scorer, pairs, size, self.device)
+        scores, self.parts = scorers.score_and_parts(scorer, pairs, size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
         self.write()

@@ -79,7 +79,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     if scorer.safety:
         scores = scorer.score(pairs)[0].tolist()
     else:
-        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size, policy.device)
+        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")

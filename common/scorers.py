@@ -30,7 +30,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import data, dist, generate, loading, models
-from common.batches import a_part, split
+from common.batches import Comparison, a_part, of_each_comparison, split
 from common.errors import InputError
 from common.losses import safety_gated_score
 
@@ -86,8 +86,6 @@ def _run(file) -> dict:
 def try_functions(args):
     """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
     of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
-    if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
-        return  # DPO of given pairs asks none
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for spec in specs for term in terms_of(spec) if term.text is None]
     prompts, answers = [], [generate.Response([], text, True) for text in ("The answer is 1.", "")]
@@ -209,57 +207,52 @@ def for_tokens(scorer, tokenizer) -> Scorer:
     return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
 
 
-def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
+def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. One that compares gives the mean probability that a
     response beats the prompt's other responses among the pairs."""
-    return score_and_parts(scorer, pairs, batch_size, device)[0]
+    return score_and_parts(scorer, pairs, batch_size)[0]
 
 
 @torch.no_grad()
-def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dict[str, float]]:
+def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, float]]:
     """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
     if scorer.pairwise:
-        return _round_robin(scorer, pairs, batch_size, device), {}
-    mine, found = range(len(pairs))[dist.rank() :: dist.world_size()], []  # (number, score, its parts)
+        return _round_robin(scorer, pairs, batch_size), {}
     if scorer.functions:
+        mine = range(len(pairs))[dist.rank() :: dist.world_size()]
         answers = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
-        found = [(i, *answer) for i, answer in zip(mine, answers)]
+        answers = [answer for _, answer in sorted(dist.gather(list(zip(mine, answers))))]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
-        rows = [(i, *_encode(scorer, *pairs[i], end)) for i in mine]
-        rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
-        for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
-            batch = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
-            ids = [torch.tensor([*prompt, *response]) for _, prompt, response in batch]
-            masks = [torch.arange(len(x)) >= len(prompt) for x, (_, prompt, _) in zip(ids, batch)]
-            ids, masks = (pad_sequence(x, batch_first=True).to(device) for x in (ids, masks))
-            scores = models.score(scorer.model, ids, masks).tolist()
-            found += [(i, x, {}) for (i, *_), x in zip(batch, scores) if i is not None]
-    (scale, bias), found = scorer.gate, sorted(dist.gather(found), key=lambda answer: answer[0])
-    scores = [scale * x + bias for _, x, _ in found]
+        texts = [_encode(scorer, *pair, end) for pair in pairs]
+        forward = lambda model, batch: models.scores_of(model, batch).tolist()
+        scores = of_each_comparison(forward, scorer.model, texts, batch_size, share_prompt=False)
+        answers = [(x, {}) for x in scores]
+    scale, bias = scorer.gate
+    scores = [scale * x + bias for x, _ in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    names = dict.fromkeys(part for *_, parts in found for part in parts if part)
-    means = [statistics.fmean(parts[name] for *_, parts in found if name in parts) for name in names]
+    names = dict.fromkeys(part for _, parts in answers for part in parts if part)
+    means = [statistics.fmean(parts[name] for _, parts in answers if name in parts) for name in names]
     return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
 
 
-def log_odds(scorer, duels, batch_size, device) -> list[float]:
+def log_odds(scorer, duels, batch_size) -> list[float]:
     """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares, on
     every rank; every rank must call it."""
-    return score_and_parts(scorer._replace(pairwise=False), duels, batch_size, device)[0]
+    return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 
-def _round_robin(scorer, pairs, batch_size, device):
+def _round_robin(scorer, pairs, batch_size):
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
     duels = [(pairs[i][0], pairs[i][1], pairs[j][1]) for i, j in games]
-    odds = torch.tensor(log_odds(scorer, duels, batch_size, device), dtype=torch.float64)
+    odds = torch.tensor(log_odds(scorer, duels, batch_size), dtype=torch.float64)
     won = [[] for _ in pairs]  # P(it wins) of each game that a response plays
     for (i, j), p in zip(games, odds.sigmoid().tolist()):
         won[i].append(p)
@@ -267,8 +260,8 @@ def _round_robin(scorer, pairs, batch_size, device):
     return [statistics.fmean(of_one or [0.5]) for of_one in won]
 
 
-def _encode(scorer, prompt, response, end):
-    """(prompt ids, response ids) in the scorer's tokens. end: loading.end_of_scored."""
+def _encode(scorer, prompt, response, end) -> Comparison:
+    """A prompt with one response, in the scorer's tokens. end: loading.end_of_scored."""
     room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         prompt_ids = prompt.ids
@@ -289,25 +282,27 @@ def _encode(scorer, prompt, response, end):
     if n > room:
         where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    return prompt_ids, ids or [eos]  # to an empty response a template may add nothing
+    ids = ids or [eos]  # to an empty response a template may add nothing
+    prompt_ids, ids = torch.tensor(prompt_ids), torch.tensor(ids)
+    return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
 
 
 class Gated:
     """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
     counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
 
-    def __init__(self, scorer, safety, args, device):
-        self.scorer, self.safety, self.args, self.device = scorer, safety, args, device
+    def __init__(self, scorer, safety, args):
+        self.scorer, self.safety, self.args = scorer, safety, args
         self.version = [scorer.version, safety and safety.version]
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
         model). `parts` are then the means of --scorer's parts."""
         size, threshold = self.args.score_batch_size, self.args.safety_threshold
-        scores, self.parts = score_and_parts(self.scorer, pairs, size, self.device)
+        scores, self.parts = score_and_parts(self.scorer, pairs, size)
         if not self.safety:
             return torch.tensor(scores), 0.0
-        safety = torch.tensor(score(self.safety, pairs, size, self.device))
+        safety = torch.tensor(score(self.safety, pairs, size))
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
         gated = tagged | (safety.sigmoid() < threshold)
         scores = safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
@@ -322,7 +317,7 @@ def load_gated(args, tokenizer, device) -> Gated:
         if not loaded.same_tokens and not args.retokenize:
             why = f"{loaded.name} has other tokens or another chat template than {args.model}"
             raise InputError(f"{why}: --retokenize lets it score the text, encoded anew")
-    return Gated(scorer, safety, args, device)
+    return Gated(scorer, safety, args)
 
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
@@ -387,8 +382,8 @@ def fit_safety_gate(rows, threshold):
     scale, bias = likeliest(x, safe, n_games=1, penalty=penalty).tolist()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
-    figures = {"gate/responses": len(caught), "gate/caught": n_caught}
-    figures["gate/recall"] = both / unsafe.sum().item()
+    recall = both / unsafe.sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
     if n_caught:
         figures["gate/precision"] = both / n_caught
     return {"scale": scale, "bias": bias}, figures

@@ -75,7 +75,7 @@ def test_a_scalar_oracle_scores_each_policy_by_its_own_tokens(monkeypatch):
         args_of(score_batch_size=2, reference="ref"),
         {name: f"tokens of {name}" for name in pairs},
     )
-    scores = evaluate.judge(scorers.Scorer("count", "1"), pairs, tokenizers, args, CPU)
+    scores = evaluate.judge(scorers.Scorer("count", "1"), pairs, tokenizers, args)
     assert scores == {"first": [2, 0, 1], "ref": [1, 2, 0]}  # by one for both: [0, 0, 1]
 
 
@@ -84,7 +84,7 @@ def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_re
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     pairs = {"x": answers("fox", "cat", "eel"), "ref": answers("ant", "cat", "eel eel")}
     args, tokenizers = args_of(reference="ref"), dict.fromkeys(pairs, TOKENIZER)
-    scores = evaluate.judge(oracle, pairs, tokenizers, args, CPU)
+    scores = evaluate.judge(oracle, pairs, tokenizers, args)
     texts = [(p.turns, x.text, y.text) for (p, x), (_, y) in zip(pairs["x"], pairs["ref"])]
     odds = oracle.functions[0].function(texts)
     assert scores["x"] == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])

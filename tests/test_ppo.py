@@ -288,7 +288,7 @@ def test_a_long_text_is_cut_at_max_length_and_not_taught_to_end_there(tmp_path):
 # -- scores ------------------------------------------------------------------------------
 def gated(scorer, safety=None, **options):
     """(scores of the pairs, share of the safety scorer)."""
-    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options), CPU).score(pairs)
+    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options)).score(pairs)
 
 
 def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
@@ -306,7 +306,7 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
 
 def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
     plain = scorers.Scorer("safety", "1", None, scorer(), TOKENIZER)
-    raw = torch.tensor(scorers.score(plain, PAIRS, 8, CPU))
+    raw = torch.tensor(scorers.score(plain, PAIRS, 8))
     helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
     for safety, logits in ((plain, raw), (plain._replace(gate=(2.0, -0.5)), 2 * raw - 0.5)):
         scores, _ = gated(helpful, safety, safety_threshold=1.0)(PAIRS)
@@ -316,7 +316,7 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
 # -- the value model ---------------------------------------------------------------------
 def value_model(loaded, prompts=(), **options):
     args = make_args(**options)
-    return scorers.load_value_model(scorers.Gated(loaded, None, args, CPU), TOKENIZER, prompts, args, CPU)
+    return scorers.load_value_model(scorers.Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
 
 
 def of_models(folder, n_outputs):

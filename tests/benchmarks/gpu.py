@@ -3,7 +3,7 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
 
     python tests/benchmarks/gpu.py --only torchrun sharded      the check to run first
     python tests/benchmarks/gpu.py                              CUDA GPUs of 80 GB
-    python tests/benchmarks/gpu.py --only sharded               a minute on a CPU
+    python tests/benchmarks/gpu.py --only sharded               a minute or two on a CPU
 
     torchrun  a few steps of every script on the tiny world, under torchrun on two GPUs, or on one, which has a process
               group and shards its models here alone: nccl and FSDP2 are tried (without a GPU: gloo on the CPU, two
