@@ -86,6 +86,8 @@ def _run(file) -> dict:
 def try_functions(args):
     """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
     of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
+    if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
+        return  # DPO of given pairs asks none
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for spec in specs for term in terms_of(spec) if term.text is None]
     prompts, answers = [], [generate.Response([], text, True) for text in ("The answer is 1.", "")]
