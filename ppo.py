@@ -147,8 +147,6 @@ class Args:
     """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
     gradient_checkpointing: bool = False
     """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
-    offload: bool = False
-    """Keep the reference and the scorers in the CPU's memory while they are not used."""
     # the run
     output_dir: str = "runs/ppo"
     """The run directory."""
@@ -377,7 +375,6 @@ def main(args: Args):
     reference = loading.load_reference(args, policy, tokenizer, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     args.packing = args.packing and all(map(models.packs, (policy, reference, value)))
-    dist.put_away(args.offload, reference, *scorer.models)  # until they are asked
     optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]
 
     # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
@@ -425,8 +422,7 @@ def main(args: Args):
         rollout.old_logprobs, rollout.entropies = per_token(
             models.logprobs_and_entropies, policy, args.temperature
         )
-        with dist.at_hand(run.device, args.offload, reference):
-            [rollout.ref_logprobs] = per_token(models.logprobs, reference, args.temperature)
+        [rollout.ref_logprobs] = per_token(models.logprobs, reference, args.temperature)
         [rollout.old_values] = per_token(models.state_values, value)
         kl = estimate_advantages(rollout, args)
         if not kl <= args.max_kl:

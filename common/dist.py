@@ -203,23 +203,6 @@ def is_sharded(model) -> bool:
     return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
 
 
-def put_away(offload, *models, device="cpu"):
-    """With `offload`, models (None is left out) go to the CPU's memory."""
-    for model in filter(None, models) if offload else ():
-        model.to(device)
-
-
-@contextlib.contextmanager
-def at_hand(device, offload, *models):
-    """Inside, `models` are on `device`; with `offload` they are put away outside. Every rank must call it;
-    around a whole step, for moving costs as much as reading the weights."""
-    put_away(offload, *models, device=device)
-    try:
-        yield
-    finally:
-        put_away(offload, *models)
-
-
 @contextlib.contextmanager
 def consolidated(model):
     """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each
@@ -315,10 +298,8 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if not finite:
-        shown = ", ".join(f"{norm:g}" for norm in norms)
-        raise NotFinite(
-            f"loss {loss:g}, gradient norm {shown}: the step was not taken; lower --lr or look at the data"
-        )
+        shown, mend = ", ".join(f"{norm:g}" for norm in norms), "lower --lr or look at the data"
+        raise NotFinite(f"loss {loss:g}, gradient norm {shown}: the step was not taken; {mend}")
     return norms
 
 

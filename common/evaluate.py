@@ -256,10 +256,10 @@ def compare_policies(args, run):
         opponents, rows = [response for _, response in of_policy[args.reference]], {}
         for name, pairs in of_policy.items():
             against = opponents if name != args.reference else None
-            scores = evaluation.oracle_scores(oracle, pairs, against, args.score_batch_size, device)
+            scores = evaluation.oracle_scores(oracle, pairs, against, args.score_batch_size)
             columns = {"score": scores, "kl": kl.get((temperature, name))}
             if safety_scorer:
-                columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size, device)
+                columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size)
                 columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
             rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
@@ -291,7 +291,7 @@ def load_pairs(paths, args):
     return held_out, tokenizer
 
 
-def score_rows(scorer, held_out, args, device) -> list[dict]:
+def score_rows(scorer, held_out, args) -> list[dict]:
     """The comparisons as rows of samples.jsonl (evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
@@ -301,7 +301,7 @@ def score_rows(scorer, held_out, args, device) -> list[dict]:
         pairs += [(prompt, response) for response in responses]
         duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
     ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
-    values = ask(scorer, texts, args.score_batch_size, device)
+    values = ask(scorer, texts, args.score_batch_size)
     return evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
@@ -331,7 +331,7 @@ def compare_scorers(args, run):
     held_out, tokenizer = load_pairs(paths, args)
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
-        rows[name] = score_rows(scorer, held_out, args, run.device)
+        rows[name] = score_rows(scorer, held_out, args)
         samples += [{"scorer": name, **row} for row in rows[name]]
         scorer = None  # gone before the next one is loaded
         gc.collect()

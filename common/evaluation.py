@@ -53,11 +53,11 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
 
 
-def oracle_scores(oracle, pairs, opponents, size, device) -> list[float]:
+def oracle_scores(oracle, pairs, opponents, size) -> list[float]:
     """The oracle's score of each (prompt, response); of one that compares the probability that it beats the
     opponents' response to the same prompt, 1/2 where there are none."""
     others = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
-    return scorers.score(oracle, [*pairs, *others], size, device)[: len(pairs)]
+    return scorers.score(oracle, [*pairs, *others], size)[: len(pairs)]
 
 
 class HeldOutDocuments:
@@ -127,8 +127,7 @@ class HeldOutPrompts:
         plan = [make_blocks(documents, args.max_length, args.packing)]
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
         logprobs, entropies = per_token(models.logprobs_and_entropies, policy)
-        with dist.at_hand(policy.device, args.offload, self.reference):
-            [ref_logprobs] = per_token(models.logprobs, self.reference)
+        [ref_logprobs] = per_token(models.logprobs, self.reference)
         columns = {"score": scores.tolist(), "kl": kl_estimate(logprobs, ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()
@@ -356,7 +355,7 @@ class Sweep:
     def __call__(self, policy, version, studies) -> dict:
         args, k = self.args, self.args.n_samples
         sample = partial(generate.answers, policy, self.tokenizer, args=args)
-        score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size, device=policy.device)
+        score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds, first = [], 1 if self.prompts else 0
         with dist.consolidated(policy):  # the weights are gathered once
@@ -419,7 +418,7 @@ class Answers:
         pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
         first = studies[0]["samples"] if version else []
         opponents = [generate.Response([], row["response"], row["finished"]) for row in first]
-        scores, kl = oracle_scores(self.scorer, pairs, opponents, size, device), [0.0] * len(pairs)
+        scores, kl = oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
         if version:
             kl = ask_policy(args.model, self.tokenizer, args, device, partial(kl_of, policy), pairs, size)
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)

@@ -66,8 +66,7 @@ def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
     over the prompts. None comes again before all have come, or twice in an iteration."""
     n, order, tail = min(n, len(prompts)), [], []
     for again in range(math.ceil(iteration * n / len(prompts))):
-        generator = torch.Generator().manual_seed(dist.seed_of(seed, "prompts", again))
-        new = torch.randperm(len(prompts), generator=generator).tolist()
+        new = dist.shuffled(len(prompts), seed, "prompts", again)
         order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
         tail = set(order[len(order) - len(order) % n :])
     return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]

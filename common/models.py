@@ -235,22 +235,6 @@ def scores_of(model, batch):
     return losses.advantage_score(rewards, expected, rewards.new_ones(len(rewards), n_others), n_policies)
 
 
-def score(model, input_ids, response_mask):
-    """The score of each row's response, by a reward model or an advantage model.
-
-    input_ids: (B, T), right-padded. response_mask: (B, T) bool, True for response tokens, the end token
-      included. The mask says where things are, never the ids: a padding token may equal the end token.
-    Returns (B,) fp32, reward units (see scores_of): r(x, y), read at the response's last token, or (1 - K/N)
-    (r - e), e(x) read at the prompt's last token. ValueError if a row has no response or no prompt."""
-    if not response_mask.any(1).all() or response_mask[:, 0].any():
-        raise ValueError("score: a row has no response token, or no prompt before it")
-    last = response_mask.shape[1] - 1 - response_mask.flip(1).int().argmax(1)
-    before = response_mask.int().argmax(1) - 1  # the prompt's last token
-    rows = torch.arange(len(last), device=last.device)
-    ends = torch.stack([rows, before]), torch.stack([rows, last])
-    return scores_of(model, batches.ComparisonBatch(input_ids, None, None, *ends, [1] * len(rows), []))
-
-
 def state_values(model, batch):
     """V of the state before each response token, by a model with one output: (B, T-1) fp32, 0 elsewhere.
     Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""

@@ -59,7 +59,7 @@ class Pool:
 
     def __init__(self, run, rows=()):
         """rows: those of an earlier run; a run that is gone on with has its own."""
-        self.args, self.device, self.path = run.args, run.device, f"{run.folder}/pool.jsonl"
+        self.args, self.path = run.args, f"{run.folder}/pool.jsonl"
         self.rows = read(self.path) if run.resumed else list(rows)
         self.write()
 
@@ -123,7 +123,7 @@ class Pool:
         if not old:
             return
         size, pairs = self.args.score_batch_size, answers(old, prompts)
-        scores, self.parts = scorers.score_and_parts(scorer, pairs, size, self.device)
+        scores, self.parts = scorers.score_and_parts(scorer, pairs, size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
         self.write()
@@ -271,25 +271,18 @@ class Versions:
         return self.run.skip(why, in_a_row)
 
     def finish(self, summary: dict):
-        """Study the last version, and write what a finished run holds, summary.json last of all."""
-        run, folder = self.run, self.run.folder
+        """Study the last version, and write what a finished run holds (run.write_results)."""
         self.study(self.last)
-        dist.save_model(self.load(self.path(self.last)), self.tokenizer, folder / "model", run.dtype)
-        if dist.is_main():
-            rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
-            metrics.write_jsonl(folder / "samples.jsonl", rows)
-            curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
-            if curves:
-                metrics.write_jsonl(folder / "curves.jsonl", curves)
-            run.draw()
-            figures, categories = {str(v): self.figures(v) for v in self.studies}, []
-            same, before = evaluation.comparable(self.studies, self.last), {}
-            if self.first in same:
-                categories = metrics.regressions(same[self.first], same[self.last])
-                before = figures[str(self.first)]
-            samples = [row for row in rows if row["version"] == self.last]
-            metrics.print_results(before, figures[str(self.last)], (), samples)
-            summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
-            write_json(folder / "summary.json", summary)  # last
-            loading.report_export(folder / "model", run.dtype)
+        rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
+        curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
+        if curves and dist.is_main():
+            metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)
+        figures, categories = {str(v): self.figures(v) for v in self.studies}, []
+        same, before = evaluation.comparable(self.studies, self.last), {}
+        if self.first in same:
+            categories = metrics.regressions(same[self.first], same[self.last])
+            before = figures[str(self.first)]
+        summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
+        model, after = self.load(self.path(self.last)), figures[str(self.last)]
+        self.run.write_results(model, self.tokenizer, rows, summary, before, after)
         dist.barrier()

@@ -62,7 +62,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     if scorer.safety:
         scores = scorer.score(pairs)[0].tolist()
     else:
-        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size, policy.device)
+        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
@@ -118,7 +118,7 @@ class Args:
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     seed: int = 0
     """Of the samples and KMeans."""
-    retokenize, offload = True, False  # no flags here: what loading scorers asks of ppo.py's
+    retokenize = True  # no flag here: what loading scorers asks of ppo.py's
 
 
 def main(args: Args):

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -193,7 +194,7 @@ class Run:
             weight.copy_(weight.to(self.dtype))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
-        """Export the model and write what a finished run holds, summary.json last of all.
+        """write_results of a script that trains one model.
 
         after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
         says. shown: the figures that are printed, before and after."""
@@ -201,19 +202,24 @@ class Run:
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
         after = {key: x for key, x in after.items() if not math.isnan(x)}  # of nothing, or without spread
-        samples_file = self.folder / "samples.jsonl"
-        kept = [row for row in metrics.read_jsonl(samples_file) if row.get("when") == "before"]
+        rows = metrics.read_jsonl(self.folder / "samples.jsonl")
+        kept = [row for row in rows if row.get("when") == "before"]
         if kept:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
             summary = {**summary, "categories": metrics.regressions(kept, samples)}
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
         self.metrics.log(*self.metrics.last, **after)
+        summary = {**summary, "before": before, "after": after}
+        self.write_results(model, tokenizer, samples, summary, before, after, shown)
+
+    def write_results(self, model, tokenizer, samples, summary, before, after, shown=()):
+        """What a finished run holds, its summary.json last, and what is printed of it."""
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
-            metrics.write_jsonl(samples_file, samples)
+            metrics.write_jsonl(self.folder / "samples.jsonl", samples)
             self.draw()
-            write_json(self.folder / "summary.json", {**summary, "before": before, "after": after})
+            write_json(self.folder / "summary.json", summary)
             metrics.print_results(before, after, shown, samples)
             loading.report_export(self.folder / "model", self.dtype)
 
@@ -261,10 +267,11 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     dist.barrier()  # data were tokenised and models downloaded
     fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
     now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
-    files = _data_files(args)
+    files = filter(os.path.isfile, data.sources_of(args))
+    hashes = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
     before = dist.gather([read_json(folder / "args.json")])[0]
-    old, new = {**before.get("args", {}), **before.get("data", {})}, {**now, **files}
+    old, new = {**before.get("args", {}), **before.get("data", {})}, {**now, **hashes}
     names = sorted(old.keys() & new.keys() - {"resume", "overwrite", "output_dir"})
     changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]]
     if resume and before.get("stage", stage) != stage:
@@ -286,21 +293,12 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         packages = "torch transformers datasets tokenizers numpy".split()
         versions = {name: importlib.metadata.version(name) for name in packages}
         begun = {
-            "stage": stage, "args": now, "world_size": dist.world_size(), "data": files,
+            "stage": stage, "args": now, "world_size": dist.world_size(), "data": hashes,
             "held_out": fingerprint, "git": None if failed else head, "versions": versions,
             "python": sys.version.split()[0], "command": sys.argv,
         }  # fmt: skip
         write_json(folder / "args.json", begun)
     dist.barrier()
-
-
-def _data_files(args):
-    """{file: SHA-256 of its content} of the local files that the data sets of a command name."""
-    hashes = {}
-    for path in [path for path in data.sources_of(args) if Path(path).is_file()]:
-        with open(path, "rb") as file:
-            hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
-    return hashes
 
 
 def _outputs(folder):

@@ -30,7 +30,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import data, dist, generate, loading, models
-from common.batches import a_part, split
+from common.batches import Comparison, a_part, of_each_comparison, split
 from common.errors import InputError
 from common.losses import safety_gated_score
 
@@ -98,24 +98,22 @@ def try_functions(args):
         _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
 
 
-def _ask(terms, pairs, batch_size) -> tuple[list[float], dict[str, list[float]]]:
-    """(scores, {part: its numbers}) by functions, in batches. A sum's parts are its functions."""
-    scores, parts = [], collections.defaultdict(list)
+def _ask(terms, pairs, batch_size) -> list[tuple[float, dict[str, float]]]:
+    """(score, {part: its number}) of each of the pairs by functions, in batches. A sum's parts are its
+    functions."""
+    answers = []
     for batch in split(pairs, batch_size):
-        totals = [0.0] * len(batch)
-        for term in terms:
-            by_part = _call(term, batch)
-            values = [sum(numbers) for numbers in zip(*by_part.values())]
-            totals = [total + term.weight * x for total, x in zip(totals, values)]
-            for part, numbers in by_part.items() if len(terms) == 1 else [(term.name, values)]:
-                parts[part] += numbers
-        scores += totals
-    return scores, parts
+        for by_term in zip(*(_call(term, batch) for term in terms)):
+            values = [sum(parts.values()) for parts in by_term]
+            score = sum(term.weight * x for term, x in zip(terms, values))
+            by_name = {term.name: x for term, x in zip(terms, values)}
+            answers.append((score, by_name if len(terms) > 1 else by_term[0]))
+    return answers
 
 
-def _call(term, batch) -> dict[str, list[float]]:
-    """{part: a number for each} of what a function gives for (prompt, response)s, or, if it compares, for
-    (prompt, a, b)s; of a list {"": a number for each}."""
+def _call(term, batch) -> list[dict[str, float]]:
+    """{part: its number} of each (prompt, response) or, of a function that compares, (prompt, a, b); {"": its
+    number} where the function gives a list."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.text for _, response, *_ in batch]
     rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, *_ in batch]
@@ -135,7 +133,7 @@ def _call(term, batch) -> dict[str, list[float]]:
         asked = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
         why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
-    return parts
+    return [dict(zip(parts, of_one)) for of_one in zip(*parts.values())]
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -181,7 +179,7 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     model = loading.load_scorer(spec, own, loading.n_outputs(spec))
     model = dist.shard(model.requires_grad_(False), device)
     version = version_of(spec, loading.identity(spec))
-    scorer = for_tokens(Scorer(spec, version, (), model, own), tokenizer)
+    scorer = Scorer(spec, version, (), model, own, same_tokens=same_tokens(own, tokenizer))
     if scorer.same_tokens:
         loading.check_room(max_length, spec, model.config)
     elif dist.is_main():
@@ -204,66 +202,52 @@ def same_tokens(a, b) -> bool:
     return first == second
 
 
-def for_tokens(scorer, tokenizer) -> Scorer:
-    """The scorer for a policy with this tokenizer. A function reads texts, whatever the tokens."""
-    if scorer.functions:
-        return scorer
-    return scorer._replace(same_tokens=same_tokens(scorer.tokenizer, tokenizer))
-
-
-def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size, device) -> list[float]:
+def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. One that compares gives the mean probability that a
     response beats the prompt's other responses among the pairs."""
-    return score_and_parts(scorer, pairs, batch_size, device)[0]
+    return score_and_parts(scorer, pairs, batch_size)[0]
 
 
 @torch.no_grad()
-def score_and_parts(scorer, pairs, batch_size, device) -> tuple[list[float], dict[str, float]]:
+def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, float]]:
     """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
     if scorer.pairwise:
-        return _round_robin(scorer, pairs, batch_size, device), {}
-    mine, parts = range(len(pairs))[dist.rank() :: dist.world_size()], {}
+        return _round_robin(scorer, pairs, batch_size), {}
     if scorer.functions:
-        scores, parts = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
-        found = list(zip(mine, scores))
+        mine = range(len(pairs))[dist.rank() :: dist.world_size()]
+        answers = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
+        answers = [answer for _, answer in sorted(dist.gather(list(zip(mine, answers))))]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
-        rows, found = [(i, *_encode(scorer, *pairs[i], end)) for i in mine], []
-        rows.sort(key=lambda row: -len(row[1]) - len(row[2]))
-        for start in range(0, math.ceil(len(pairs) / dist.world_size()), batch_size):
-            batch = rows[start : start + batch_size] or [(None, [0], [0])]  # a forward is a collective
-            ids = [torch.tensor([*prompt, *response]) for _, prompt, response in batch]
-            masks = [torch.arange(len(x)) >= len(prompt) for x, (_, prompt, _) in zip(ids, batch)]
-            ids, masks = (pad_sequence(x, batch_first=True).to(device) for x in (ids, masks))
-            scores = models.score(scorer.model, ids, masks).tolist()
-            found += [(i, x) for (i, *_), x in zip(batch, scores) if i is not None]
+        texts = [_encode(scorer, *pair, end) for pair in pairs]
+        forward = lambda model, batch: models.scores_of(model, batch).tolist()
+        scores = of_each_comparison(forward, scorer.model, texts, batch_size, share_prompt=False)
+        answers = [(x, {}) for x in scores]
     scale, bias = scorer.gate
-    scores = [scale * x + bias for _, x in sorted(dist.gather(found))]
+    scores = [scale * x + bias for x, _ in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not math.isfinite(x):
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    by_name = collections.defaultdict(list)
-    for name, numbers in dist.gather(list(parts.items())):
-        by_name[f"reward/{name}"] += numbers
-    by_name.pop("reward/", None)  # what has no parts
-    return scores, {name: statistics.fmean(numbers) for name, numbers in by_name.items()}
+    names = dict.fromkeys(part for _, parts in answers for part in parts if part)
+    means = [statistics.fmean(parts[name] for _, parts in answers if name in parts) for name in names]
+    return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
 
 
-def log_odds(scorer, duels, batch_size, device) -> list[float]:
+def log_odds(scorer, duels, batch_size) -> list[float]:
     """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares, on
     every rank; every rank must call it."""
-    return score_and_parts(scorer._replace(pairwise=False), duels, batch_size, device)[0]
+    return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 
-def _round_robin(scorer, pairs, batch_size, device):
+def _round_robin(scorer, pairs, batch_size):
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
     duels = [(pairs[i][0], pairs[i][1], pairs[j][1]) for i, j in games]
-    odds = torch.tensor(log_odds(scorer, duels, batch_size, device), dtype=torch.float64)
+    odds = torch.tensor(log_odds(scorer, duels, batch_size), dtype=torch.float64)
     won = [[] for _ in pairs]  # P(it wins) of each game that a response plays
     for (i, j), p in zip(games, odds.sigmoid().tolist()):
         won[i].append(p)
@@ -271,8 +255,8 @@ def _round_robin(scorer, pairs, batch_size, device):
     return [statistics.fmean(of_one or [0.5]) for of_one in won]
 
 
-def _encode(scorer, prompt, response, end):
-    """(prompt ids, response ids) in the scorer's tokens. end: loading.end_of_scored."""
+def _encode(scorer, prompt, response, end) -> Comparison:
+    """A prompt with one response, in the scorer's tokens. end: loading.end_of_scored."""
     room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         prompt_ids = prompt.ids
@@ -293,33 +277,30 @@ def _encode(scorer, prompt, response, end):
     if n > room:
         where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    return prompt_ids, ids or [eos]  # to an empty response a template may add nothing
+    ids = ids or [eos]  # to an empty response a template may add nothing
+    prompt_ids, ids = torch.tensor(prompt_ids), torch.tensor(ids)
+    return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
 
 
 class Gated:
     """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
     counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
 
-    def __init__(self, scorer, safety, args, device):
-        self.scorer, self.safety, self.args, self.device = scorer, safety, args, device
-        self.models = [scorer.model, safety and safety.model]
+    def __init__(self, scorer, safety, args):
+        self.scorer, self.safety, self.args = scorer, safety, args
         self.version = [scorer.version, safety and safety.version]
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
         model). `parts` are then the means of --scorer's parts."""
-        args, device, results = self.args, self.device, []
-        for scorer in filter(None, (self.scorer, self.safety)):
-            with dist.at_hand(device, args.offload, scorer.model):
-                results.append(score_and_parts(scorer, pairs, args.score_batch_size, device))
-        self.parts = results[0][1]
-        scores, *safety = [torch.tensor(x) for x, _ in results]
-        if not safety:
-            return scores, 0.0
-        [safety] = safety
+        size, threshold = self.args.score_batch_size, self.args.safety_threshold
+        scores, self.parts = score_and_parts(self.scorer, pairs, size)
+        if not self.safety:
+            return torch.tensor(scores), 0.0
+        safety = torch.tensor(score(self.safety, pairs, size))
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
-        gated = tagged | (safety.sigmoid() < args.safety_threshold)
-        scores = safety_gated_score(safety, scores, tagged, args.safety_threshold)
+        gated = tagged | (safety.sigmoid() < threshold)
+        scores = safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
         return scores, gated.float().mean().item()
 
 
@@ -331,7 +312,7 @@ def load_gated(args, tokenizer, device) -> Gated:
         if not loaded.same_tokens and not args.retokenize:
             why = f"{loaded.name} has other tokens or another chat template than {args.model}"
             raise InputError(f"{why}: --retokenize lets it score the text, encoded anew")
-    return Gated(scorer, safety, args, device)
+    return Gated(scorer, safety, args)
 
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
@@ -396,8 +377,8 @@ def fit_safety_gate(rows, threshold):
     scale, bias = likeliest(x, safe, n_games=1, penalty=penalty).tolist()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
-    figures = {"gate/responses": len(caught), "gate/caught": n_caught}
-    figures["gate/recall"] = both / unsafe.sum().item()
+    recall = both / unsafe.sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
     if n_caught:
         figures["gate/precision"] = both / n_caught
     return {"scale": scale, "bias": bias}, figures

@@ -308,8 +308,8 @@ def answers(folder):
         "outputs": of_each_comparison(outputs, scorer(2)[0], loaded, 2, True),
         "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded, 2)],
         "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded[:1], 2)],
-        "pairwise": scorers.log_odds(oracle, duels, 2, CPU),
-        "one_pairwise": scorers.log_odds(oracle, duels[:1], 2, CPU),
+        "pairwise": scorers.log_odds(oracle, duels, 2),
+        "one_pairwise": scorers.log_odds(oracle, duels[:1], 2),
     }
 
 

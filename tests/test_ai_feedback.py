@@ -770,7 +770,7 @@ def test_the_rater_is_a_scorer(responses, folders, monkeypatch):
     for model in ("gold_labeler:exact", str(folders / "spaced")):
         spec = f"common.ai_feedback:rater={model}"
         scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
-        got = scorers.score(scorer, scorer_pairs(rows), 7, CPU)
+        got = scorers.score(scorer, scorer_pairs(rows), 7)
         assert scorer.name == spec and len(got) == 20 and len(set(got)) > 5
         assert got[0] == pytest.approx(ai.rater(model)([""], [rows[0]["response"]], [{"messages": turns}])[0])
 
@@ -784,8 +784,8 @@ def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     answers = [generate.Response([], text, True) for text in ("ant bear", "ant")]
     prompt = generate.Prompt([], item().prompt, Row("rows:1", {}))
     duels = [(prompt, *answers), (prompt, *answers[::-1])]
-    assert scorers.log_odds(oracle, duels, 8, CPU) == pytest.approx([want, -want], abs=1e-4)
-    won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8, CPU)
+    assert scorers.log_odds(oracle, duels, 8) == pytest.approx([want, -want], abs=1e-4)
+    won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8)
     assert won == pytest.approx([sigmoid(want), sigmoid(-want)], abs=1e-4)
 
 
@@ -807,7 +807,7 @@ def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     found = [scorers.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
     pairs = [(A, generate.Response([5], "ant bear ant", True)), (B, generate.Response([5], "a:b=c", True))]
-    assert [scorers.score(scorer, pairs, 1, CPU) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
+    assert [scorers.score(scorer, pairs, 1) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
     assert found[0].version != found[1].version
 
 

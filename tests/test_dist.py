@@ -6,6 +6,7 @@ import collections
 import json
 import math
 import platform
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -522,6 +523,14 @@ for model in (whole, sharded):
 """
     lines = processes.python("-c", code).out.splitlines()
     assert lines == ["LlamaForCausalLM True", "FSDPLlamaForCausalLM False"]
+
+
+def test_the_benchmark_of_gpus_measures_two_ranks_of_a_cpu_under_torchrun():
+    flags = "--only sharded --slots 2 --prompt-tokens 4 --new-tokens 2 --block 16 --blocks 1 --repeats 1"
+    ended = processes.python("tests/benchmarks/gpu.py", "--shapes", "tiny", *flags.split())
+    assert ended.code == 0 and "\nsharded, 2 rank(s) on cpu\n" in ended.out, ended.err
+    for part, share in (("sampler", "of the bound"), ("training", "of the rate")):
+        assert re.search(rf"\n{part}\nmodel .*tokens/s .*{share}.*\ntiny .*\d%", ended.out)
 
 
 # -- consolidated ------------------------------------------------------------------------

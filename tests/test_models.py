@@ -341,7 +341,6 @@ def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, leng
 
 
 # -- load_scorer -------------------------------------------------------------------------------
-ADVANTAGE = {"n_policies": 4, "n_others": 1}
 
 
 def causal(path, kind):
@@ -470,6 +469,13 @@ def answers():
     return input_ids, mask
 
 
+def score(model, input_ids, mask):
+    """Of each row's response: the rows as scorers.py makes them."""
+    rows = [(ids[: int(own.nonzero()[0])], ids[own]) for ids, own in zip(input_ids, mask)]
+    texts = [batches.Comparison([], [""], prompt, [y], torch.zeros(1), "", None) for prompt, y in rows]
+    return models.scores_of(model, batches.collate_comparisons(texts, PAD_ID, share_prompt=False))
+
+
 def alone(name, input_ids, length):
     """The logits of transformers' own classifier for the first `length` tokens of a row, with no padding."""
     model = AutoModelForSequenceClassification.from_pretrained(name, attn_implementation="eager").eval()
@@ -488,7 +494,7 @@ def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_p
     scorer = loading.load_scorer(causal_name, SMALL_WORDS, 1)
     name = kept(scorer, tmp_path / "rm")
     expected = [alone(name, row, n)[0].item() for row, n in zip(answers[0], (7, 7, 7))]
-    got = models.score(scorer, *answers)
+    got = score(scorer, *answers)
     assert got.dtype == torch.float32 and got.tolist() == pytest.approx(expected, abs=1e-5)
     before_end = [alone(name, row, 6)[0].item() for row in answers[0]]
     assert min(abs(a - b) for a, b in zip(got.tolist(), before_end)) > 1e-3  # one token too early
@@ -511,53 +517,11 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
     r = [alone(name, row, 7)[0].item() for row in answers[0]]
     e = [alone(name, row, n)[1].item() for row, n in zip(answers[0], (3, 5, 1))]
     expected = [share * (x - y) for x, y in zip(r, e)]
-    assert models.score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
+    assert score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
     again = loading.load_scorer(name, SMALL_WORDS, 2)  # with N and K in its configuration
-    assert models.score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
+    assert score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
     for row, n, y in zip(answers[0], (3, 5, 1), e):  # the other output, or the token after: other numbers
         assert min(abs(alone(name, row, n)[0].item() - y), abs(alone(name, row, n + 1)[1].item() - y)) > 1e-3
-
-
-@pytest.mark.parametrize("n_outputs", [1, 2])
-@torch.no_grad()
-def test_score_reads_the_mask_where_padding_is_the_end_token(n_outputs, answers, tmp_path):
-    """PITFALLS 5: transformers looks for the last token that is no padding, the one before the end token."""
-    scorer = loading.load_scorer(causal(tmp_path, "llama"), SMALL_WORDS, n_outputs)
-    scorer.config.advantage_model = ADVANTAGE
-    expected = models.score(scorer, *answers)
-    input_ids, mask = answers[0].clone(), answers[1]
-    input_ids[:, 7:] = END_ID
-    scorer.config.pad_token_id = END_ID
-    torch.testing.assert_close(models.score(scorer, input_ids, mask), expected, rtol=0, atol=1e-6)
-    if n_outputs == 1:
-        assert (scorer(input_ids=input_ids).logits[:, 0] - expected).abs().min() > 1e-3
-
-
-@torch.no_grad()
-def test_score_ignores_the_padding_and_whether_a_response_has_ended(answers, tmp_path):
-    scorer = loading.load_scorer(causal(tmp_path, "gpt2"), SMALL_WORDS, 1)
-    input_ids, mask = answers[0].clone(), answers[1].clone()
-    expected = models.score(scorer, input_ids, mask)
-    input_ids[:, 7:] = V - 1
-    torch.testing.assert_close(models.score(scorer, input_ids, mask), expected, rtol=0, atol=1e-6)
-    mask[:, 6] = False  # cut before its end token: read at the last token that is there
-    where = torch.stack([torch.arange(3), torch.full((3,), 5)])
-    torch.testing.assert_close(
-        models.score(scorer, input_ids, mask), scorer.head_outputs(input_ids, where)[:, 0]
-    )
-
-
-@pytest.mark.parametrize("n_outputs", [1, 2])
-@pytest.mark.parametrize(
-    "columns", [slice(0, 0), slice(0, 4), slice(0, 1)], ids=["no response", "no prompt", "first"]
-)
-def test_score_refuses_a_row_without_response_or_prompt(n_outputs, columns, answers, tmp_path):
-    scorer = loading.load_scorer(causal(tmp_path, "llama"), SMALL_WORDS, n_outputs)
-    input_ids, mask = answers
-    mask[1] = False
-    mask[1, columns] = True
-    with pytest.raises(ValueError, match="no response token, or no prompt"):
-        models.score(scorer, input_ids, mask)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -711,7 +675,7 @@ def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_pa
     again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, n_outputs, seed=1)  # no new head
     assert type(again) is type(scorer) and "ForSequenceClassification" in type(again).__name__
     for model in (scorer, again):
-        torch.testing.assert_close(models.score(model, *answers), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(score(model, *answers), expected, rtol=0, atol=1e-5)
     body = AutoModel.from_pretrained(tmp_path / "rm")(input_ids=answers[0]).last_hidden_state
     head = load_file(tmp_path / "rm/model.safetensors")["score.weight"]
     torch.testing.assert_close((body[:, 6] @ head.T)[:, 0], expected, rtol=0, atol=1e-5)

@@ -1,6 +1,5 @@
 """ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
 
-import contextlib
 import functools
 import math
 import re
@@ -289,7 +288,7 @@ def test_a_long_text_is_cut_at_max_length_and_not_taught_to_end_there(tmp_path):
 # -- scores ------------------------------------------------------------------------------
 def gated(scorer, safety=None, **options):
     """(scores of the pairs, share of the safety scorer)."""
-    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options), CPU).score(pairs)
+    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options)).score(pairs)
 
 
 def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
@@ -307,7 +306,7 @@ def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
 
 def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
     plain = scorers.Scorer("safety", "1", None, scorer(), TOKENIZER)
-    raw = torch.tensor(scorers.score(plain, PAIRS, 8, CPU))
+    raw = torch.tensor(scorers.score(plain, PAIRS, 8))
     helpful = of_function(lambda prompts, responses, rows: [99.0] * len(prompts))
     for safety, logits in ((plain, raw), (plain._replace(gate=(2.0, -0.5)), 2 * raw - 0.5)):
         scores, _ = gated(helpful, safety, safety_threshold=1.0)(PAIRS)
@@ -317,7 +316,7 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
 # -- the value model ---------------------------------------------------------------------
 def value_model(loaded, prompts=(), **options):
     args = make_args(**options)
-    return scorers.load_value_model(scorers.Gated(loaded, None, args, CPU), TOKENIZER, prompts, args, CPU)
+    return scorers.load_value_model(scorers.Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
 
 
 def of_models(folder, n_outputs):
@@ -652,44 +651,6 @@ def test_the_ratio_of_text_to_response_tokens_is_that_of_the_steps(undisturbed):
     for row in rows:
         tokens = row["ptx/tokens_ratio"] * 2 * row["rollout/length"] * 16  # 16 responses, twice
         assert 3 * 4 * 2 <= tokens <= 3 * 4 * 63 and tokens == pytest.approx(round(tokens), abs=1e-6)
-
-
-def test_offloaded_models_are_used_at_hand_alone_and_give_the_same_run(
-    small, undisturbed, tmp_path, monkeypatch
-):
-    """Outside of at_hand they are in float64 here: a number computed there would be another one."""
-    uses = []
-
-    @contextlib.contextmanager
-    def at_hand(device, offload, *models):
-        assert offload and None not in models
-        for model in models:
-            model.to(torch.float32)
-        yield uses.append(models)
-        for model in models:
-            model.to(torch.float64)
-
-    monkeypatch.setattr(dist, "at_hand", at_hand)
-    monkeypatch.setattr(ppo, "PLOTS", [])
-    monkeypatch.chdir(small.folder)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **all_options(small), offload=True)))
-    torch.set_num_threads(before)
-    ours, theirs = weights(tmp_path / "run"), weights(undisturbed.folder)
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs) and len(uses) > 2 * ITERATIONS
-
-
-def test_at_hand_moves_models_in_and_out_again_even_after_an_error():
-    moves = []
-    model = SimpleNamespace(to=moves.append)
-    with pytest.raises(KeyError), dist.at_hand("cuda:0", True, model, None):
-        assert moves == ["cuda:0"]
-        raise KeyError
-    assert moves == ["cuda:0", "cpu"]
-    with dist.at_hand("cuda:0", False, model):
-        pass
-    assert moves == ["cuda:0", "cpu"]
 
 
 def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step(tmp_path):

@@ -86,7 +86,7 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, judges=(), **op
     judge, safety, *_ = [scorers.Scorer("f", "1", [scorers.Term(f)]) for f in (count, *judges)] + [None]
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
     args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8, **options)
-    return rehearsal.rehearsal_rows(model, TOKENIZER, scorers.Gated(judge, safety, args, CPU), prompts, args)
+    return rehearsal.rehearsal_rows(model, TOKENIZER, scorers.Gated(judge, safety, args), prompts, args)
 
 
 def answer(text, finished=True):

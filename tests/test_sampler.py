@@ -18,7 +18,7 @@ from transformers import (
 )  # fmt: skip
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from common import loading, models, sampler, tiny
+from common import loading, sampler, tiny
 from common.sampler import Rollout, choose, join, sample
 
 V = tiny_families.VOCABULARY
@@ -392,16 +392,19 @@ def folder(tmp_path_factory):
     return folder
 
 
+def score(scorer, ids) -> float:
+    return scorer.head_outputs(ids, torch.tensor([[0], [ids.shape[1] - 1]])).item()
+
+
 def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
     monkeypatch.chdir(folder)
     exec(code_below("The sampler"), names := {})
     assert names["out"].prompt_index.tolist() == [0] * 8 + [1] * 8
     assert names["action_mask"].sum() == names["out"].sample_mask.sum()
     exec(code_below("Load it with transformers", "after_training"), names := {})
-    prompt, ids = (names[name]["input_ids"] for name in ("prompt", "answered"))
-    mask = torch.arange(ids.shape[1])[None] >= prompt.shape[1]
+    ids = names["answered"]["input_ids"]
     scorer = loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
-    assert names["score"] == pytest.approx(models.score(scorer, ids, mask).item(), abs=1e-4)
+    assert names["score"] == pytest.approx(score(scorer, ids), abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -432,8 +435,7 @@ def test_a_chat_has_turns_that_reset_forgets_and_the_scripts_scores(folder, monk
         answer = policy.generate(ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :].tolist()
         text += f" {tokenizer.decode(answer, skip_special_tokens=True)} <|end|>"
         whole = tokenizer(text, return_tensors="pt").input_ids
-        score = models.score(scorer, whole, torch.arange(whole.shape[1])[None] >= ids.shape[1]).item()
-        want += [tokenizer.decode(answer, skip_special_tokens=True), f"score {score:.3f}"]
+        want += [tokenizer.decode(answer, skip_special_tokens=True), f"score {score(scorer, whole):.3f}"]
     typed = "copy ant\n\nreverse fox owl\n/reset\nnext bear\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     options = {"scorer": "runs/reward", "system": "um", "temperature": 0, "max_new_tokens": 9}

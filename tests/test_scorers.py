@@ -74,7 +74,7 @@ def expected(folder, n_outputs, prompt, text):
 @pytest.mark.parametrize("n_outputs", [1, 2])
 def test_scores_are_those_of_plain_transformers_whatever_the_batch(n_outputs, batch_size, folders, pairs):
     scorer = scorers.load_scorer(folders[n_outputs], TOKENIZER, CPU)
-    got = scorers.score(scorer, pairs, batch_size, CPU)
+    got = scorers.score(scorer, pairs, batch_size)
     want = [expected(folders[n_outputs], n_outputs, prompt, r.text) for prompt, r in pairs]
     assert got == pytest.approx(want, abs=1e-5)
     assert min(abs(a - b) for i, a in enumerate(want) for b in want[:i]) > 1e-3  # no other order would do
@@ -85,7 +85,7 @@ def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a
 ):
     prompt = pairs[0][0]
     both = [(prompt, response("ant cat", finished)) for finished in (True, False)]
-    ended, cut = scorers.score(reward_model, both, 8, CPU)
+    ended, cut = scorers.score(reward_model, both, 8)
     assert [ended, cut] == pytest.approx([expected(folders[1], 1, prompt, "ant cat")] * 2, abs=1e-5)
 
     def alone(ids):  # by plain transformers, of any ids
@@ -94,17 +94,17 @@ def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a
     ids = TOKENIZER("ant cat")["input_ids"]
     assert ended == pytest.approx(alone([*ids, EOS]), abs=1e-5)
     assert min(abs(ended - alone(wrong)) for wrong in (ids, [*ids, EOS, EOS])) > 1e-3
-    empty = scorers.score(reward_model, [(prompt, generate.Response([], "", False))], 8, CPU)
+    empty = scorers.score(reward_model, [(prompt, generate.Response([], "", False))], 8)
     assert empty == pytest.approx([alone([EOS])], abs=1e-5)
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
 def test_a_padding_token_that_is_in_the_text_changes_no_score(batch_size, folders, reward_model, pairs):
-    want = scorers.score(reward_model, pairs, batch_size, CPU)
+    want = scorers.score(reward_model, pairs, batch_size)
     words = TOKENIZER.convert_tokens_to_ids(["ant", "<|assistant|>", "<|end|>"])
     for pad in words:
         reward_model.model.config.pad_token_id = pad
-        assert scorers.score(reward_model, pairs, batch_size, CPU) == pytest.approx(want, abs=1e-5)
+        assert scorers.score(reward_model, pairs, batch_size) == pytest.approx(want, abs=1e-5)
     plain, (prompt, r) = AutoModelForSequenceClassification.from_pretrained(folders[1]), pairs[0]
     plain.config.pad_token_id = EOS  # transformers then reads the token before the end token
     assert abs(plain(input_ids=torch.tensor([prompt.ids + r.ids])).logits.item() - want[0]) > 1e-3
@@ -116,7 +116,7 @@ def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, p
     ant = TOKENIZER.convert_tokens_to_ids("ant")
     sampled = [[ant, pad, ant, EOS], [ant, ant, pad], [pad], [ant, ant, EOS]]
     more = [(prompt, generate.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
-    got = scorers.score(reward_model, [*pairs, *more], 64, CPU)[len(pairs) :]
+    got = scorers.score(reward_model, [*pairs, *more], 64)[len(pairs) :]
     with torch.no_grad():
         for ids, score in zip(sampled, got):
             ids = prompt.ids + (ids if ids[-1] == EOS else [*ids, EOS])
@@ -130,20 +130,20 @@ def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(rew
     room = 128 - len(prompt.ids) - 1
     answer = lambda n, **options: response(" ".join(["ant"] * n), **options)
     fits, full, long = (answer(n, finished=False) for n in (room, room + 1, room + 2))
-    scores = [scorers.score(reward_model, [(prompt, x)], 1, CPU) for x in (fits, full, answer(room))]
+    scores = [scorers.score(reward_model, [(prompt, x)], 1) for x in (fits, full, answer(room))]
     assert scores[0] == scores[1] == scores[2]  # the end token takes the place of the last one
     with pytest.raises(InputError, match="p.jsonl:1: prompt and response have 130 tokens.*has 128 positions"):
-        scorers.score(reward_model, [(prompt, long)], 1, CPU)
+        scorers.score(reward_model, [(prompt, long)], 1)
 
 
 def test_a_score_that_is_not_finite_names_the_response(reward_model, pairs):
     reward_model.model.score.weight.data.fill_(float("nan"))
     with pytest.raises(InputError, match="gives nan for 'ant cat', to 'copy ant cat'"):
-        scorers.score(reward_model, pairs, 2, CPU)
+        scorers.score(reward_model, pairs, 2)
 
 
 def test_no_pairs_no_scores(reward_model):
-    assert scorers.score(reward_model, [], 8, CPU) == []
+    assert scorers.score(reward_model, [], 8) == []
 
 
 def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, pairs):
@@ -151,8 +151,8 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
     (tmp_path / "run" / "summary.json").write_text("{}")
     os.symlink(folders[1], tmp_path / "run" / "model")
     of_run = scorers.load_scorer(str(tmp_path / "run"), TOKENIZER, CPU)
-    want = scorers.score(reward_model, pairs, 8, CPU)
-    assert scorers.score(of_run, pairs, 8, CPU) == want
+    want = scorers.score(reward_model, pairs, 8)
+    assert scorers.score(of_run, pairs, 8) == want
     assert not any(p.requires_grad for p in of_run.model.parameters())
 
 
@@ -217,7 +217,7 @@ def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same
     name, tokenizer, pairs = classifier
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     assert scorer.same_tokens
-    got = scorers.score(scorer._replace(same_tokens=same_tokens), pairs, 3, CPU)
+    got = scorers.score(scorer._replace(same_tokens=same_tokens), pairs, 3)
     assert got == pytest.approx(read_by_transformers(name, pairs), abs=1e-5)
 
 
@@ -234,7 +234,7 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
     trained = str(tmp_path / "trained")
     scorer = scorers.load_scorer(trained, tokenizer, CPU)
     assert scorer.same_tokens and scorer.tokenizer.chat_template == template
-    assert scorers.score(scorer, pairs, 3, CPU) == pytest.approx(want, abs=1e-5)
+    assert scorers.score(scorer, pairs, 3) == pytest.approx(want, abs=1e-5)
     if template != NO_END:  # where the template writes no end token, one is appended
         assert read_by_transformers(trained, pairs) == pytest.approx(want, abs=1e-5)
     options = {"tokenize": False, "add_generation_prompt": True}  # as for e(x) of an advantage model
@@ -249,8 +249,9 @@ def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier)
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
     end = loading.end_of_scored(scorer.model, tokenizer)
-    ids, said = scorers._encode(scorer, prompt, r, end)
-    assert len(ids) + len(said) <= len(prompt.ids) + len(r.ids) and said[len(said) - len(end) :] == end
+    encoded = scorers._encode(scorer, prompt, r, end)
+    [said] = encoded.response_ids
+    assert encoded.n_tokens <= len(prompt.ids) + len(r.ids) and said.tolist()[len(said) - len(end) :] == end
 
 
 # -- a scorer with other tokens ------------------------------------------------------------------
@@ -268,8 +269,8 @@ def test_a_scorer_with_other_tokens_scores_the_text(other, pairs, capsys):
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     assert not scorer.same_tokens
     want = [expected(name, 1, prompt, r.text) for prompt, r in pairs]
-    assert scorers.score(scorer, pairs, 2, CPU) == pytest.approx(want, abs=1e-5)
-    wrong = scorers.score(scorer._replace(same_tokens=True), pairs, 2, CPU)  # the policy's ids as they are
+    assert scorers.score(scorer, pairs, 2) == pytest.approx(want, abs=1e-5)
+    wrong = scorers.score(scorer._replace(same_tokens=True), pairs, 2)  # the policy's ids as they are
     assert min(abs(a - b) for a, b in zip(want, wrong)) > 1e-3
 
 
@@ -280,7 +281,7 @@ def test_its_encoding_by_hand(other, pairs):
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(words)])
     plain = AutoModelForSequenceClassification.from_pretrained(name)
     for given in (r, response(r.text, finished=False)):  # cut or not, with one end token
-        got = scorers.score(scorer, [(prompt, given)], 2, CPU)
+        got = scorers.score(scorer, [(prompt, given)], 2)
         assert got == pytest.approx([plain(input_ids=ids).logits.item()], abs=1e-5)
 
 
@@ -291,7 +292,7 @@ def test_special_tokens_of_the_scorer_in_the_text_are_left_out(tmp_path, load):
     scorer = scorers.load_scorer(save(tmp_path / "x", 1, tokenizer), TOKENIZER, CPU)
     asked, plain = load([{"prompt": "copy ant <|x|> cat"}, {"prompt": "copy ant cat"}])
     pairs = [(asked, response("ant <|x|> cat")), (plain, response("ant cat"))]
-    got = scorers.score(scorer, pairs, 1, CPU)
+    got = scorers.score(scorer, pairs, 1)
     assert not scorer.same_tokens and got[0] == got[1]
 
 
@@ -302,17 +303,16 @@ def test_a_prompt_that_the_scorers_template_refuses_is_an_input_error_that_says_
     scorer = scorers.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
     (prompt,) = load([{"messages": [SYSTEM, user("cat")]}])
     with pytest.raises(InputError, match="p.jsonl:1.*no system"):
-        scorers.score(scorer, [(prompt, response("cat"))], 1, CPU)
+        scorers.score(scorer, [(prompt, response("cat"))], 1)
 
 
-def test_for_tokens_compares_vocabulary_template_and_end_token(reward_model):
+def test_same_tokens_compares_vocabulary_template_and_end_token():
     template, end, words = tiny.tokenizer(), tiny.tokenizer(), tiny.tokenizer()
     template.chat_template += " "
     end.eos_token = "<|bos|>"
     words.add_tokens(["zebra"])
     for tokenizer, same in ((tiny.tokenizer(), True), (template, False), (end, False), (words, False)):
-        assert scorers.for_tokens(reward_model, tokenizer).same_tokens is same
-    assert scorers.for_tokens(scorers.for_tokens(reward_model, words), TOKENIZER).same_tokens
+        assert scorers.same_tokens(TOKENIZER, tokenizer) is same
 
 
 # -- functions -----------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
     with pytest.raises(InputError, match="my_scores"):
         scorers.load_scorer("my_scores:f", TOKENIZER, CPU)  # elsewhere there is none
     scorer = write("calls.append((prompts, responses, rows)); return range(len(rows))\n\ncalls = []")
-    assert scorers.score(scorer, pairs, 2, CPU) == [0, 1, 0, 1, 0]
+    assert scorers.score(scorer, pairs, 2) == [0, 1, 0, 1, 0]
     calls = sys.modules["my_scores"].calls
     assert [len(call[0]) for call in calls] == [2, 2, 1]
     asked, said, rows = (sum(part, []) for part in zip(*calls))
@@ -365,7 +365,7 @@ def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
     code, says, write, pairs, tmp_path
 ):
     with pytest.raises(InputError, match=f"my_scores:f {says}"):
-        scorers.score(write(code), pairs, 2, CPU)
+        scorers.score(write(code), pairs, 2)
     for flags in ({"scorer": "my_scores.py:f"}, {"scorer": "tiny", "safety_scorer": "my_scores.py:f"}):
         files = {"dataset": str(tmp_path / "p.jsonl"), "output_dir": str(tmp_path / "run")}
         with pytest.raises(InputError, match=f"my_scores.py:f {says}"):
@@ -410,15 +410,15 @@ def test_the_functions_of_the_docs_score_and_are_logged_as_the_page_says(tmp_pat
     ):
         scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
         for size in (4, 64):
-            assert scorers.score(scorer, asked, size, CPU) == pytest.approx(scores)
-            got = scorers.score_and_parts(scorer, asked, size, CPU)[1]
+            assert scorers.score(scorer, asked, size) == pytest.approx(scores)
+            got = scorers.score_and_parts(scorer, asked, size)[1]
             assert got == pytest.approx({f"reward/{name}": x for name, x in parts.items()})
 
 
 def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first_row(write, pairs):
     scorer = write("return [1 / ('so' not in r) for r in responses]")
     with pytest.raises(InputError) as error:
-        scorers.score(scorer, [pairs[0], pairs[3], pairs[4], pairs[1]], 2, CPU)  # the first of the second two
+        scorers.score(scorer, [pairs[0], pairs[3], pairs[4], pairs[1]], 2)  # the first of the second two
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     says = str(error.value)
     assert all(
@@ -472,7 +472,7 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(l
 
     a, b, c = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}, {"prompt": "rest dog eel"}])
     texts = [(a, "ant"), (b, "bear"), (a, "cat"), (c, "goat"), (b, "eel"), (a, "dog")]
-    got = scorers.score(oracle_of(beats), [(prompt, response(text)) for prompt, text in texts], 3, CPU)
+    got = scorers.score(oracle_of(beats), [(prompt, response(text)) for prompt, text in texts], 3)
     assert got == pytest.approx([0.5, 0.25, 0.575, 0.5, 0.75, 0.425])
     assert [len(call) for call in calls] == [3, 1]
     duels = sum(calls, [])
@@ -488,7 +488,7 @@ def test_log_odds_that_cannot_be_are_an_input_error_that_names_the_oracle(odds, 
     (prompt,) = load([{"prompt": "copy ant"}])
     oracle = oracle_of(lambda duels: odds)
     with pytest.raises(InputError, match=f"oracle.* {says}"):
-        scorers.score(oracle, [(prompt, response("ant")), (prompt, response("cat"))], 8, CPU)
+        scorers.score(oracle, [(prompt, response("ant")), (prompt, response("cat"))], 8)
 
 
 def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone(tmp_path, monkeypatch):
@@ -498,9 +498,9 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
     scorers.try_functions(ppo.Args(scorer=spec, dataset="p.jsonl"))
     (prompt,) = generate.load_prompts("p.jsonl", "train", TOKENIZER, 64)
     scorer = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and scorers.for_tokens(scorer, None) is scorer
+    assert scorer.pairwise
     duels = [(prompt, response("ant bear"), response("ant")), (prompt, response("ant"), response("owl"))]
-    assert scorers.log_odds(scorer, duels, 8, CPU) == [-0.5, 0.0]
+    assert scorers.log_odds(scorer, duels, 8) == [-0.5, 0.0]
     for refused, pairwise in ((spec, False), (f"{spec}+common.tiny:gold_scorer", True)):
         with pytest.raises(InputError, match="compares two responses, and scores none"):
             scorers.load_scorer(refused, TOKENIZER, CPU, pairwise=pairwise)
@@ -518,7 +518,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
-    got = scorers.score(scorer, pairs, 2, CPU)
+    got = scorers.score(scorer, pairs, 2)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     letters = TOKENIZER.convert_tokens_to_ids(["A", "B"])
 
@@ -548,7 +548,8 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
     asked = generate.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]
     given = [generate.Response(ids, "", ended) for ids, ended in ways]
-    found = [scorers._encode(scorer, asked, response, [EOS])[1] for response in given]
+    encoded = [scorers._encode(scorer, asked, response, [EOS]) for response in given]
+    found = [c.response_ids[0].tolist() for c in encoded]
     assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
 
 

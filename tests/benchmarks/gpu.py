@@ -1,14 +1,16 @@
 """What GPUs make of this: whether the six scripts run there, and how near the sampler comes to the memory's
 bandwidth and training to the matrix units' rate, for Llama shapes of random weights.
 
-    python tests/benchmarks/gpu.py --only torchrun              the check to run first
-    python tests/benchmarks/gpu.py                              a CUDA GPU of 80 GB
-    python tests/benchmarks/gpu.py --shapes tiny --only sampler training       anywhere, in a minute
+    python tests/benchmarks/gpu.py --only torchrun sharded      the check to run first
+    python tests/benchmarks/gpu.py                              CUDA GPUs of 80 GB
+    python tests/benchmarks/gpu.py --only sharded               a minute or two on a CPU
 
     torchrun  a few steps of every script on the tiny world, under torchrun on two GPUs, or on one, which has a process
-              group and shards its models here alone: nccl and FSDP2 are tried (on a CPU: gloo). Exit code 1 unless
-              all of them end with 0
-    scripts   the same without torchrun
+              group and shards its models here alone: nccl and FSDP2 are tried (without a GPU: gloo on the CPU, two
+              ranks). Exit code 1 unless all of them end with 0
+    sharded   sampler and training on as many ranks, with models that FSDP2 shards: figures of rank 0, each rank having
+              rows and blocks of its own
+    scripts   what torchrun does, without it
     sampler   rows of --prompt-tokens draw --new-tokens each, --slots at once, in bf16. Its bound: a step reads every
               weight but the embedding once, and the keys and values of every row; bound = rows / (bytes / bandwidth)
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
@@ -23,7 +25,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+import types
+from dataclasses import dataclass, replace
 
 import peers
 import torch
@@ -34,6 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from common import dist, losses, metrics, models
 from common.sampler import sample
 
+ENV = {**os.environ, "PYTHONPATH": str(peers.ROOT)}
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "tiny": (64, 2, 4, 2, 128, 512),
     "1b": (2048, 16, 32, 8, 8192, 128256),
@@ -46,16 +50,15 @@ COMMANDS = (  # few steps of each script, on the tiny world
     "rejection_sampling --iterations 1",
     "ppo --iterations 4",
     "dpo_iterative --iterations 1",
-    "ppo --iterations 4 --offload --output-dir runs/offload",
     "common.evaluate --eval-prompts 100",
 )
 
 
 @dataclass
 class Args:
-    shapes: tuple[str, ...] = ("1b", "8b")
-    """Of SHAPES."""
-    only: tuple[str, ...] = ("torchrun", "scripts", "sampler", "training")
+    shapes: tuple[str, ...] = ("1b", "8b") if torch.cuda.is_available() else ("tiny",)
+    """Of SHAPES; by default tiny where there is no GPU."""
+    only: tuple[str, ...] = ("torchrun", "sharded", "scripts", "sampler", "training")
     """Parts to run."""
     slots: int = 64
     """Rows that decode together."""
@@ -111,7 +114,7 @@ def llama(shape, device, dtype):
 
 
 def sampler(shape, device, bandwidth, args) -> dict:
-    model = llama(shape, device, torch.bfloat16)
+    model = dist.shard(llama(shape, device, torch.bfloat16), device, torch.bfloat16)
     prompts = torch.randint(3, model.config.vocab_size, (args.slots, args.prompt_tokens)).tolist()
     options = {"max_new_tokens": args.new_tokens, "pad_id": 0}
 
@@ -126,7 +129,8 @@ def sampler(shape, device, bandwidth, args) -> dict:
         model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **drawing)
 
     n = args.slots * args.new_tokens
-    speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
+    with dist.consolidated(model):
+        speeds = [n / timed(run, device, args.repeats) for run in (ours, generate)]
     config = model.config
     weights = 2 * (sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size)
     length = args.prompt_tokens + args.new_tokens / 2  # of a row, on the average step
@@ -140,6 +144,8 @@ def sampler(shape, device, bandwidth, args) -> dict:
 def training(shape, device, rate, args) -> dict:
     model = llama(shape, device, torch.float32)
     model.activation_checkpointing_enable({"use_reentrant": False})
+    model.token_logprobs = types.MethodType(models.token_logprobs, model)
+    model.forward_methods = ["token_logprobs"]  # where FSDP gathers the weights
     model = dist.shard(model, device, torch.bfloat16).train()
     vocabulary = model.config.vocab_size
     ids = torch.randint(3, vocabulary, (args.blocks, args.block), device=device)
@@ -147,7 +153,7 @@ def training(shape, device, rate, args) -> dict:
     mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
 
     def step():
-        logprobs = models.token_logprobs(model, ids, mask)
+        logprobs = model.token_logprobs(ids, mask)
         losses.sft_loss(logprobs, mask)[0].backward()
         model.zero_grad(set_to_none=True)
 
@@ -160,16 +166,19 @@ def training(shape, device, rate, args) -> dict:
     return {**line, "of the rate": f"{used / rate:.0%}", "peak GB": f"{peak:.1f}"}
 
 
-def scripts(ranks=0) -> list[dict]:
-    """ranks: of torchrun; 0: without it."""
+def launcher(ranks) -> list[str]:
+    """Of a module that follows. ranks: of torchrun; 0: without it."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
-    launcher, table = [sys.executable, "-m", *(torchrun if ranks else ())], []
+    return [sys.executable, "-m", *(torchrun if ranks else ())]
+
+
+def scripts(ranks=0) -> list[dict]:
+    table = []
     with tempfile.TemporaryDirectory() as folder:
-        run = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(peers.ROOT)}}
-        run |= {"capture_output": True, "text": True}
+        run = {"cwd": folder, "env": ENV, "capture_output": True, "text": True}
         for command in COMMANDS:
             start = time.perf_counter()
-            out = subprocess.run([*launcher, *command.split()], **run)
+            out = subprocess.run([*launcher(ranks), *command.split()], **run)
             line = {"command": command, "exit code": out.returncode, "seconds": time.perf_counter() - start}
             table.append({**line, "last line": (out.stdout.strip().splitlines() or [""])[-1][:80]})
             if out.returncode:
@@ -178,28 +187,45 @@ def scripts(ranks=0) -> list[dict]:
 
 
 def rank():
-    """One rank of torchrun: the module that the first argument names. A rank that is alone gets a process group,
-    so that its models are sharded too."""
+    """One rank of torchrun: the module that the first argument names, or `sharded`. A rank that is alone gets a
+    process group, so that its models are sharded too."""
     if os.environ["WORLD_SIZE"] == "1":
         td.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     sys.argv = sys.argv[1:]
+    if sys.argv[0] == "sharded":
+        measure(replace(tyro.cli(Args), only=("sampler", "training")))
+        dist.shutdown()
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def main(args: Args):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    ranks = min(2, torch.cuda.device_count()) or 1
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    ranks = min(2, torch.cuda.device_count() or 2)
+    if ranks == 1:
+        print("one GPU, so one rank under torchrun: nccl wants a GPU for each")
     for part, n in (("torchrun", ranks), ("scripts", 0)):
         table = scripts(n) if part in args.only else []
         if table:
             failed = sum(line["exit code"] != 0 for line in table)
-            print(f"\n{part}, {ranks} rank(s) on {name}: {len(table) - failed} of {len(table)} commands run")
+            print(f"\n{part}, {n or 1} rank(s) on {name}: {len(table) - failed} of {len(table)} commands run")
             metrics.print_table(table)
             if failed:
                 sys.exit(1)
+    if "sharded" in args.only:
+        print(f"\nsharded, {ranks} rank(s) on {name}", flush=True)
+        ended = subprocess.run([*launcher(ranks), "sharded", *sys.argv[1:]], env=ENV)
+        if ended.returncode:
+            sys.exit(1)
+    if {"sampler", "training"} & {*args.only}:
+        measure(args)
+
+
+def measure(args):
+    """The tables of sampler and training, here or on each rank of torchrun."""
+    device = dist.setup()
     bandwidth, rate = machine(device, args.repeats)
-    print(f"{name}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
+    if dist.is_main():
+        print(f"{device}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
     for part, unit in ((sampler, bandwidth), (training, rate)):
         table = []
         for shape in args.shapes if part.__name__ in args.only else ():
@@ -208,7 +234,7 @@ def main(args: Args):
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-        if table:
+        if table and dist.is_main():
             print(f"\n{part.__name__}")
             metrics.print_table(table)
 
