@@ -153,13 +153,12 @@ def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Pro
 
 
 def check_sampled(name, mend=""):
-    """InputError if the attention of the model of this name is one that the sampler does not know: better
-    now than hours from now. mend: how to do without samples."""
+    """InputError if the attention of the model of this name is one that the sampler does not know, or if its
+    ranks cannot share a copy: better now than hours from now. mend: how to do without samples."""
+    config = loading._read_config(name).get_text_config()
+    tensor_parallel.check(config, dist.ranks_per_copy)
     try:
-        if name != "tiny":
-            config = loading._read_config(name).get_text_config()
-            sampler.check_attention(config)
-            tensor_parallel.check(config, dist.ranks_per_copy)
+        sampler.check_attention(config)
     except ValueError as error:
         raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
 
