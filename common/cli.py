@@ -68,6 +68,8 @@ class EveryCommand:
     """Where the rows of metrics.jsonl go beside it."""
     deterministic: bool = False
     """Kernels whose results repeat bit for bit, where torch has such; slower (docs/gpus.md)."""
+    generate_tensor_parallel: int = 1
+    """Ranks of a node that hold one copy of a model together while it generates (docs/gpus.md)."""
 
 
 def check_flags(args, *more):
@@ -110,6 +112,11 @@ def parse(recipes, argv=None):
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
     data.n_shown = every.preview
+    n, of_node = every.generate_tensor_parallel, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if n < 1 or of_node % n:
+        wanted = f"wanted a divisor of the {of_node} process(es) that torchrun starts on a node"
+        raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
+    dist.ranks_per_copy = n
     if every.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as td
 import transformers
 
+from common import tensor_parallel
 from common.errors import InputError, NotFinite
 
 LAYOUT = 2  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
+ranks_per_copy = 1  # of a model inside `consolidated`: --generate-tensor-parallel
 
 
 # -- processes -------------------------------------------------------------------------------------
@@ -209,7 +211,8 @@ def consolidated(model):
     decoding step gathers all weights again, about 20 times slower; consolidating once per rollout mends it).
 
     Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and
-    computes no gradient. Needs memory for one copy of the weights in compute_dtype per rank. On one process
+    computes no gradient. Needs memory for one copy of the weights in compute_dtype per rank; where
+    `ranks_per_copy` ranks share one (tensor_parallel.py), these run the same rows together. On one process
     weights are only cast, if compute_dtype is not theirs."""
     if getattr(model, "is_consolidated", False):  # by the caller, for several calls
         yield model
@@ -217,16 +220,19 @@ def consolidated(model):
     training, sharded = model.training, [m for m in model.modules() if is_sharded(m)]
     masters = {} if sharded else {p: p.data for p in model.parameters()}
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in sharded]
+    layers = [m for m in sharded if m is not model] if ranks_per_copy > 1 else []  # that ranks share
     model.eval()
     try:
         with torch.no_grad():
             for m in sharded:  # the hooks would free a layer again, and cost more time than a small layer
-                m.unshard()
+                if m not in layers:
+                    m.unshard()
                 m._forward_pre_hooks, m._forward_hooks = {}, {}
             for p in masters:  # where the dtype is the same already, to() gives the same tensor
                 p.data = p.data.to(getattr(model, "compute_dtype", p.dtype))
             model.is_consolidated = True
-            yield model
+            with tensor_parallel.split(model, layers, ranks_per_copy) if layers else contextlib.nullcontext():
+                yield model
     finally:
         model.is_consolidated = False
         model.train(training)

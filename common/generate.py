@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import data, dist, loading, metrics, sampler
+from common import data, dist, loading, metrics, sampler, tensor_parallel
 from common.batches import Document, Row, split, turns_key
 from common.errors import InputError
 from common.sampler import sample
@@ -135,13 +135,14 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
     weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among ranks, which
     decode in their own time. seed: an integer for this call; ranks draw differently. options:
     sampler.sample's."""
-    mine = range(len(prompts))[dist.rank() :: dist.world_size()]
-    options["seed"] = seed * 1000 + dist.rank()
+    copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
+    mine = range(len(prompts))[copy::n_copies]
+    options["seed"] = seed * 1000 + copy
     with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=False) as progress:
         my_prompts = [prompts[i].ids for i in mine]
         responses = my_responses(model, tokenizer, my_prompts, n=n, progress=progress, **options)
-    numbered = sorted(dist.gather(list(zip(mine, split(responses, n)))))  # ranks have other prompts
-    return [(prompts[i], response) for i, of_prompt in numbered for response in of_prompt]
+    by_prompt = dict(dist.gather(list(zip(mine, split(responses, n)))))  # ranks that share a copy: the same
+    return [(prompts[i], response) for i in range(len(prompts)) for response in by_prompt[i]]
 
 
 def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
@@ -151,11 +152,12 @@ def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Pro
 
 
 def check_sampled(name, mend=""):
-    """InputError if the attention of the model of this name is one that the sampler does not know: better
-    now than hours from now. mend: how to do without samples."""
+    """InputError if the attention of the model of this name is one that the sampler does not know, or if its
+    ranks cannot share a copy: better now than hours from now. mend: how to do without samples."""
+    config = loading._read_config(name).get_text_config()
+    tensor_parallel.check(config, dist.ranks_per_copy)
     try:
-        if name != "tiny":
-            sampler.check_attention(loading._read_config(name).get_text_config())
+        sampler.check_attention(config)
     except ValueError as error:
         raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
 

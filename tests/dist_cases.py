@@ -7,6 +7,7 @@ The functions above the cases are for 1 rank too: test_dist.py calls them in its
 """
 
 import contextlib
+import copy
 import functools
 import gc
 import json
@@ -23,8 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as td
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
 import dpo_iterative
@@ -33,7 +35,7 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, scorers, tiny,
+    comparisons, data, dist, evaluate, evaluation, generate, loading, lora, models, pairwise, pool, scorers, tiny,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
@@ -512,6 +514,40 @@ def consolidated(folder):
     other, other_optimizer = policy(folder / "tied")  # never consolidated
     same_figures = train(model, optimizer, [8, 5]) == train(other, other_optimizer, [8, 5])
     out["same_update"] = same_figures and same(state(model, optimizer), state(other, other_optimizer))
+    return dist.gather([out])
+
+
+# Models of which two ranks have one copy: biases and adapters, GQA, heads of a size of their own
+SHARED = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen2": {}, "qwen3": {"head_dim": 8}}
+SHAPE = {"num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 65}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@case
+def tensor_parallel(folder):
+    """Of every rank and kind of model."""
+    out, ids, reshard = {}, torch.arange(60).view(4, 15), FSDPModule.reshard
+    prompts = [generate.Prompt(prompt, [], None) for prompt in ids.tolist()]
+    options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 24}
+    answers = functools.partial(generate.sample_pairs, **options)
+    for kind, more in SHARED.items():
+        torch.manual_seed(1)
+        plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **more))
+        plain = lora.attach(plain, 2, 0) if kind == "llama" else plain
+        for parameter in plain.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        model, peaks = dist.shard(copy.deepcopy(plain), CPU), []
+        before = held()
+        noted = lambda layer: (peaks.append(held() - before), reshard(layer))
+        with mock.patch.object(dist, "ranks_per_copy", 2), mock.patch.object(FSDPModule, "reshard", noted):
+            with dist.consolidated(model):
+                gap = (model(ids).logits - plain(ids).logits).abs().max().item()
+                inside = held(model)
+            greedy = [answers(of, temperature=0) for of in (model, plain)]
+            drawn = [answers(model, seed=dist.rank()), answers(plain, seed=0)]  # rank 0's seed counts
+        out[kind] = {"gap": gap, "greedy": greedy[0] == greedy[1], "drawn": drawn[0] == drawn[1]}
+        out[kind] |= {"inside": inside, "peak": max(peaks), "after": held() - before}
+        out[kind] |= {"layer": held(plain.model.layers[0]), "whole": held(plain)}
     return dist.gather([out])
 
 

@@ -550,13 +550,9 @@ def test_consolidated_holds_one_full_copy_inside_and_frees_it_after(two):
         assert after == after_again == before
 
 
-def test_consolidated_is_in_evaluation_mode_inside_and_restores_training_mode(two):
+def test_consolidated_is_in_evaluation_mode_and_restores_training_mode_also_after_an_error(two):
     for rank in two("consolidated"):
         assert not rank["training_inside"] and rank["training_after"] and rank["sharded"]
-
-
-def test_consolidated_frees_the_copy_and_restores_training_mode_after_an_error(two):
-    for rank in two("consolidated"):
         assert rank["after_error"] == [rank["parameters"][0], True]
 
 
@@ -566,6 +562,15 @@ def test_a_forward_without_gradient_leaves_no_gathered_weights(two):
 
 def test_training_after_consolidated_is_bitwise_training_without_it(two):
     assert all(rank["same_update"] for rank in two("consolidated"))
+
+
+@pytest.mark.parametrize("kind", dist_cases.SHARED)
+def test_two_ranks_that_share_a_copy_compute_and_draw_what_one_does_in_less_memory(two, kind):
+    """Each has half of six layers, and embedding, norms and unembedding; to gather takes a layer, or two."""
+    for case in (of_rank[kind] for of_rank in two("tensor_parallel")):
+        assert case["gap"] < 1e-5 and case["greedy"] and case["drawn"] and case["after"] == 0
+        assert case["inside"] == pytest.approx(case["whole"] - 3 * case["layer"], rel=0.05)
+        assert case["inside"] < case["peak"] <= case["inside"] + 2.05 * case["layer"] < case["whole"]
 
 
 # -- files -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, user, write_rows
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, generate, loading, metrics, tiny
 from common.batches import split
@@ -188,6 +188,27 @@ def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, p
     one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
     assert one == again and one != other
     assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
+
+
+def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts, monkeypatch):
+    shares = []  # of ranks 0 and 1, and of 2 and 3
+    monkeypatch.setattr(dist, "ranks_per_copy", 2)
+    monkeypatch.setattr(dist, "world_size", lambda: 4)
+    monkeypatch.setattr(dist, "gather", lambda mine: shares.append(dict(mine)) or [(i, []) for i in range(3)])
+    for rank in range(4):
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        generate.sample_pairs(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
+    assert shares[0] == shares[1] and shares[2] == shares[3] and shares[0][0] != shares[2][1]
+    assert [*shares[0], *shares[2]] == [0, 2, 1]
+
+
+def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "ranks_per_copy", 2)
+    heads = Qwen2Config(num_attention_heads=12, num_key_value_heads=3), "qwen2's num_key_value_heads, 3"
+    for config, says in (heads, (MistralConfig(), "mistral cannot be divided")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(InputError, match=says):
+            generate.check_sampled(tmp_path)
 
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):

@@ -183,10 +183,15 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     for kind in ("flash", "mem_efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(dist, "ranks_per_copy", 1)
     parse(RECIPES, [])
     assert seen == [] and not data.n_shown
-    parse(RECIPES, ["--preview", "3", "--report-to", "wandb", "--deterministic"])
-    assert seen == [True, False, False, False, "wandb"] and data.n_shown == 3
+    parse(RECIPES, "--preview 3 --report-to wandb --deterministic --generate-tensor-parallel 4".split())
+    assert seen == [True, False, False, False, "wandb"] and (data.n_shown, dist.ranks_per_copy) == (3, 4)
+    for n in (0, 3, 16):
+        with pytest.raises(InputError, match=f"{n}: wanted a divisor of the 8 process"):
+            parse(RECIPES, ["--generate-tensor-parallel", str(n)])
 
 
 # -- recipes -----------------------------------------------------------------------------

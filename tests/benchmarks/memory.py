@@ -2,10 +2,11 @@
 the scripts' update functions and the sampler run on tensors without content, with --ranks that are not there.
 
     python tests/benchmarks/memory.py --ranks 8 64 512
-    python tests/benchmarks/memory.py --model llama3-70b --ranks 8 64 512
+    python tests/benchmarks/memory.py --model llama3-70b --ranks 8 64 512 --share 8
 
 A micro-batch is a row of --tokens, with checkpointing, after another one that left its gradients. In PPO four
-models are there, also while SLOTS rows of LENGTH tokens are sampled inside `consolidated`."""
+models are there, also while SLOTS rows of LENGTH tokens are sampled inside `consolidated`, where --share ranks
+hold one copy together (--generate-tensor-parallel)."""
 
 import copy
 import itertools
@@ -26,7 +27,7 @@ from transformers import LlamaConfig
 import dpo_iterative
 import ppo
 import sft
-from common import batches, dist, loading, metrics, models, sampler, tiny
+from common import batches, dist, loading, metrics, models, sampler, tensor_parallel, tiny
 
 SLOTS, LENGTH = 16, 2048
 NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
@@ -140,8 +141,9 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     logits = 3.5 * 4 * models.LOGITS_IN_MEMORY  # of a chunk: in bf16, in fp32, their softmax and gradient
     in_layer = 3 * ends + 8 * (n - ends) / layers + between + inside
     working = max(in_layer, 3 * ends + logits + between, 6 * ends)
-    cached = 4 * layers * key_value_heads * hidden // heads  # bytes of a token
-    sampling = 16 * (n + n_value) / ranks + 2 * n + cached * SLOTS * LENGTH
+    cached = 4 * layers * key_value_heads * hidden // heads / dist.ranks_per_copy  # bytes of a token
+    copy_ = 2 * (ends + (n - ends) / dist.ranks_per_copy)
+    sampling = 16 * (n + n_value) / ranks + copy_ + cached * SLOTS * LENGTH
     return {
         "SFT": 16 * n / ranks + working,
         "DPO": 16 * n / ranks + working,
@@ -151,7 +153,7 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     }
 
 
-def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 4096):
+def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 4096, share: int = 1):
     shape, table, resize = SHAPES[model], [], torch.UntypedStorage.resize_
     config = LlamaConfig(**dict(zip(NAMES.split(), shape)))
 
@@ -164,7 +166,9 @@ def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 
     loading.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
     dist.barrier, dist.gather = lambda: None, lambda values: values
     models.LOGITS_IN_MEMORY *= 8
+    dist.ranks_per_copy = share
     for n in ranks:
+        tensor_parallel.group_of.cache_clear()
         td.init_process_group("fake", rank=0, world_size=n, store=td.HashStore())
         with Pretend() as pretend:
             torch.UntypedStorage.resize_ = lambda *args: pretend.count(resize(*args) or args[0])

@@ -50,4 +50,4 @@ done
 
 echo
 echo "Ratios, ours to theirs: median (least to largest) of runs that took turns"
-grep -E '^==| against |consolidated /|of the first' "$log"
+grep -E '^==| against |of consolidated|of the first' "$log"
