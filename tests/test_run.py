@@ -183,10 +183,12 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     for kind in ("flash", "mem_efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
-    assert seen == [] and not data.n_shown
-    parse(RECIPES, ["--preview", "3", "--report-to", "wandb", "--deterministic"])
+    assert seen == [] and not data.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
+    parse(RECIPES, "--preview 3 --report-to wandb --deterministic --compute-dtype bfloat16".split())
     assert seen == [True, False, False, False, "wandb"] and data.n_shown == 3
+    assert dist.compute_dtype_of(torch.device("cpu")) == torch.bfloat16
 
 
 # -- recipes -----------------------------------------------------------------------------
