@@ -193,11 +193,11 @@ def _most_likely(probs, top_p, top_k):
     if 0 < top_k < vocabulary:
         ranked, ids = probs.topk(top_k)
         whole = ranked.sum(-1, keepdim=True)
-    else:  # sorting a whole vocabulary can cost more than the model: try the first thousand tokens
+    else:  # sorting a whole vocabulary can cost more than the model: first a thousand tokens, then 8 thousand
         ranked, ids = probs.topk(min(1024, vocabulary))
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
-        if ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
-            ranked, ids = probs.sort(-1, descending=True)
+        while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
+            ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
     before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
     return torch.where(before < top_p * whole, ranked, 0.0), ids
 

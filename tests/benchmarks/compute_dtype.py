@@ -1,6 +1,6 @@
 """What --compute-dtype bfloat16 gives on a CPU: CPU seconds of a training step and of sampling, and the losses.
 
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/benchmarks/compute_dtype.py MODEL DATASET
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.compute_dtype MODEL DATASET
 
 5 steps of sft.py on 4 blocks of 256 tokens; 8 responses of 32 tokens to each of 4 prompts."""
 
