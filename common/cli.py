@@ -66,6 +66,8 @@ class EveryCommand:
     """Print so many examples as they are trained on, and stop before a model is loaded."""
     report_to: Literal["tensorboard", "wandb"] | None = None
     """Where the rows of metrics.jsonl go beside it."""
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
     deterministic: bool = False
     """Kernels whose results repeat bit for bit, where torch has such; slower (docs/gpus.md)."""
     generate_tensor_parallel: int = 1
@@ -111,7 +113,7 @@ def parse(recipes, argv=None):
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
-    data.n_shown = every.preview
+    data.n_shown, dist.compute_dtype = every.preview, every.compute_dtype
     n, of_node = every.generate_tensor_parallel, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if n < 1 or of_node % n:
         wanted = f"wanted a divisor of the {of_node} process(es) that torchrun starts on a node"

@@ -153,8 +153,13 @@ def schedule(step: int, n_steps: int, args) -> float:
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
+compute_dtype = None  # of --compute-dtype
+
+
 def compute_dtype_of(device) -> torch.dtype:
-    """bf16 where an accelerator has it, else fp32."""
+    """What --compute-dtype says; without it bf16 where an accelerator has it, else fp32."""
+    if compute_dtype:
+        return getattr(torch, compute_dtype)
     has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: False)
     return torch.bfloat16 if has_bf16(including_emulation=False) else torch.float32
 

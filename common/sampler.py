@@ -30,7 +30,8 @@ import transformers
 from tqdm import tqdm
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-PREFILL_TOKENS = 4096  # prompts are prefilled together up to this many tokens
+PREFILL_TOKENS = 4096  # prompts run together up to this many tokens, and are held until they have slots
+LIKE = 0.8  # of the longest prompt's tokens: a shorter one, which is mostly padding, does not run beside it
 SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows go back to its first columns
 SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
@@ -108,14 +109,14 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         if new:
             first = []
             for j, r in enumerate(new):
-                if r // n not in prefilled:  # then no row of the prompts before is left
+                if r // n not in prefilled:  # then no row of the prompts before is left: those that wait run
                     prefilled = None  # so that one group is held, not two
-                    prefilled = _prefill(model, prompts, list(dict.fromkeys(r // n for r in new[j:])))
+                    prefilled = _prefill(model, prompts, order[order.index(r // n) :])
                 cache.fill(len(live) + j, *prefilled[r // n][:2], len(prompts[r // n]))
                 first.append(prefilled[r // n][2])
             logits = torch.cat([logits, torch.stack(first)]) if live else torch.stack(first)
             live += new
-            prefilled = {i: kept for i, kept in prefilled.items() if waiting and i == waiting[0] // n}
+            prefilled = prefilled if waiting else None
 
         # choose
         token, logprob = choose(logits, *choice, generator)
@@ -194,11 +195,11 @@ def _most_likely(probs, top_p, top_k):
     if 0 < top_k < vocabulary:
         ranked, ids = probs.topk(top_k)
         whole = ranked.sum(-1, keepdim=True)
-    else:  # sorting a whole vocabulary can cost more than the model: try the first thousand tokens
+    else:  # sorting a whole vocabulary can cost more than the model: first a thousand tokens, then 8 thousand
         ranked, ids = probs.topk(min(1024, vocabulary))
         whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
-        if ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
-            ranked, ids = probs.sort(-1, descending=True)
+        while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
+            ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
     before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
     return torch.where(before < top_p * whole, ranked, 0.0), ids
 
@@ -341,10 +342,10 @@ class RaggedCache(Cache):
 
 
 def _prefill(model, prompts, which):
-    """Run the first of the prompts `which`, as many as PREFILL_TOKENS hold, left-padded ->
+    """Run the first of the prompts `which`, as many of LIKE length as PREFILL_TOKENS hold, left-padded ->
     {prompt: (the cache of them all, its row there, its last logits (V,))}."""
     device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
-    group = which[: max(1, PREFILL_TOKENS // width)]
+    group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= LIKE * width]
     paddings = [width - len(prompts[i]) for i in group]
     ids = to_device([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device)
     mask = torch.arange(width, device=device) >= to_device(paddings, device)[:, None]
@@ -414,7 +415,7 @@ def _check_model(model, prompts, max_new_tokens):
     # the padding of the shorter one or what a window leaves out would show
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
-    size = min(8 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
+    size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     rows = [[(7 * i + k) % config.vocab_size for i in range(size - k)] for k in (4, 6)]
     out = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=2, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, out.response_tokens, out.sample_logprobs):

@@ -185,10 +185,13 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(dist, "ranks_per_copy", 1)
+    monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
-    assert seen == [] and not data.n_shown
+    assert seen == [] and not data.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
     parse(RECIPES, "--preview 3 --report-to wandb --deterministic --generate-tensor-parallel 4".split())
     assert seen == [True, False, False, False, "wandb"] and (data.n_shown, dist.ranks_per_copy) == (3, 4)
+    parse(RECIPES, ["--compute-dtype", "bfloat16"])
+    assert dist.compute_dtype_of(torch.device("cpu")) == torch.bfloat16
     for n in (0, 3, 16):
         with pytest.raises(InputError, match=f"{n}: wanted a divisor of the 8 process"):
             parse(RECIPES, ["--generate-tensor-parallel", str(n)])

@@ -1,11 +1,10 @@
 """common/sampler.py against transformers' generate in batches of 64 and its continuous batching with room for 64
 rows, on the same work in one run.
 
-    python tests/benchmarks/sampler.py            32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens,
-    every 20th id a stop id
+    python tests/benchmarks/sampler.py
 
-All sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192). Lengths are geometric
-with mean near 20."""
+32 prompts of 20 to 60 tokens, n = 8, at most 64 new tokens, every 20th id a stop id: lengths are geometric with
+mean near 20. All sample from the same random-weight Llama (hidden 512, 8 layers, vocabulary 8,192)."""
 
 import argparse
 import statistics
@@ -20,9 +19,6 @@ from common.sampler import sample
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--n", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
@@ -30,13 +26,12 @@ def main():
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 20}
-    config = peers.llama(args.hidden, args.layers, 8, args.vocabulary, 512, **special)
+    config = peers.llama(512, 8, 8, 8192, 512, pad_token_id=0, bos_token_id=1, eos_token_id=20)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = LlamaForCausalLM(config).eval().to(device)
     lengths = torch.randint(20, 61, (args.prompts,)).tolist()
-    prompts = [torch.randint(1, args.vocabulary, (length,)).tolist() for length in lengths]
-    stop_ids = list(range(20, args.vocabulary, 20))
+    prompts = [torch.randint(1, 8192, (length,)).tolist() for length in lengths]
+    stop_ids = list(range(20, 8192, 20))
 
     drawing = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "pad_token_id": 0}
     drawing |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": stop_ids}
