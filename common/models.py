@@ -31,8 +31,8 @@ def token_logprobs(
     gradient) of each of these distributions.
 
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
-    runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
-    exists."""
+    runs on chunks of the kept positions, of more than a few chunks once more in backward: a (B, T, V) tensor
+    of logits never exists."""
     rows, columns = action_mask.nonzero().T if places is None else places
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
@@ -122,8 +122,7 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     # Chunks' gradients of the unembedding are summed in bf16 on an accelerator: fewer chunks, less rounding
     elements = LOGITS_IN_MEMORY * (1 if head.weight.device.type == "cpu" else 8)
     size = max(1, elements // head.weight.shape[0])
-    # A single chunk stays in memory until backward; so do several, of together four of a CPU's
-    kept = max(size, CHUNKS_KEPT * LOGITS_IN_MEMORY // head.weight.shape[0])
+    kept = max(size, CHUNKS_KEPT * LOGITS_IN_MEMORY // head.weight.shape[0])  # so few stay in memory
     again = torch.is_grad_enabled() and len(targets) > kept
     for chunk in zip(hidden.split(size), targets.split(size)):
         inputs = (model, *chunk, temperature, entropy)
