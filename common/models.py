@@ -13,6 +13,7 @@ from common.sampler import n_positions as n_positions, to_device
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp32, whatever B, T and V are
+CHUNKS_KEPT = 4  # of logits on a CPU, at most, that backward finds in memory; more it computes again
 
 
 # -- log probabilities -----------------------------------------------------------------------------
@@ -30,8 +31,8 @@ def token_logprobs(
     gradient) of each of these distributions.
 
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
-    runs on chunks of the kept positions, and once more in backward: a (B, T, V) tensor of logits never
-    exists."""
+    runs on chunks of the kept positions, of more than a few chunks once more in backward: a (B, T, V) tensor
+    of logits never exists."""
     rows, columns = action_mask.nonzero().T if places is None else places
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
@@ -121,7 +122,8 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     # Chunks' gradients of the unembedding are summed in bf16 on an accelerator: fewer chunks, less rounding
     elements = LOGITS_IN_MEMORY * (1 if head.weight.device.type == "cpu" else 8)
     size = max(1, elements // head.weight.shape[0])
-    again = torch.is_grad_enabled() and len(targets) > size  # a single chunk may stay in memory
+    kept = max(size, CHUNKS_KEPT * LOGITS_IN_MEMORY // head.weight.shape[0])  # so few stay in memory
+    again = torch.is_grad_enabled() and len(targets) > kept
     for chunk in zip(hidden.split(size), targets.split(size)):
         inputs = (model, *chunk, temperature, entropy)
         parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
@@ -191,11 +193,11 @@ def _chunk(model, hidden, targets, temperature, entropy):
     logits = model.get_output_embeddings()(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
     logits = _scaled(logits, model.config.get_text_config())
     logits = logits if temperature == 1 else logits / temperature
-    logprobs = -torch.nn.functional.cross_entropy(logits, targets, reduction="none")  # one fused pass
+    all_logprobs = logits.log_softmax(-1)
+    logprobs = -torch.nn.functional.nll_loss(all_logprobs, targets, reduction="none")
     if not entropy:
         return logprobs, torch.zeros_like(logprobs)
     with torch.no_grad():
-        all_logprobs = logits.log_softmax(-1)
         return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 

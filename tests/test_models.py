@@ -583,20 +583,24 @@ def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_i
     assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
 
 
-def test_chunks_of_places_are_computed_again_in_backward_and_a_single_one_is_not(rows, monkeypatch):
-    model, seen = small("llama"), []
+def test_chunks_of_places_are_computed_again_in_backward_and_a_few_are_not(rows, monkeypatch):
+    """Which changes no bit of a gradient."""
+    model, seen, grads = small("llama"), [], {}
     model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    for places_in_memory, forward in ((3, [3, 3, 1]), (7, [7])):
+    cases = (1, 4, 2, [1] * 7), (2, 4, 1, [2, 2, 2, 1]), (2, 0, 2, [2, 2, 2, 1]), (7, 0, 1, [7])
+    for places_in_memory, chunks_kept, runs, forward in cases:
         monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
+        monkeypatch.setattr(models, "CHUNKS_KEPT", chunks_kept)
         seen.clear()
         logprobs = models.logprobs_at(model, rows[0], PLACES, TARGETS)
         assert seen == forward
-        logprobs.sum().backward()
-        assert sorted(seen) == sorted(forward * (2 if len(forward) > 1 else 1))
+        grads[runs, places_in_memory] = torch.autograd.grad(logprobs.sum(), list(model.parameters()))
+        assert sorted(seen) == sorted(forward * runs)
         with torch.no_grad():
             seen.clear()
             models.logprobs_at(model, rows[0], PLACES, TARGETS)
         assert seen == forward
+    assert all(map(torch.equal, grads[1, 2], grads[2, 2])) and grads[1, 2][0].any()
 
 
 def test_no_place_at_all_still_connects_every_parameter(model, rows):

@@ -165,7 +165,7 @@ def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 
     loading._read_config, loading._read = lambda name: copy.deepcopy(config), read
     loading.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
     dist.barrier, dist.gather = lambda: None, lambda values: values
-    models.LOGITS_IN_MEMORY *= 8
+    models.LOGITS_IN_MEMORY, models.CHUNKS_KEPT = 8 * models.LOGITS_IN_MEMORY, 1
     dist.ranks_per_copy = share
     for n in ranks:
         tensor_parallel.group_of.cache_clear()
