@@ -1,5 +1,6 @@
 """What people have -> rows in the columns of docs/data.md: files of several kinds, rows of public sets."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -16,9 +17,6 @@ NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     """messages conversations context_messages responses label score margin preference is_safety chosen_score
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
-)
-READ = NOT_TEXT | set(
-    "system prompt instruction input completion output text category subset chosen rejected rating".split()
 )
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}
@@ -75,20 +73,25 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
 }  # fmt: skip
 
 
-def in_our_columns(row: dict) -> tuple[set, dict]:
-    """(the columns by which a row of a public set is known, the row with ours beside its own). Of none, or
-    that has such columns of ours already, stays as it is."""
+def in_our_columns(row: dict) -> dict:
+    """A row of a public set, with our columns beside its own. Any other row, or one that has such columns of
+    ours already, stays as it is."""
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
-        known = set(names.split())
-        if known <= there:
+        if set(names.split()) <= there:
             try:
                 ours = convert(row)
             except (KeyError, TypeError, ValueError, AttributeError):  # a value of another type
                 continue
-            if not there & (ours.keys() - known):
-                return known, {**row, **ours}
-    return set(), row
+            if not there & (ours.keys() - set(names.split())):
+                return {**row, **ours}
+    return row
+
+
+READ = NOT_TEXT.union(  # the columns that something here reads
+    "system prompt instruction input completion output text category subset chosen rejected rating".split(),
+    " ".join(PUBLIC).split(),
+)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -102,8 +105,6 @@ def read_file(path: Path):
                     raise TypeError(f"{type(row).__name__}, wanted an object")
                 if None in row:
                     raise TypeError("more cells than names above: put a text that holds commas in quotes")
-                if row and isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
-                    row["category"] = row["category"].encode("utf-8", "replace").decode()
                 if row != ():
                     yield place, row
                 place += 1
@@ -135,11 +136,11 @@ def _rows(file, suffix):
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 
-def typed(name: str, cell):
-    """A cell of a .csv file, which is text, None if it is empty; in a column of NOT_TEXT what JSON reads."""
-    if name not in NOT_TEXT or not isinstance(cell, str):
-        return cell or None
-    try:
-        return json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
-    except ValueError:
-        return cell or None
+def from_csv(row: dict) -> dict:
+    """in_our_columns of a row of a .csv file, whose cells are text: an empty one is None, in a column of
+    NOT_TEXT it is what JSON reads."""
+    row = {name: cell or None for name, cell in in_our_columns(row).items()}
+    for name in NOT_TEXT & {name for name, cell in row.items() if isinstance(cell, str)}:
+        with contextlib.suppress(ValueError):
+            row[name] = json.loads(row[name].lower() if row[name].lower() in ("true", "false") else row[name])
+    return row

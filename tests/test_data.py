@@ -183,11 +183,11 @@ def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
 
 
 def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
-    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "answer": 4}]
+    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "reply": 4}]
     spec = write(tmp_path / "r.jsonl", rows)
     for split in ("train", "test"):
         data.load_rows(spec, "sft", split)
-    assert capsys.readouterr().out == f"{spec}: columns ['answer', 'system_prompt'] are not read\n"
+    assert capsys.readouterr().out == f"{spec}: columns ['reply', 'system_prompt'] are not read\n"
     for kind in tiny.SIZES:
         data.load_rows("tiny", kind)
     assert not capsys.readouterr().out

@@ -434,13 +434,10 @@ def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_
     assert loading.export_dtype("tiny", None) == torch.float32
 
 
-def test_n_outputs_of_a_run_directory(tmp_path):
+def test_n_outputs_of_a_run_and_of_what_is_none(tmp_path):
     classifier(tmp_path / "model", 2)
     (tmp_path / "summary.json").write_text("{}")
     assert loading.n_outputs(str(tmp_path)) == 2
-
-
-def test_n_outputs_of_another_model_is_an_error_with_what_it_is_and_what_was_wanted(tmp_path):
     lm, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "five", 5)
     kinds = {"tiny": "a causal language model", lm: "a LlamaForCausalLM", five: "a classifier of 5 labels"}
     for name, kind in kinds.items():
@@ -619,29 +616,12 @@ def test_logprobs_at_places_equal_those_of_the_full_logits(model, rows, places_i
     assert min((got - x).abs().max() for x in (exchanged, before, other)) > 0.5
 
 
-def test_chunks_of_places_are_computed_again_in_backward_and_a_single_one_is_not(rows, monkeypatch):
+def test_a_single_chunk_of_places_is_not_computed_again_and_none_connects_every_parameter(rows):
     model, seen = small("llama"), []
     model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-    for places_in_memory, forward in ((3, [3, 3, 1]), (7, [7])):
-        monkeypatch.setattr(models, "LOGITS_IN_MEMORY", places_in_memory * V)
-        seen.clear()
-        logprobs = models.logprobs_at(model, rows[0], PLACES, TARGETS)
-        assert seen == forward
-        logprobs.sum().backward()
-        assert sorted(seen) == sorted(forward * (2 if len(forward) > 1 else 1))
-        with torch.no_grad():
-            seen.clear()
-            models.logprobs_at(model, rows[0], PLACES, TARGETS)
-        assert seen == forward
-
-
-def test_no_place_at_all_still_connects_every_parameter(model, rows):
-    model.zero_grad()
-    logprobs = models.logprobs_at(model, rows[0], PLACES[:, :0], TARGETS[:0])
-    assert logprobs.shape == (0,) and logprobs.dtype == torch.float32
-    logprobs.sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and not parameter.grad.any(), name
+    for n in (7, 0):
+        models.logprobs_at(model, rows[0], PLACES[:, :n], TARGETS[:n]).sum().backward()
+    assert seen == [7, 0] and all(parameter.grad is not None for parameter in model.parameters())
 
 
 # -- seq_logprobs ------------------------------------------------------------------------------
@@ -733,17 +713,14 @@ def test_the_export_of_a_multimodal_models_text_part_says_so_and_reads_back(rows
     torch.testing.assert_close(again.token_logprobs(*rows), policy.token_logprobs(*rows))
 
 
-def test_a_model_that_does_more_to_its_logits_is_refused(tmp_path):
-    with pytest.raises(
-        InputError, match="^bert: two forwards differ: .* does more to its logits than a factor and a cap$"
-    ):
-        loading.load_policy(family("BERT", tmp_path), tiny.tokenizer())
-
-
-def test_a_model_with_a_factor_that_is_not_known_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, model_type", [("BERT", "bert"), ("Granite 3 MoE", "granitemoe")])
+def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(
+    kind, model_type, tmp_path, monkeypatch
+):
     monkeypatch.setattr(models, "LOGIT_FACTORS", {})
-    with pytest.raises(InputError, match="^granitemoe: two forwards differ"):
-        loading.load_policy(family("Granite 3 MoE", tmp_path), tiny.tokenizer())
+    why = f"^{model_type}: two forwards differ: .* does more to its logits than a factor and a cap$"
+    with pytest.raises(InputError, match=why):
+        loading.load_policy(family(kind, tmp_path), tiny.tokenizer())
 
 
 def test_weights_that_are_in_no_file_are_named(tmp_path):
