@@ -114,7 +114,8 @@ def _read(source, items, kind, split):
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
-    unread = {name for row in rows for name, value in row.data.items() if value is not None} - formats.READ
+    read = {*formats.TEXT, *formats.NOT_TEXT, *" ".join(formats.PUBLIC).split()}
+    unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
     if unread:
         _note(f"{source}: columns {columns(unread)} are not read")
     read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
@@ -168,11 +169,10 @@ def _tiny_options(source):
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
     ValueError says what is wrong with it. docs/data.md lists the columns."""
-    whole = "messages" in row or "conversations" in row
-    asked = [] if whole else question(row)
-    if whole:
-        answer = sharegpt(row["messages" if "messages" in row else "conversations"])
-    elif "completion" in row and "prompt" in row:
+    if "messages" in row:
+        return check_messages(row["messages"], row.get("system")), True
+    asked = question(row)
+    if "completion" in row and "prompt" in row:
         if row.get("label", True) not in (True,):
             raise ValueError("its label is not true, so the completion is not learnt")
         asked, answer = row["prompt"], row["completion"]
@@ -188,7 +188,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     else:
         raise WrongColumns(row, "SFT")
     messages = turns(asked, "user") + turns(answer, "assistant")
-    return check_messages(messages, row.get("system")), whole
+    return check_messages(messages, row.get("system")), False
 
 
 def question(row):
@@ -209,16 +209,6 @@ def is_dialogue(value):
 
 def role(message) -> str | None:
     return message.get("role") if isinstance(message, dict) else None
-
-
-def sharegpt(value):
-    """Messages of {from, value} -> {role, content}; others stay as they are."""
-    names, messages = {"human": "user", "gpt": "assistant"}, []
-    for m in value if isinstance(value, list) else []:
-        if isinstance(m, dict) and "from" in m:
-            m = {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
-        messages.append(m)
-    return messages
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
@@ -443,7 +433,7 @@ def by_shares(rows, begin, work, size: int = 64):
 def made_of(rows, make, name: str, shared=None) -> list:
     """make(row) of every row, or of things that have one; make(row, x, y) with the (x, y) of by_shares. Where
     there is a ValueError, reason and places are printed. InputError if nothing is left."""
-    made, dropped, wanted = [], {}, ""
+    made, dropped = [], {}
     pairs = zip(rows, shared or itertools.repeat(()))
     for row, given in metrics.progress(len(rows), 0, f"tokenise {name}", pairs, lines=False):
         try:
@@ -452,14 +442,13 @@ def made_of(rows, make, name: str, shared=None) -> list:
             made.append(make(row, *given))
         except ValueError as error:
             dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
-            wanted = getattr(error, "wanted", wanted)
     if dropped and dist.is_main():
         print(f"{name}: dropped {len(rows) - len(made):,} of {len(rows):,} rows")
         for why, where in dropped.items():
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
     if not made:
         why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}{wanted}")
+        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}")
     return made
 
 
@@ -479,9 +468,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         return Document(ids, mask, messages, row)
 
     cut = 0
-    tokens = by_shares(
-        rows, lambda row: sft_messages(row.data), lambda dialogue: encode(tokenizer, *dialogue)
-    )
+    tokens = by_shares(rows, lambda row: sft_messages(row.data), lambda x: encode(tokenizer, *x))
     documents = made_of(rows, document, name, tokens)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")

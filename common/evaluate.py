@@ -137,7 +137,6 @@ def read_prompts(args, models, tokenizers) -> dict[str, list[generate.Prompt]]:
     keys = [key for key in first if all(key in of_key for of_key in others)]
     if len(keys) < 2:
         raise InputError(f"{args.dataset}: fewer than 2 prompts that all policies can read (--max-length)")
-    data.check_same(args.dataset, dist.seed_of(*sorted(keys)))
     chosen = a_part([first[key] for key in keys], args.eval_prompts)
     return {name: [of_key[prompt.key] for prompt in chosen] for name, of_key in of_policy.items()}
 
@@ -312,7 +311,6 @@ def load_pairs(paths, args):
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:
         raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
-    data.check_same(args.dataset, comparisons.fingerprint(held_out))
     return held_out, tokenizer
 
 

@@ -18,25 +18,15 @@ NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
 )
-EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
-    "SFT": """{"prompt": "2 + 2?", "completion": "4"}
-{"instruction": "Translate.", "input": "chat", "output": "cat"}
-{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}""",
-    "preference": """{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
-{"prompt": "2 + 2?", "completion": "5", "label": false}
-{"instruction": "2 + 2?", "responses": [{"text": "4", "score": 0.9}, {"text": "22", "score": 0.0}]}""",
-    "prompt": '{"prompt": "2 + 2?"}',
-}
+TEXT = "system prompt instruction input completion output text category subset chosen rejected rating".split()
 
 
 class WrongColumns(ValueError):
-    """A row that is none of its kind, of EXAMPLES. wanted: what would be."""
+    """A row that is none of its kind."""
 
     def __init__(self, row, kind):
-        super().__init__(f"columns {columns(row)} are no {kind} row")
-        self.wanted = (
-            f"; wanted {' or '.join(EXAMPLES[kind].splitlines())}; --columns old=new renames columns"
-        )
+        mend = "--columns old=new renames them to those of docs/data.md, as prompt + completion, messages"
+        super().__init__(f"columns {columns(row)} are no {kind} row; {mend}")
 
 
 def columns(row) -> str:
@@ -52,7 +42,11 @@ def _dialogue(prompt):
     return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
 
 
+ROLES = {"human": "user", "gpt": "assistant"}
 PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
+    "conversations": lambda row: {"messages": [  # ShareGPT
+        {**m, "role": ROLES.get(m["from"], m["from"]), "content": m.get("value")} if "from" in m else m
+        for m in row["conversations"]]},
     "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
     "prompt response helpfulness": lambda row: {  # HelpSteer2
         "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
@@ -79,19 +73,13 @@ def in_our_columns(row: dict) -> dict:
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
         if set(names.split()) <= there:
-            try:
+            with contextlib.suppress(
+                KeyError, TypeError, ValueError, AttributeError
+            ):  # values of other types
                 ours = convert(row)
-            except (KeyError, TypeError, ValueError, AttributeError):  # a value of another type
-                continue
-            if not there & (ours.keys() - set(names.split())):
-                return {**row, **ours}
+                if not there & (ours.keys() - set(names.split())):
+                    return {**row, **ours}
     return row
-
-
-READ = NOT_TEXT.union(  # the columns that something here reads
-    "system prompt instruction input completion output text category subset chosen rejected rating".split(),
-    " ".join(PUBLIC).split(),
-)
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -105,15 +93,23 @@ def read_file(path: Path):
                     raise TypeError(f"{type(row).__name__}, wanted an object")
                 if None in row:
                     raise TypeError("more cells than names above: put a text that holds commas in quotes")
+                if row and isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
+                    row["category"] = row["category"].encode("utf-8", "replace").decode()
                 if row != ():
                     yield place, row
                 place += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}:{place}: broken gzip data ({error}), fetch it again") from None
     except UnicodeDecodeError as error:
         line = place + error.object.count(b"\n", 0, error.start)
         raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
-    except (ValueError, TypeError, RecursionError, csv.Error) as error:
+    except (
+        ValueError,
+        TypeError,
+        RecursionError,
+        csv.Error,
+        EOFError,
+        gzip.BadGzipFile,
+        zlib.error,
+    ) as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 
 

@@ -86,9 +86,9 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
     says why there are none."""
-    given = row.get("messages") or row.get("context_messages") or row.get("conversations")
+    given = row.get("messages") or row.get("context_messages")
     if given:
-        turns = data.sharegpt(given)
+        turns = given
     elif data.question(row) is not None:
         turns = data.turns(data.question(row), "user")
     elif row.get("chosen"):

@@ -34,7 +34,7 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, evaluation, generate, loading, models, pairwise, pool, scorers, tiny,
+    comparisons, data, dist, evaluate, evaluation, generate, loading, metrics, models, pairwise, pool, scorers, tiny,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
@@ -661,7 +661,7 @@ def stopped_and_resumed(main, folder, name, first, *others):
     rows there were at the first stop."""
     with stopped(generate, "sample_pairs", first):
         main(folder, name)
-    sampled = len(pool.read(folder / name / "pool.jsonl"))
+    sampled = len(metrics.read_jsonl(folder / name / "pool.jsonl"))
     for owner, function, call in others:
         with stopped(owner, function, call, after=True):
             main(folder, name, resume=True)

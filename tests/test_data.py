@@ -8,7 +8,6 @@ import random
 import re
 from types import SimpleNamespace
 
-import processes
 import pyarrow.parquet
 import pytest
 import torch
@@ -60,7 +59,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_sft_messages_of_every_row_format(name):
     row, messages, all_turns = FORMATS[name]
-    assert data.sft_messages(row) == (messages, all_turns)
+    assert data.sft_messages(formats.in_our_columns(row)) == (messages, all_turns)
 
 
 ASK, LIKERT = "Name a colour.", {"correctness": 3, "coherence": 4, "complexity": 1, "verbosity": 1}
@@ -113,24 +112,6 @@ def test_rows_of_public_sets_are_read_as_they_are(name, tmp_path):
             assert (c.prompt, c.texts) == (prompt, texts)
             found = {"is_safe": comparisons.column(c, "is_safe"), **c._asdict()}
             assert {key: found[key] for key in more} == more
-
-
-def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
-    docs = (processes.ROOT / "docs" / "data.md").read_text()
-    for kind, rows in formats.EXAMPLES.items():
-        wanted = formats.WrongColumns({"a": 1}, kind).wanted
-        assert all(row in wanted and row in docs for row in rows.splitlines())
-    label = {"prompt": "2 + 2?", "completion": "4", "label": True}  # the other one of a pair
-    for kind, load in (
-        ("SFT", data.load_sft),
-        ("preference", comparisons.load),
-        ("prompt", generate.load_prompts),
-    ):
-        rows = list(map(json.loads, formats.EXAMPLES[kind].splitlines()))
-        path = write(tmp_path / f"{kind}.jsonl", rows + [label] * (kind == "preference"))
-        options = {"split": "train", "tokenizer": byte_tokenizer()}
-        options["max_tokens" if kind == "prompt" else "max_length"] = 500
-        assert len(load(path, **options)) == len(rows)
 
 
 def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
@@ -452,7 +433,8 @@ def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(n
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
-        kept = len(data.sft_documents([good, Row("r:2", bad)], tokenizer, 64, "r")) == 2
+        rows = [good, Row("r:2", formats.in_our_columns(bad))]
+        kept = len(data.sft_documents(rows, tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
         unread |= path[-1] == "text" and path[1] != 1 and isinstance(value, str)  # not the best one's
         if unread or (path[-1] == "input" and value in (None, "")):

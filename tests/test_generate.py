@@ -61,7 +61,7 @@ FORMATS = {
 def test_prompts_of_every_row_format(name, load):
     row, turns = FORMATS[name]
     (prompt,) = load([row])
-    assert (prompt.turns, prompt.row.where, prompt.row.data) == (turns, "p.jsonl:1", row)
+    assert (prompt.turns, prompt.row.where) == (turns, "p.jsonl:1") and prompt.row.data.items() >= row.items()
 
 
 def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
@@ -113,7 +113,7 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
         load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
     says = str(error.value)
     assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
-    assert 'wanted {"prompt": ' in says and "(p.jsonl:2)" in says
+    assert "--columns old=new" in says and "(p.jsonl:2)" in says
     assert "special token" in says and "(p.jsonl:3)" in says
 
 
