@@ -1,13 +1,10 @@
-"""Rows a second from a file to token ids, and the memory that they take.
+"""From a file to token ids: processor time of the slowest rank, memory that stays, and rows a second.
 
-    python tests/benchmarks/tokenise.py --model DIR --dataset hh_rlhf.jsonl.gz
-    torchrun --nproc-per-node 2 tests/benchmarks/tokenise.py --model DIR --dataset hh_rlhf.jsonl.gz --pairs
+    torchrun --nproc-per-node 2 tests/benchmarks/tokenise.py DIR hh_rlhf.jsonl.gz 20000 pairs
 
-The file's pairs of dialogues are copied, each with a number before its text, until there are --rows. Reads
-them as demonstrations, or as --pairs. Processor time is that of the slowest rank, its waiting for others
-left out; memory is rank 0's, after the load less before it."""
+The file's pairs of dialogues are copied, each with a number before its text, until there are so many; then
+they are read as `sft` or as `pairs`, with the tokenizer of DIR."""
 
-import argparse
 import json
 import resource
 import sys
@@ -19,31 +16,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from common import comparisons, data, dist, loading
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model"), parser.add_argument("--dataset")
-parser.add_argument("--rows", type=int, default=20_000)
-parser.add_argument("--pairs", action="store_true")
-args = parser.parse_args()
+model, dataset, n, kind = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 dist.setup()
-tokenizer, rows = loading.load_tokenizer(args.model, quiet=True), data.load_rows(args.dataset, "preferences")
+tokenizer, rows = loading.load_tokenizer(model, quiet=True), data.load_rows(dataset, "preferences")
+pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])
 with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-    for i in range(args.rows):
-        row = {name: text.replace(": ", f": {i} ", 1) for name, text in rows[i % len(rows)].data.items()}
-        file.write(json.dumps(row) + "\n")
+    for i in range(n):
+        sides = rows[i % len(rows)].data.items()
+        print(json.dumps({name: text.replace(": ", f": {i} ", 1) for name, text in sides}), file=file)
     file.flush()
-    dist.barrier()
-    before, start, cpu = (
-        int(Path("/proc/self/statm").read_text().split()[1]),
-        time.time(),
-        time.process_time(),
-    )
-    made = (comparisons.load if args.pairs else data.load_sft)(
-        file.name, split="train", tokenizer=tokenizer, max_length=1024
-    )
-    seconds, cpu = (max(dist.gather([x])) for x in (time.time() - start, time.process_time() - cpu))
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) - before
+    load = comparisons.load if kind == "pairs" else data.load_sft
+    before, start, cpu = pages(), time.time(), time.process_time()
+    made = load(file.name, split="train", tokenizer=tokenizer, max_length=1024)
+    spent = time.process_time() - cpu, time.time() - start
+cpu, seconds = (max(dist.gather([x])) for x in spent)
+memory = (pages() - before) * resource.getpagesize() / n / 1000
 if dist.is_main():
-    ms, kb = (f"{x / args.rows * 1000:.2f}" for x in (cpu, pages * resource.getpagesize() / 1e6))
-    print(f"{dist.world_size()} ranks, {len(made)} of {args.rows} rows: {ms} ms of a processor, {kb} kB a row, "
-          f"{args.rows / seconds:.0f} rows/s")  # fmt: skip
+    print(f"{kind}, {dist.world_size()} ranks, {len(made)} of {n} rows: {cpu / n * 1000:.2f} ms of a processor, "
+          f"{memory:.1f} kB a row, {n / seconds:.0f} rows/s")  # fmt: skip
 dist.shutdown()
