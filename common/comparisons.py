@@ -157,7 +157,7 @@ def _labelled(row, min_score_gap) -> Comparison:
 
 
 def _with_ids(c, prompt_ids, response_ids, max_length):
-    """A comparison of the different responses that are short enough, best first. ValueError as _labelled's."""
+    """The comparison of the different responses that are short enough. ValueError as _labelled's."""
     first = {text.strip(): i for i, text in reversed([*enumerate(c.texts)])}  # of equal texts the first one
     fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
     if c.row.data.get("responses") is not None:

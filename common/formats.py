@@ -25,8 +25,7 @@ class WrongColumns(ValueError):
     """A row that is none of its kind."""
 
     def __init__(self, row, kind):
-        mend = "--columns old=new renames them to those of docs/data.md, as prompt + completion, messages"
-        super().__init__(f"columns {columns(row)} are no {kind} row; {mend}")
+        super().__init__(f"columns {columns(row)} are no {kind} row of docs/data.md: try --columns old=new")
 
 
 def columns(row) -> str:

@@ -32,6 +32,6 @@ with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
 cpu, seconds = (max(dist.gather([x])) for x in spent)
 memory = (pages() - before) * resource.getpagesize() / n / 1000
 if dist.is_main():
-    print(f"{kind}, {dist.world_size()} ranks, {len(made)} of {n} rows: {cpu / n * 1000:.2f} ms of a processor, "
-          f"{memory:.1f} kB a row, {n / seconds:.0f} rows/s")  # fmt: skip
+    figures = f"{cpu / n * 1000:.2f} ms of a processor, {memory:.1f} kB a row, {n / seconds:.0f} rows/s"
+    print(f"{kind}, {dist.world_size()} ranks, {len(made)} of {n} rows: {figures}")
 dist.shutdown()
