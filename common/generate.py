@@ -86,14 +86,12 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
     says why there are none."""
-    given = row.get("messages") or row.get("context_messages")
-    if given:
-        turns = given
-    elif data.question(row) is not None:
+    turns = row.get("messages") or row.get("context_messages")
+    if not turns and data.question(row) is not None:
         turns = data.turns(data.question(row), "user")
-    elif row.get("chosen"):
+    elif not turns and row.get("chosen"):
         turns = data.turns(row["chosen"])
-    else:
+    elif not turns:
         raise data.WrongColumns(row, "prompt")
     turns = turns if isinstance(turns, list) else []
     while turns and data.role(turns[-1]) == "assistant":
