@@ -473,7 +473,6 @@ def main(args: Args):
 
     # data
     principles, items = load_principles(args), read_items(args)
-    data.check_same(args.dataset, dist.seed_of(*(item.texts for item in items)))
 
     # model
     names = [] if args.task in WITHOUT_LABELER else [args.model, *args.others]

@@ -30,15 +30,19 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
     per_prompt = collections.Counter()
+    rows = _joined(data.load_rows(spec, "preferences", split))
+    labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
+    tokens = data.by_shares(rows, labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
 
-    def comparison(row):
-        c = _comparison(row, tokenizer, max_length, min_score_gap)
+    def comparison(row, c, tokens):
+        data.check_known(tokenizer, tokens[0])
+        c = _with_ids(c, *tokens, max_length)
         if max_per_prompt and per_prompt[c.key] >= max_per_prompt:
             raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
         per_prompt[c.key] += 1
         return c
 
-    loaded = data.made_of(_joined(data.load_rows(spec, "preferences", split)), comparison, spec)
+    loaded = data.made_of(rows, comparison, spec, tokens)
     pairs = [c for c in loaded if len(c.texts) == 2]
     labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
 
@@ -116,12 +120,12 @@ def _only(c, places):
     return c._replace(ranks=c.ranks[places], kept=tuple(c.kept[i] for i in places), **columns)
 
 
-def _comparison(row, tokenizer, max_length, min_score_gap):
-    """ValueError says why a row is left out."""
-    values, is_ranking = row.data, row.data.get("responses") is not None
+def _labelled(row, min_score_gap) -> Comparison:
+    """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
+    values = row.data
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
     labels = {"category": None if category is None else str(category)}
-    if is_ranking:
+    if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
@@ -143,24 +147,27 @@ def _comparison(row, tokenizer, max_length, min_score_gap):
         raise ValueError("no other completion of its prompt has another label or score")
     else:
         raise data.WrongColumns(values, "preference")
-    first = {text.strip(): i for i, text in reversed([*enumerate(texts)])}  # of equal texts the first one
-    if len(first) < 2:
+    if len({text.strip() for text in texts}) < 2:
         raise ValueError("the responses are the same")
     for text in texts:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
-    prompt_ids, response_ids = data.encode_responses(tokenizer, messages[:-1], texts)
-    data.check_known(tokenizer, prompt_ids)
+    prompt, ranks, source = messages[:-1], torch.tensor(ranks), row.where.rpartition(":")[0]
+    labels.update(grades=grades, kept=tuple(range(len(texts))))
+    return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
+
+
+def _with_ids(c, prompt_ids, response_ids, max_length):
+    """The comparison of the different responses that are short enough. ValueError as _labelled's."""
+    first = {text.strip(): i for i, text in reversed([*enumerate(c.texts)])}  # of equal texts the first one
     fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
-    if is_ranking:
-        fits.sort(key=lambda i: ranks[i])  # best first, as the chosen one of a pair
+    if c.row.data.get("responses") is not None:
+        fits.sort(key=c.ranks.tolist().__getitem__)  # best first, as the chosen one of a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
-    if len({ranks[i] for i in fits}) == 1 and labels.get("preference") is None:
+    if len(set(c.ranks[fits].tolist())) == 1 and c.preference is None:
         raise ValueError("no response is better than another")
     prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
-    prompt, ranks, source = messages[:-1], torch.tensor(ranks), row.where.rpartition(":")[0]
-    labels.update(grades=grades, kept=range(len(texts)))
-    return _only(Comparison(prompt, texts, prompt_ids, response_ids, ranks, source, row, **labels), fits)
+    return _only(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
 
 
 def with_margins(comparisons, size) -> list[Comparison]:

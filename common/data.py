@@ -19,7 +19,7 @@ import jinja2
 import torch
 
 from common import dist, formats, metrics, tiny
-from common.batches import Comparison, Document, Row, a_part
+from common.batches import Comparison, Document, Row, a_part, split
 from common.errors import InputError
 from common.formats import WrongColumns, columns
 
@@ -34,18 +34,26 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     """All rows of `spec`, sources as in docs/data.md with commas between them, the same on every rank.
 
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
-    read = [(_read(source, items, kind, split), weight) for source, items, weight in sources(spec)]
-    weights = [weight for _, weight in read]
-    if all(weight is None for weight in weights):
-        return [row for rows, _ in read for row in rows]
-    if None in weights or min(weights) <= 0:
-        raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
-    # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
-    # place, so that a file sorted by length or topic is not cut at its end.
-    scale = min(len(rows) / weight for rows, weight in read)
-    return [
-        row for rows, weight in read for row in a_part(rows, round(weight * scale), lambda row: row.where)
-    ]
+    parts = [_read(source, items, kind, split) for source, items, _ in sources(spec)]
+    weights = [weight for *_, weight in sources(spec) if weight is not None]
+    if weights:
+        if len(weights) < len(parts) or min(weights) <= 0:
+            raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
+        # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
+        # place, so that a file sorted by length or topic is not cut at its end.
+        scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
+        sizes = [round(weight * scale) for weight in weights]
+        parts = [a_part(rows, size, lambda row: row.where) for rows, size in zip(parts, sizes)]
+    rows = list(itertools.chain(*parts))
+    check_same(spec, dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows)))
+    return rows
+
+
+def check_same(spec: str, fingerprint):
+    """InputError unless all ranks have read the same."""
+    dist.barrier()
+    if len(set(dist.gather([fingerprint]))) > 1:
+        raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
 
 
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
@@ -106,18 +114,12 @@ def _read(source, items, kind, split):
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
-    read = set(formats.READ)
-    for i, row in enumerate(rows):
-        known, values = formats.in_our_columns(row.data)
-        if path.suffix.lower() == ".csv":
-            values = {name: formats.typed(name, cell) for name, cell in values.items()}
-        rows[i] = row._replace(data=values)
-        read |= known
+    read = {*formats.TEXT, *formats.NOT_TEXT, *" ".join(formats.PUBLIC).split()}
     unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
     if unread:
-        function = " (but a function of yours as --scorer gets them)" if kind == "prompts" else ""
-        _note(f"{source}: columns {columns(unread)} are not read{function}")
-    return rows
+        _note(f"{source}: columns {columns(unread)} are not read")
+    read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
+    return [row._replace(data=read_as(row.data)) for row in rows]
 
 
 def _select(rows, items, source):
@@ -167,11 +169,10 @@ def _tiny_options(source):
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
     ValueError says what is wrong with it. docs/data.md lists the columns."""
-    whole = "messages" in row or "conversations" in row
-    asked = [] if whole else question(row)
-    if whole:
-        answer = sharegpt(row["messages" if "messages" in row else "conversations"])
-    elif "completion" in row and "prompt" in row:
+    if "messages" in row:
+        return check_messages(row["messages"], row.get("system")), True
+    asked = question(row)
+    if "completion" in row and "prompt" in row:
         if row.get("label", True) not in (True,):
             raise ValueError("its label is not true, so the completion is not learnt")
         asked, answer = row["prompt"], row["completion"]
@@ -187,7 +188,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     else:
         raise WrongColumns(row, "SFT")
     messages = turns(asked, "user") + turns(answer, "assistant")
-    return check_messages(messages, row.get("system")), whole
+    return check_messages(messages, row.get("system")), False
 
 
 def question(row):
@@ -208,16 +209,6 @@ def is_dialogue(value):
 
 def role(message) -> str | None:
     return message.get("role") if isinstance(message, dict) else None
-
-
-def sharegpt(value):
-    """Messages of {from, value} -> {role, content}; others stay as they are."""
-    names, messages = {"human": "user", "gpt": "assistant"}, []
-    for m in value if isinstance(value, list) else []:
-        if isinstance(m, dict) and "from" in m:
-            m = {**m, "role": names.get(str(m["from"]), m["from"]), "content": m.get("value")}
-        messages.append(m)
-    return messages
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
@@ -422,13 +413,33 @@ def _tokenize(tokenizer, text, starts):
     return ids, [last for _, last in spans]
 
 
-def made_of(rows, make, name: str) -> list:
-    """make(row) of every row, or of things that have one. Where it raises ValueError, reason and places are
-    printed. InputError if nothing is left."""
+def tried(function, argument):
+    """function(argument), or the ValueError that it raises."""
+    try:
+        return function(argument)
+    except ValueError as error:
+        return error
+
+
+def by_shares(rows, begin, work, size: int = 64):
+    """(x = begin(row), work(x)) of every row, one after the other, with ValueErrors that were raised in their
+    place. Each rank works for `size` rows at a time, then all get all: every rank must ask for all rows."""
+    for chunk in split(rows, size * dist.world_size()):
+        begun = [tried(begin, row) for row in chunk]
+        mine = begun[size * dist.rank() :][:size]
+        yield from zip(begun, dist.gather([isinstance(x, ValueError) or tried(work, x) for x in mine]))
+
+
+def made_of(rows, make, name: str, shared=None) -> list:
+    """make(row) of every row, or of things that have one; make(row, x, y) with the (x, y) of by_shares. Where
+    there is a ValueError, reason and places are printed. InputError if nothing is left."""
     made, dropped, wanted = [], {}, ""
-    for row in metrics.progress(len(rows), 0, f"tokenise {name}", rows, lines=False):
+    pairs = zip(rows, shared or itertools.repeat(()))
+    for row, given in metrics.progress(len(rows), 0, f"tokenise {name}", pairs, lines=False):
         try:
-            made.append(make(row))
+            if errors := [x for x in given if isinstance(x, ValueError)]:
+                raise errors[0]
+            made.append(make(row, *given))
         except ValueError as error:
             dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
             wanted = getattr(error, "wanted", wanted)
@@ -447,10 +458,9 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
     InputError if nothing is left."""
 
-    def document(row):
+    def document(row, dialogue, tokens):
         nonlocal cut
-        messages, all_turns = sft_messages(row.data)
-        ids, mask = encode(tokenizer, messages, all_turns)
+        (messages, _), (ids, mask) = dialogue, tokens
         check_known(tokenizer, ids)
         if not any(mask[1:max_length]):
             raise ValueError(f"the prompt fills all {max_length} tokens (--max-length)")
@@ -459,7 +469,8 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         return Document(ids, mask, messages, row)
 
     cut = 0
-    documents = made_of(rows, document, name)
+    tokens = by_shares(rows, lambda row: sft_messages(row.data), lambda x: encode(tokenizer, *x))
+    documents = made_of(rows, document, name, tokens)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
     return documents
@@ -505,7 +516,6 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
         train = without_prompts_of(train, held_out, dataset)
     else:
         train, held_out = hold_out(train)
-    check_same(dataset, dist.seed_of(*(zlib.crc32(repr(d.row.data).encode()) for d in train + held_out)))
     if dist.is_main() and tokenizer:
         print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
         for item in train[: n_shown or 1]:
@@ -536,13 +546,6 @@ def rendered(item, tokenizer, whole=True) -> list[str]:
             text = f"{text[:140]} [...] {text[-140:]}"
         lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens): {text}")
     return lines
-
-
-def check_same(spec: str, fingerprint):
-    """InputError unless all ranks have read the same."""
-    dist.barrier()
-    if len(set(dist.gather([fingerprint]))) > 1:
-        raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
 
 
 # -- rows of PPO's other losses ------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What people have -> rows in the columns of docs/data.md: files of several kinds, rows of public sets."""
 
+import contextlib
 import csv
 import gzip
 import io
@@ -17,9 +18,9 @@ NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
 )
-READ = NOT_TEXT | set(
-    "system prompt instruction input completion output text category subset chosen rejected rating".split()
-)
+TEXT = "system prompt instruction input completion output text category subset chosen rejected rating".split()
+
+
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}
 {"instruction": "Translate.", "input": "chat", "output": "cat"}
@@ -36,9 +37,8 @@ class WrongColumns(ValueError):
 
     def __init__(self, row, kind):
         super().__init__(f"columns {columns(row)} are no {kind} row")
-        self.wanted = (
-            f"; wanted {' or '.join(EXAMPLES[kind].splitlines())}; --columns old=new renames columns"
-        )
+        examples = " or ".join(EXAMPLES[kind].splitlines())
+        self.wanted = f"; wanted {examples}; --columns old=new renames columns"
 
 
 def columns(row) -> str:
@@ -54,7 +54,11 @@ def _dialogue(prompt):
     return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
 
 
+ROLES = {"human": "user", "gpt": "assistant"}
 PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
+    "conversations": lambda row: {"messages": [  # ShareGPT
+        {**m, "role": ROLES.get(m["from"], m["from"]), "content": m.get("value")} if "from" in m else m
+        for m in row["conversations"]]},
     "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
     "prompt response helpfulness": lambda row: {  # HelpSteer2
         "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
@@ -75,23 +79,23 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
 }  # fmt: skip
 
 
-def in_our_columns(row: dict) -> tuple[set, dict]:
-    """(the columns by which a row of a public set is known, the row with ours beside its own). Of none, or
-    that has such columns of ours already, stays as it is."""
+def in_our_columns(row: dict) -> dict:
+    """A row of a public set, with our columns beside its own. Any other row, or one that has such columns of
+    ours already, stays as it is."""
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
-        known = set(names.split())
-        if known <= there:
-            try:
+        if set(names.split()) <= there:
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of other types
                 ours = convert(row)
-            except (KeyError, TypeError, ValueError, AttributeError):  # a value of another type
-                continue
-            if not there & (ours.keys() - known):
-                return known, {**row, **ours}
-    return set(), row
+                if not there & (ours.keys() - set(names.split())):
+                    return {**row, **ours}
+    return row
 
 
 # -- files -----------------------------------------------------------------------------------------
+BROKEN = (ValueError, TypeError, RecursionError, csv.Error, EOFError, gzip.BadGzipFile, zlib.error)
+
+
 def read_file(path: Path):
     """(place, row) of every row of a file: its line, its number in a list, its row in a spreadsheet."""
     place, kind = 1, "JSON" if ".json" in path.name else path.suffix[1:]
@@ -107,12 +111,10 @@ def read_file(path: Path):
                 if row != ():
                     yield place, row
                 place += 1
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}:{place}: broken gzip data ({error}), fetch it again") from None
     except UnicodeDecodeError as error:
         line = place + error.object.count(b"\n", 0, error.start)
         raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
-    except (ValueError, TypeError, RecursionError, csv.Error) as error:
+    except BROKEN as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 
 
@@ -135,11 +137,11 @@ def _rows(file, suffix):
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 
-def typed(name: str, cell):
-    """A cell of a .csv file, which is text, None if it is empty; in a column of NOT_TEXT what JSON reads."""
-    if name not in NOT_TEXT or not isinstance(cell, str):
-        return cell or None
-    try:
-        return json.loads(cell.lower() if cell.lower() in ("true", "false") else cell)
-    except ValueError:
-        return cell or None
+def from_csv(row: dict) -> dict:
+    """in_our_columns of a row of a .csv file, whose cells are text: an empty one is None, in a column of
+    NOT_TEXT it is what JSON reads."""
+    row = {name: cell or None for name, cell in in_our_columns(row).items()}
+    for name in NOT_TEXT & {name for name, cell in row.items() if isinstance(cell, str)}:
+        with contextlib.suppress(ValueError):
+            row[name] = json.loads(row[name].lower() if row[name].lower() in ("true", "false") else row[name])
+    return row

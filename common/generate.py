@@ -37,11 +37,10 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
     `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
 
-    def prompt_of(row):
-        turns = prompt_turns(row.data)
+    def prompt_of(row, turns, ids):
         if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
             raise ValueError(data.SPECIAL)
-        prompt = Prompt(data.prompt_ids(tokenizer, turns), turns, row)
+        prompt = Prompt(ids, turns, row)
         data.check_known(tokenizer, prompt.ids)
         if len(prompt.ids) > max_tokens:
             raise ValueError(f"the prompt is longer than {max_tokens} tokens")
@@ -50,8 +49,9 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
         keys.add(prompt.key)
         return prompt
 
-    keys = set()
-    return data.made_of(data.load_rows(spec, "prompts", split), prompt_of, spec)
+    keys, rows = set(), data.load_rows(spec, "prompts", split)
+    ids = data.by_shares(rows, lambda row: prompt_turns(row.data), partial(data.prompt_ids, tokenizer))
+    return data.made_of(rows, prompt_of, spec, ids)
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
@@ -85,14 +85,12 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 def prompt_turns(row: dict) -> list[dict]:
     """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
     says why there are none."""
-    given = row.get("messages") or row.get("context_messages") or row.get("conversations")
-    if given:
-        turns = data.sharegpt(given)
-    elif data.question(row) is not None:
+    turns = row.get("messages") or row.get("context_messages")
+    if not turns and data.question(row) is not None:
         turns = data.turns(data.question(row), "user")
-    elif row.get("chosen"):
+    elif not turns and row.get("chosen"):
         turns = data.turns(row["chosen"])
-    else:
+    elif not turns:
         raise data.WrongColumns(row, "prompt")
     turns = turns if isinstance(turns, list) else []
     while turns and data.role(turns[-1]) == "assistant":

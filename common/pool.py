@@ -24,11 +24,6 @@ SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_o
 COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
 
-def read(path) -> list[dict]:
-    """The rows of a pool file, rank 0's on every rank, up to a line that a crash cut."""
-    return dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
-
-
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
     tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
@@ -60,7 +55,9 @@ class Pool:
     def __init__(self, run, rows=()):
         """rows: those of an earlier run; a run that is gone on with has its own."""
         self.args, self.path = run.args, f"{run.folder}/pool.jsonl"
-        self.rows = read(self.path) if run.resumed else list(rows)
+        if run.resumed:  # rank 0's on every rank, up to a line that a crash cut
+            rows = dist.gather(metrics.read_jsonl(self.path) if dist.is_main() else [])
+        self.rows = list(rows)
         self.write()
 
     def write(self):

@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import json
+import math
 import sys
 import time
 import traceback
@@ -35,7 +36,8 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, evaluation, generate, loading, lora, models, pairwise, pool, scorers, tiny,
+    comparisons, data, dist, evaluate, evaluation, generate, loading, lora, metrics, models, pairwise, pool, scorers,
+    tiny,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
@@ -420,7 +422,10 @@ def sums(folder):
     if rank == 0:
         out.add({"nll_sum": 10.0, "ratio_max": -2.0})
         out.add({"": torch.tensor(0.5)}, "extra")
-    sums = {"gather": dist.gather([rank] * (2 * rank))}
+    sums, worked = {"gather": dist.gather([rank] * (2 * rank))}, []
+    work = lambda x: worked.append(x) or math.sqrt(7 - x)  # not of 8
+    sums["shares"] = dist.gather([repr(list(data.by_shares("0123x5678", int, work, size=2)))])
+    sums["worked"] = dist.gather([worked])
     return {**sums, "world": dist.world_size(), "Sums": dist.gather([out.over_ranks()])}
 
 
@@ -693,7 +698,7 @@ def stopped_and_resumed(main, folder, name, first, *others):
     rows there were at the first stop."""
     with stopped(generate, "sample_pairs", first):
         main(folder, name)
-    sampled = len(pool.read(folder / name / "pool.jsonl"))
+    sampled = len(metrics.read_jsonl(folder / name / "pool.jsonl"))
     for owner, function, call in others:
         with stopped(owner, function, call, after=True):
             main(folder, name, resume=True)

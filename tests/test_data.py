@@ -60,7 +60,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_sft_messages_of_every_row_format(name):
     row, messages, all_turns = FORMATS[name]
-    assert data.sft_messages(row) == (messages, all_turns)
+    assert data.sft_messages(formats.in_our_columns(row)) == (messages, all_turns)
 
 
 ASK, LIKERT = "Name a colour.", {"correctness": 3, "coherence": 4, "complexity": 1, "verbosity": 1}
@@ -183,11 +183,11 @@ def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
 
 
 def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
-    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "answer": 4}]
+    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "reply": 4}]
     spec = write(tmp_path / "r.jsonl", rows)
     for split in ("train", "test"):
         data.load_rows(spec, "sft", split)
-    assert capsys.readouterr().out == f"{spec}: columns ['answer', 'system_prompt'] are not read\n"
+    assert capsys.readouterr().out == f"{spec}: columns ['reply', 'system_prompt'] are not read\n"
     for kind in tiny.SIZES:
         data.load_rows("tiny", kind)
     assert not capsys.readouterr().out
@@ -452,7 +452,8 @@ def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(n
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
-        kept = len(data.sft_documents([good, Row("r:2", bad)], tokenizer, 64, "r")) == 2
+        rows = [good, Row("r:2", formats.in_our_columns(bad))]
+        kept = len(data.sft_documents(rows, tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
         unread |= path[-1] == "text" and path[1] != 1 and isinstance(value, str)  # not the best one's
         if unread or (path[-1] == "input" and value in (None, "")):

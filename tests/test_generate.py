@@ -61,7 +61,7 @@ FORMATS = {
 def test_prompts_of_every_row_format(name, load):
     row, turns = FORMATS[name]
     (prompt,) = load([row])
-    assert (prompt.turns, prompt.row.where, prompt.row.data) == (turns, "p.jsonl:1", row)
+    assert (prompt.turns, prompt.row.where) == (turns, "p.jsonl:1") and prompt.row.data.items() >= row.items()
 
 
 def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):

@@ -50,14 +50,14 @@ def test_several_samplers_have_chunks_of_their_own(tmp_path):
 def test_a_last_line_that_was_cut_is_left_out(tmp_path):
     path, rows = tmp_path / "pool.jsonl", [row(A, "ant"), row(A, "c\u2028\u00e9t"), row(B, "bear")]
     metrics.write_jsonl(path, rows)
-    assert pool.read(path) == rows
+    assert read_jsonl(path) == rows
     whole = path.read_bytes()
     for cut in (20, len(json.dumps(rows[2])) - 1):
         path.write_bytes(whole[:-cut])
-        assert pool.read(path) == rows[:2]
+        assert read_jsonl(path) == rows[:2]
     path.write_bytes(whole[:-1])  # only the line break is missing
-    assert pool.read(path) == rows
-    assert pool.read(tmp_path / "nothing.jsonl") == []
+    assert read_jsonl(path) == rows
+    assert read_jsonl(tmp_path / "nothing.jsonl") == []
 
 
 # -- an earlier run's pool ---------------------------------------------------------------
