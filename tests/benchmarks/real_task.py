@@ -6,6 +6,7 @@ python tests/benchmarks/real_task.py table FOLDER SEEDS
 
 and the check, as --scorer tests/benchmarks/real_task.py:correct"""
 
+import itertools
 import random
 import statistics
 import sys
@@ -14,14 +15,11 @@ from pathlib import Path
 import peers  # noqa: F401, it lets common be found
 
 from common import loading, metrics
+from common.batches import split
 from common.generate import load_prompts, sample_pairs
 
-SIZES = {
-    "sft": 300,
-    "pairs": 400,
-    "prompts": 600,
-    "test": 500,
-}  # rows of data's files; no prompt is in two of them
+# rows of data's files; no prompt is in two of them
+SIZES = {"sft": 300, "pairs": 400, "prompts": 600, "test": 500}
 FLIPPED = 0.1  # share of wrong labels
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
@@ -29,9 +27,8 @@ TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% endif %}"""  # the model's own without the system turn, which is half of a short prompt
 WORDS = """apple bread chair dance eagle flute grape house island jacket kettle lemon mouse night ocean paper
 queen river stone table uncle valley wagon yellow zebra basket candle doctor engine forest garden hammer""".split()
-NAMES = (
-    "Anna Ben Clara David Emma Frank Grace Henry Irene Jack Kate Leo Maria Nick Olga Paul Rose Sam".split()
-)
+NAMES = """Anna Ben Clara David Emma Frank Grace Henry Irene Jack Kate Leo Maria Nick Olga Paul Rose
+Sam""".split()
 THINGS = "apples books coins dogs eggs flowers goats hats keys lamps maps nuts pens rings shoes toys".split()
 
 
@@ -104,7 +101,7 @@ def labelled(answers, rng) -> list[dict]:
 
 
 def label(policy, prompts, seed, file):
-    """Pairs of a policy's answers, four to each prompt."""
+    """Pairs of a policy's answers, four to each prompt; how many of them are right."""
     tokenizer = loading.load_tokenizer(policy)
     prompts = load_prompts(prompts, "train", tokenizer, max_tokens=56)
     model = loading.load_policy(policy, tokenizer).eval()
@@ -114,31 +111,36 @@ def label(policy, prompts, seed, file):
     answers = [(prompt.question, text, r > 0) for (prompt, _), text, r in zip(sampled, texts, right) if text]
     pairs = labelled(answers, random.Random(f"{seed}/{Path(file).stem}"))
     metrics.write_jsonl(file, pairs)
-    print(f"{len(pairs)} pairs; of {len(answers)} answers {statistics.fmean(right):.1%} are right")
+    lines = []
+    for task in dict.fromkeys(prompt.category for prompt in prompts):
+        rights = [of_4 for prompt, of_4 in zip(prompts, split(right, 4)) if prompt.category == task]
+        right_ones, best = (statistics.fmean(map(f, rights)) for f in (statistics.fmean, max))
+        lines.append({"task": task, "right": f"{right_ones:.1%}", "best of 4": f"{best:.1%}"})
+    metrics.print_table(lines)
+    print(f"{len(pairs)} pairs")
 
 
 def table(folder, seeds):
-    """Truth and reward model's score over SFT on the same held-out prompts: each seed, all seeds together."""
-    truth, lines = {}, []
-    for seed in seeds.split():
-        for judge in ("truth", "proxy"):
-            for row in metrics.read_jsonl(f"{folder}/{seed}/{judge}/samples.jsonl"):
-                for group in (f"seed {seed}", "together"):
-                    truth.setdefault((row["policy"], judge, group), []).append(row)
-    groups = [f"seed {seed}" for seed in seeds.split()] + ["together"]
-    for policy in dict.fromkeys(policy for policy, _, _ in truth):
-        line = {"policy": policy}
-        for group in groups:
-            after, before = truth[policy, "truth", group], truth["sft", "truth", group]
-            line[group] = f"{statistics.fmean(row['score'] for row in after):.1%}"
-            line[f"over SFT, {group}"] = metrics.interval(
-                metrics.gains(before, after, {"gain": "score"}), "gain"
-            )
-        after, before = truth[policy, "proxy", "together"], truth["sft", "proxy", "together"]
-        line["proxy over SFT"] = metrics.interval(metrics.gains(before, after, {"gain": "score"}), "gain")
-        line["KL"] = f"{statistics.fmean(row['kl'] for row in after):.2f}"
+    """Differences to SFT on the same held-out prompts: of the truth, and of the reward model's score (proxy).
+    The first six prompts of each task, with all answers."""
+    rows, lines = {}, []
+    for seed, judge in itertools.product(seeds.split(), ("truth", "proxy")):
+        for row in metrics.read_jsonl(f"{folder}/{seed}/{judge}/samples.jsonl"):
+            for group in (judge, f"{judge}, seed {seed}", f"{judge}, {row['category']}"):
+                rows.setdefault((group, row["policy"]), []).append(row)
+    for policy in dict.fromkeys(policy for _, policy in rows):
+        truth = rows["truth", policy]
+        line = {"policy": policy, "right": f"{statistics.fmean(row['score'] for row in truth):.1%}"}
+        line["KL"] = f"{statistics.fmean(row['kl'] for row in truth):.2f}"
+        for group in sorted({group for group, _ in rows}):
+            gain = metrics.gains(rows[group, "sft"], rows[group, policy], {"gain": "score"})
+            line[group] = metrics.interval(gain, "gain", "+.3f")
         lines.append(line)
     metrics.print_table(lines)
+    policies = [policy for group, policy in rows if group == "truth"]
+    for same in list(zip(*(rows["truth", policy] for policy in policies)))[:18]:
+        answers = {f"{row['policy']}": row["response"] for row in same}
+        print(same[0]["prompt"], answers)
 
 
 if __name__ == "__main__":
