@@ -8,12 +8,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-add+subtract+extract}
-seeds=${SEEDS:-${SEED:-0}} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model} task=tests/benchmarks/real_task.py
+seeds=${SEEDS:-${SEED:-0}} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
+task=tests/benchmarks/real_task.py
 
 step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends with is there
     local name=$1 file=$2 begin=$SECONDS
     shift 2
-    if [[ -f $file || " all $steps " != *" $name "* && $steps != all ]]; then return; fi
+    if [[ -f $file || $steps != all && " $steps " != *" $name "* ]]; then return; fi
     if ! "$@" >>"$out/log.txt" 2>&1; then tail -n 3 "$out/log.txt"; exit 1; fi
     echo "seed $seed, $name: $((SECONDS - begin)) s" | tee -a "$folder/times.txt"
 }
@@ -25,7 +26,7 @@ run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
         --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
 }
 
-label() { # NAME POLICY: pairs of its answers to 400 prompts, a right and a wrong one; 10 % the wrong way round
+label() { # NAME POLICY: pairs of its answers to 400 prompts, one right and one wrong; 10 % reversed
     step "$1" "$out/$1.jsonl" python $task label "$2" "$out/pairs.jsonl" "$seed" "$out/$1.jsonl"
 }
 
@@ -33,14 +34,16 @@ judge() { # NAME SCORER POLICIES...
     local name=$1 scorer=$2
     shift 2
     step "$name" "$out/$name/summary.json" python -m common.evaluate --policies "$@" --scorer "$scorer" \
-        --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 8 --seed "$seed" --output-dir "$out/$name"
+        --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 8 --seed "$seed" \
+        --output-dir "$out/$name"
 }
 
 for seed in $seeds; do
     out=$folder/$seed && mkdir -p "$out"
     step data "$out/test.jsonl" python $task data "$tasks" "$seed" "$out"
-    run sft sft.py --model "$model" --chat-template "$out/chat.jinja" --dataset "$out/sft.jsonl" --lora-rank 16 \
-        --lr 3e-5 --epochs 2 --no-packing --batch-size 16 --micro-batch-size 16 --sample-prompts 0 --eval-every 0
+    run sft sft.py --model "$model" --chat-template "$out/chat.jinja" --dataset "$out/sft.jsonl" \
+        --lora-rank 16 --lr 3e-5 --epochs 2 --no-packing --batch-size 16 --micro-batch-size 16 \
+        --sample-prompts 0 --eval-every 0
     sft=$out/sft
     label labels "$sft"
 
@@ -51,7 +54,8 @@ for seed in $seeds; do
 
     policy=(--model "$sft" --lora-rank 16 --dataset "$out/prompts.jsonl" --eval-prompts 0 --max-new-tokens 8)
     policy+=(--slots 64 --score-batch-size 64)
-    dpo=(dpo_iterative.py "${policy[@]}" --beta 0.1 --lr 1e-5 --batch-size 16 --micro-batch-size 16 --epochs 2)
+    dpo=(dpo_iterative.py "${policy[@]}" --beta 0.1 --lr 1e-5 --epochs 2 --batch-size 16)
+    dpo+=(--micro-batch-size 16)
     ppo=(ppo.py "${policy[@]}" --iterations 15 --prompts-per-iteration 16 --n-samples 4 --minibatch-size 64)
     ppo+=(--micro-batch-size 64 --epochs 2 --lr 1e-5 --value-lr 1e-5 --value-warmup-steps 4 --eval-every 0)
     run dpo "${dpo[@]}" --iterations 0 --offline-data "$out/labels.jsonl"
@@ -61,9 +65,9 @@ for seed in $seeds; do
         --eval-prompts 0 --max-new-tokens 8 --slots 64 --score-batch-size 64 --epochs 2 --lr 3e-5 \
         --no-packing --batch-size 16 --micro-batch-size 16
     run ppo "${ppo[@]}" --scorer "$out/reward"
-    step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal --model "$sft" --scorer "$out/advantage" \
-        --dataset "$out/prompts.jsonl" --max-prompts 200 --clusters 4 --max-new-tokens 8 --max-length 64 \
-        --seed "$seed" --output "$out/rehearsal.jsonl"
+    step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal --model "$sft" \
+        --scorer "$out/advantage" --dataset "$out/prompts.jsonl" --max-prompts 200 --clusters 4 \
+        --max-new-tokens 8 --max-length 64 --seed "$seed" --output "$out/rehearsal.jsonl"
     run ppo_advantage "${ppo[@]}" --scorer "$out/advantage" --rehearsal-data "$out/rehearsal.jsonl"
 
     label labels_renewed "$out/iterative" # a reward model that has seen the newest policy, and one more round

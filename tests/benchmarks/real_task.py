@@ -139,8 +139,7 @@ def table(folder, seeds):
     metrics.print_table(lines)
     policies = [policy for group, policy in rows if group == "truth"]
     for same in list(zip(*(rows["truth", policy] for policy in policies)))[:18]:
-        answers = {f"{row['policy']}": row["response"] for row in same}
-        print(same[0]["prompt"], answers)
+        print(same[0]["prompt"][-1]["content"], {row["policy"]: row["response"] for row in same})
 
 
 if __name__ == "__main__":
