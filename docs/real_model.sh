@@ -26,8 +26,8 @@ run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
         --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
 }
 
-label() { # NAME POLICY: pairs of its answers to 400 prompts, one right and one wrong; 10 % reversed
-    step "$1" "$out/$1.jsonl" python $task label "$2" "$out/pairs.jsonl" "$seed" "$out/$1.jsonl"
+label() { # NAME POLICY PROMPTS: pairs of its answers, one right and one wrong; 10 % reversed
+    step "$1" "$out/$1.jsonl" python $task label "$2" "$out/$3.jsonl" "$seed" "$out/$1.jsonl"
 }
 
 judge() { # NAME SCORER POLICIES...
@@ -45,12 +45,15 @@ for seed in $seeds; do
         --lora-rank 16 --lr 3e-5 --epochs 2 --no-packing --batch-size 16 --micro-batch-size 16 \
         --sample-prompts 0 --eval-every 0
     sft=$out/sft
-    label labels "$sft"
+    label labels "$sft" pairs
+    label labels_test "$sft" test
 
     pairs=(--model "$sft" --dataset "$out/labels.jsonl" --epochs 2 --lr 3e-5 --batch-size 16 --eval-every 0)
     pairs+=(--micro-batch-size 16 --length-prompts 0)
     run reward reward.py "${pairs[@]}"
     run advantage advantage_model.py "${pairs[@]}"
+    step scorers "$out/scorers/summary.json" python -m common.evaluate --dataset "$out/labels_test.jsonl" \
+        --scorers "reward=$out/reward" "advantage=$out/advantage" --output-dir "$out/scorers"
 
     policy=(--model "$sft" --lora-rank 16 --dataset "$out/prompts.jsonl" --eval-prompts 0 --max-new-tokens 8)
     policy+=(--slots 64 --score-batch-size 64)
@@ -70,7 +73,7 @@ for seed in $seeds; do
         --max-new-tokens 8 --max-length 64 --seed "$seed" --output "$out/rehearsal.jsonl"
     run ppo_advantage "${ppo[@]}" --scorer "$out/advantage" --rehearsal-data "$out/rehearsal.jsonl"
 
-    label labels_renewed "$out/iterative" # a reward model that has seen the newest policy, and one more round
+    label labels_renewed "$out/iterative" pairs # a reward model that has seen the newest policy, and one more round
     run reward_renewed reward.py "${pairs[@]}" --model "$out/reward" --sft-model "$sft" \
         --dataset "$out/labels_renewed.jsonl,$out/labels.jsonl"
     again=("${dpo[@]}" --model "$out/iterative" --reference "$sft" --iterations 1 --seed $((seed + 100))
@@ -83,6 +86,6 @@ for seed in $seeds; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
     judge truth $task:correct "${policies[@]}"
-    judge proxy "$out/reward" "${policies[@]}" # the same answers: the same seed
+    judge proxy "$out/reward" "${policies[@]}" --eval-prompts 250
 done
 if [[ $steps == all ]]; then python $task table "$folder" "$seeds"; fi
