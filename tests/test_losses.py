@@ -46,14 +46,6 @@ def test_masked_mean_gradient_is_one_over_n_where_kept_and_zero_at_masked_nan():
     torch.testing.assert_close(x.grad, torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]) / 3)
 
 
-@pytest.mark.parametrize("reduce", [losses.masked_sum, losses.masked_mean])
-@pytest.mark.parametrize("dim", [None, 0, 1])
-@pytest.mark.parametrize("shape", [(1, 3), (3,), (2, 1), (3, 2)])  # the first three would broadcast
-def test_masked_reductions_refuse_unequal_shapes(reduce, dim, shape):
-    with pytest.raises(ValueError, match="shapes differ"):
-        reduce(torch.ones(2, 3), torch.ones(shape, dtype=torch.bool), dim)
-
-
 @pytest.mark.parametrize("dim", [None, 1])
 def test_masked_mean_of_nothing_is_an_error(dim):
     mask = torch.zeros(2, 3, dtype=torch.bool)
@@ -102,24 +94,6 @@ def test_sft_loss_differs_from_its_wrong_variants(wrong, value):
     assert abs(value - 2.0) > 0.2
 
 
-def test_micro_batches_with_the_steps_token_count_add_up_to_the_big_batch():
-    """Rows of 2 and 1 response tokens: (5 log 2) / 3 + (1 log 2) / 3 = 2 log 2; the mean of the two own means
-    is (2.5 + 1) / 2 = 1.75 log 2, and its gradients differ as well."""
-    whole, split, means = logprobs(), logprobs(), logprobs()
-    losses.sft_loss(whole, ACTIONS)[0].backward()
-    parts = [losses.sft_loss(split[i : i + 1], ACTIONS[i : i + 1], n_tokens=3) for i in range(2)]
-    own = [losses.sft_loss(means[i : i + 1], ACTIONS[i : i + 1])[0] for i in range(2)]
-    sum(loss for loss, _ in parts).backward()
-    (sum(own) / 2).backward()
-
-    assert sum(loss.item() for loss, _ in parts) == pytest.approx(2 * LOG2)
-    assert sum(p["nll_sum"].item() for _, p in parts) == pytest.approx(6 * LOG2)
-    assert sum(p["n_tokens"].item() for _, p in parts) == 3
-    torch.testing.assert_close(split.grad, whole.grad)
-    assert sum(own).item() / 2 == pytest.approx(1.75 * LOG2)
-    assert not torch.allclose(means.grad, whole.grad)
-
-
 def test_sft_loss_pushes_up_kept_tokens_alone_even_beside_nan():
     values = logprobs().detach()
     values[~ACTIONS] = NAN
@@ -128,21 +102,6 @@ def test_sft_loss_pushes_up_kept_tokens_alone_even_beside_nan():
     loss.backward()
     assert loss.item() == pytest.approx(2 * LOG2)
     torch.testing.assert_close(values.grad, -ACTIONS.float() / 3)  # dL/dlogprob = -1 / n_tokens
-
-
-def test_sft_loss_of_an_empty_mask_is_an_error_unless_other_micro_batches_have_tokens():
-    values, nothing = logprobs(), torch.zeros_like(ACTIONS)
-    with pytest.raises(ValueError, match="no token"):
-        losses.sft_loss(values, nothing)
-    loss, parts = losses.sft_loss(values, nothing, n_tokens=3)
-    loss.backward()
-    assert loss == 0 and parts["n_tokens"] == 0 and parts["nll_sum"] == 0
-    assert values.grad is not None and not values.grad.any()  # a rank without tokens still takes part
-
-
-def test_sft_loss_refuses_a_mask_of_all_tokens_in_place_of_actions():
-    with pytest.raises(ValueError, match=r"logprobs \(2, 3\), action_mask \(2, 4\)"):
-        losses.sft_loss(logprobs(), torch.ones(2, 4, dtype=torch.bool))
 
 
 # -- bradley_terry_loss ------------------------------------------------------------------
@@ -230,64 +189,13 @@ def test_margin_with_a_soft_label_asks_more_of_the_side_that_a_term_prefers():
     assert abs(loss.item() - LOG(2)) > 1
 
 
-def test_pairs_of_micro_batches_add_up_to_the_big_batch():
-    """Micro-batches of 2 and 1 pairs with n_rows = 3, against the mean of their own means."""
-    sides = {name: (thirds(2, 0, -1), thirds(0, 1, 0)) for name in ("whole", "split", "means")}
-    margin, label = thirds(0, 1, 2).detach(), torch.tensor([1.0, 0.25, 0.5], dtype=torch.float64)
-
-    def part(name, rows, n_rows):
-        chosen, rejected = sides[name]
-        return losses.bradley_terry_loss(chosen[rows], rejected[rows], margin[rows], label[rows], n_rows)
-
-    cuts = slice(0, 2), slice(2, 3)
-    whole, parts = part("whole", slice(0, 3), None)
-    split, means = ([part(name, cut, n) for cut in cuts] for name, n in (("split", 3), ("means", None)))
-    for loss in (whole, sum(x for x, _ in split), sum(x for x, _ in means) / 2):
-        loss.backward()
-    assert sum(x.item() for x, _ in split) == pytest.approx(whole.item())
-    for key, value in parts.items():
-        assert sum(p[key].item() for _, p in split) == pytest.approx(value.item())
-    for a, b, c in zip(*sides.values()):
-        torch.testing.assert_close(b.grad, a.grad)
-        assert (c.grad - a.grad).abs().max() > 0.01
-    assert abs(sum(x.item() for x, _ in means) / 2 - whole.item()) > 0.05
-
-
-PAIR_LOSSES = [losses.bradley_terry_loss, losses.advantage_model_loss]
-
-
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
-def test_no_pair_is_an_error_unless_other_micro_batches_have_some(loss):
-    chosen, rejected = thirds(), thirds()
-    with pytest.raises(ValueError, match="no pair"):
-        loss(chosen, rejected)
-    value, parts = loss(chosen, rejected, n_rows=4)
-    value.backward()
-    assert value == 0 and {key: x.item() for key, x in parts.items()} == dict.fromkeys(parts, 0)
-    assert chosen.grad.shape == rejected.grad.shape == (0,)
-
-
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
-@pytest.mark.parametrize("shape", [(1,), (2, 1), (3,), ()])  # most of them would broadcast
-def test_losses_of_pairs_refuse_unequal_shapes(loss, shape):
-    with pytest.raises(ValueError, match="shapes differ"):
-        loss(torch.zeros(2), torch.zeros(shape))
-
-
-@pytest.mark.parametrize("name", ["margin", "preference"])
-@pytest.mark.parametrize("shape", [(1,), (2, 2), ()])
-def test_bradley_terry_refuses_a_margin_or_label_of_another_shape(name, shape):
-    with pytest.raises(ValueError, match=f"{name}"):
-        losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), **{name: torch.zeros(shape)})
-
-
 @pytest.mark.parametrize("value", [-0.01, 1.01, NAN])
 def test_a_preference_is_a_probability(value):
     with pytest.raises(ValueError, match="from 0 to 1"):
         losses.bradley_terry_loss(torch.zeros(2), torch.zeros(2), preference=torch.tensor([0.5, value]))
 
 
-@pytest.mark.parametrize("loss", PAIR_LOSSES)
+@pytest.mark.parametrize("loss", [losses.bradley_terry_loss, losses.advantage_model_loss])
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_losses_of_pairs_stay_finite_far_out(loss, size):
     """log(sigmoid(-100)) in fp32 is -inf, log sigmoid is not."""
@@ -365,11 +273,6 @@ def test_ranking_without_a_better_one_is_an_error(ranks):
         losses.ranking_loss(torch.zeros(len(ranks)), torch.tensor(ranks))
 
 
-def test_ranking_refuses_unequal_shapes():
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.ranking_loss(torch.zeros(3), torch.tensor([0, 1]))
-
-
 # -- advantage_score, eq. 8 --------------------------------------------------------------
 R, E = [2.0, -1.0], [3.0, 0.5]
 RHO = [[0.5, 2.0], [1.0, 0.0]]  # two other policies
@@ -432,14 +335,10 @@ def test_weight_of_the_expected_reward_vanishes_as_n_comes_down_to_k(n_policies,
     assert e.grad.tolist() == pytest.approx([-weight, -weight], rel=1e-4)
 
 
-@pytest.mark.parametrize(
-    "expected, ratios", [((1,), None), ((2, 1), None), ((2,), (1, 2)), ((2,), (2,)), ((2,), (3, 1))]
-)
-def test_advantage_score_refuses_unequal_shapes(expected, ratios):
+@pytest.mark.parametrize("shape", [(1, 2), (2,), (3, 1)])
+def test_advantage_score_refuses_ratios_of_other_rows(shape):
     with pytest.raises(ValueError, match="shapes differ"):
-        losses.advantage_score(
-            torch.zeros(2), torch.zeros(expected), ratios=None if ratios is None else torch.zeros(ratios)
-        )
+        losses.advantage_score(torch.zeros(2), torch.zeros(2), torch.zeros(shape))
 
 
 # -- advantage_model_loss, eq. 6 ---------------------------------------------------------
@@ -475,23 +374,6 @@ def test_bound_is_two_and_a_half_or_a_pairs_own():
     assert default.item() == pytest.approx(LOG(2) + 2 * LOG(1 + math.exp(-2.5)))
     each, _ = losses.advantage_model_loss(thirds(0, 0), thirds(0, 0), bound=thirds(1, 2).detach())
     assert each.item() == pytest.approx(LOG(2) + LOG(4 / 3 * 10 / 9))
-
-
-def test_advantage_model_micro_batches_add_up():
-    whole, split = [(thirds(2, 0, -1), thirds(0, 1, 0)) for _ in range(2)]
-    bound = thirds(1, 2, 3).detach()
-    loss, parts = losses.advantage_model_loss(*whole, bound=bound)
-    loss.backward()
-    pieces = []
-    for rows in (slice(0, 2), slice(2, 3)):
-        sides = [x[rows] for x in split]
-        pieces.append(losses.advantage_model_loss(*sides, bound=bound[rows], n_rows=3))
-    sum(x for x, _ in pieces).backward()
-    assert sum(x.item() for x, _ in pieces) == pytest.approx(loss.item())
-    for key, value in parts.items():
-        assert sum(p[key].item() for _, p in pieces) == pytest.approx(value.item())
-    for a, b in zip(whole, split):
-        torch.testing.assert_close(b.grad, a.grad)
 
 
 def best_probability(loss, agreeing, n):
@@ -561,12 +443,10 @@ def test_whiten_takes_the_mean_and_variance_that_it_is_given():
     torch.testing.assert_close(got, torch.tensor([[1.0, 2.0, 0.0], [4.5, 0.0, 0.0]]))
 
 
-def test_whiten_keeps_equal_values_finite_and_refuses_an_empty_mask_or_unequal_shapes():
+def test_whiten_keeps_equal_values_finite_and_refuses_an_empty_mask():
     assert losses.whiten(torch.full((3,), 7.0), torch.ones(3, dtype=torch.bool)).tolist() == [0, 0, 0]
     with pytest.raises(ValueError, match="keeps nothing"):
         losses.whiten(X, torch.zeros_like(MASK))
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.whiten(X, MASK[:1])
 
 
 # -- kl_estimate -------------------------------------------------------------------------
@@ -609,11 +489,9 @@ def test_k3_and_k2_are_never_negative_and_k1_stays_as_large_as_it_is():
     assert small == pytest.approx(5e-9, rel=0.1)  # d^2 / 2; exp(-d) - 1 + d in fp32 has lost it
 
 
-def test_kl_estimate_refuses_another_kind_and_unequal_shapes():
+def test_kl_estimate_refuses_another_kind():
     with pytest.raises(ValueError, match="'k4' is not k1, k2 or k3"):
         losses.kl_estimate(OURS, THEIRS, "k4")
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.kl_estimate(OURS, THEIRS[:1])
 
 
 # -- safety_gated_score ------------------------------------------------------------------
@@ -632,11 +510,6 @@ def test_the_safety_score_counts_for_tagged_prompts_and_for_what_is_probably_uns
 
 def test_a_response_right_at_the_threshold_is_safe_enough():
     assert gated([0.0, -1e-3], [False] * 2, threshold=0.5) == [10, pytest.approx(-1e-3)]
-
-
-def test_safety_gated_score_refuses_unequal_shapes():
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.safety_gated_score(torch.ones(2), torch.ones(1), torch.tensor([True, False]))
 
 
 # -- gae ---------------------------------------------------------------------------------
@@ -703,7 +576,7 @@ def test_gae_is_the_sum_of_its_definition(gamma, lam):
         assert returns[row, start:end].tolist() == pytest.approx([a + b for a, b in zip(want, v)])
 
 
-def test_gae_passes_no_gradient_leaves_its_inputs_alone_and_refuses_unequal_shapes():
+def test_gae_passes_no_gradient_and_leaves_its_inputs_alone():
     rewards, values, mask = (
         torch.ones(2, 3),
         torch.ones(2, 3, requires_grad=True),
@@ -712,8 +585,6 @@ def test_gae_passes_no_gradient_leaves_its_inputs_alone_and_refuses_unequal_shap
     mask[0, 2] = False
     assert not any(x.requires_grad for x in losses.gae(rewards, values, mask))
     assert (rewards == 1).all() and (values == 1).all()
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.gae(rewards, values, mask[:, :2])
 
 
 # -- ppo_policy_loss ---------------------------------------------------------------------
@@ -785,52 +656,6 @@ def test_another_clip_ratio_clips_elsewhere():
     assert loss == pytest.approx(-(1.05 + 2.1 + 1.5 - 0.95 - 1.9 - 4.5) / 6) and parts["n_clipped"] == 4
 
 
-PPO_LOSSES = [losses.ppo_policy_loss, losses.ppo_value_loss]
-
-
-@pytest.mark.parametrize("loss", PPO_LOSSES)
-def test_ppo_micro_batches_with_the_steps_token_count_add_up_to_the_big_batch(loss):
-    generator = torch.Generator().manual_seed(1)
-    x, old, third = torch.randn(3, 4, 5, generator=generator).mul(0.5)
-    mask = torch.rand(4, 5, generator=generator) < 0.6
-    mask[1] = torch.tensor([True, False, False, False, False])  # rows of different lengths
-    n, whole, split, means = mask.sum().item(), *(x.clone().requires_grad_() for _ in range(3))
-    want, parts = loss(whole, old, third, mask)
-    want.backward()
-    rows = [slice(0, 1), slice(1, 2), slice(2, 4)]
-    found = [loss(split[i], old[i], third[i], mask[i], n_tokens=n) for i in rows]
-    sum(part for part, _ in found).backward()
-    (sum(loss(means[i], old[i], third[i], mask[i])[0] for i in rows) / 3).backward()
-    assert sum(part.item() for part, _ in found) == pytest.approx(want.item(), abs=1e-6)
-    for key in set(parts) - {"ratio_max"}:
-        assert sum(p[key].item() for _, p in found) == pytest.approx(parts[key].item(), abs=1e-6)
-    torch.testing.assert_close(split.grad, whole.grad)
-    assert not torch.allclose(means.grad, whole.grad)  # the mean of means
-
-
-@pytest.mark.parametrize("loss", PPO_LOSSES)
-def test_ppo_losses_of_an_empty_mask_are_an_error_unless_other_micro_batches_have_tokens(loss):
-    x = torch.ones(2, 3, requires_grad=True)
-    nothing = torch.zeros(2, 3, dtype=torch.bool)
-    with pytest.raises(ValueError, match="keeps no token"):
-        loss(x, x, x, nothing)
-    value, parts = loss(x, x, x, nothing, n_tokens=4)
-    value.backward()
-    assert value.item() == 0 and parts["n_tokens"] == 0 and not x.grad.any()
-
-
-@pytest.mark.parametrize("loss", PPO_LOSSES)
-@pytest.mark.parametrize("place", [1, 2, 3])
-def test_ppo_losses_refuse_unequal_shapes_and_pass_gradients_to_the_first_alone(loss, place):
-    x, mask = torch.full((2, 3), 0.5), torch.ones(2, 3, dtype=torch.bool)
-    inputs = [x, x + 0.1, x - 0.1, mask]
-    with pytest.raises(ValueError, match="shapes differ"):
-        loss(*(value[:1] if i == place else value for i, value in enumerate(inputs)))
-    given = [value.clone().requires_grad_() for value in inputs[:3]]
-    loss(*given, mask)[0].backward()
-    assert given[0].grad is not None and given[1].grad is given[2].grad is None
-
-
 # -- ppo_value_loss ----------------------------------------------------------------------
 # Three tokens with an old value of 1, at a clip of 0.5:
 #   value 1.2, return 2: 0.64, within the clip; value 2, return 2: 0, but (1.5 - 2)^2 = 0.25 is larger;
@@ -889,11 +714,6 @@ def test_length_penalty_takes_off_a_coefficient_for_each_character():
     got = losses.length_penalty(scores, characters, 0.01)
     torch.testing.assert_close(got, torch.tensor([1.0, 1.0, -1.5]))
     assert torch.equal(losses.length_penalty(scores, characters, 0.0), scores)
-
-
-def test_length_penalty_refuses_unequal_shapes():
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.length_penalty(torch.zeros(2), torch.zeros(1), 0.1)
 
 
 # -- dpo_loss ----------------------------------------------------------------------------
@@ -1015,43 +835,6 @@ def test_dpo_and_its_gradient_are_those_of_plain_python_in_fp64():
     torch.testing.assert_close(rejected.grad, -chosen.grad, rtol=0, atol=0)
 
 
-def test_pairs_of_dpos_micro_batches_add_up_to_the_big_batch():
-    """Of 2 and 1 pairs with n_rows = 3, against the mean of their own means."""
-    sides = {kind: {name: thirds(*x) for name, x in DPO.items()} for kind in ("whole", "split", "means")}
-    label, cuts = torch.tensor([1.0, 0.25, 0.6], dtype=torch.float64), (slice(0, 2), slice(2, 3))
-    whole, parts = dpo(inputs=sides["whole"], preference=label)
-    split = [dpo(cut, inputs=sides["split"], preference=label[cut], n_rows=3) for cut in cuts]
-    means = [dpo(cut, inputs=sides["means"], preference=label[cut])[0] for cut in cuts]
-    for loss in (whole, sum(x for x, _ in split), sum(means) / 2):
-        loss.backward()
-    assert sum(x.item() for x, _ in split) == pytest.approx(whole.item())
-    for key, value in parts.items():
-        assert sum(p[key].item() for _, p in split) == pytest.approx(value.item())
-    for name in ("chosen_logprobs", "rejected_logprobs"):
-        a, b, c = (sides[kind][name].grad for kind in ("whole", "split", "means"))
-        torch.testing.assert_close(b, a)
-        assert (c - a).abs().max() > 0.01
-    assert abs(sum(means).item() / 2 - whole.item()) > 0.05
-
-
-def test_dpo_of_no_pair_is_an_error_unless_other_micro_batches_have_some():
-    nothing = [thirds() for _ in range(4)]
-    with pytest.raises(ValueError, match="no pair"):
-        losses.dpo_loss(*nothing, 0.1)
-    value, parts = losses.dpo_loss(*nothing, 0.1, n_rows=4)
-    value.backward()
-    assert value == 0 and {key: x.item() for key, x in parts.items()} == dict.fromkeys(parts, 0)
-    assert nothing[0].grad.shape == nothing[1].grad.shape == (0,)
-
-
-@pytest.mark.parametrize("name", [*DPO, "preference"])
-@pytest.mark.parametrize("shape", [(1,), (2, 1), (3,), ()])
-def test_dpo_refuses_unequal_shapes(name, shape):
-    values = dict.fromkeys([*DPO, "preference"], torch.zeros(2))
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.dpo_loss(**{**values, name: torch.zeros(shape)}, beta=0.1)
-
-
 def test_a_preference_of_dpo_is_a_probability_and_label_smoothing_below_a_half():
     for value in (-0.01, 1.01, NAN):
         with pytest.raises(ValueError, match="from 0 to 1"):
@@ -1112,5 +895,91 @@ def test_cpl_without_discount_and_bias_is_dpo_without_a_reference():
     for options in ({"gamma": 0}, {"gamma": 1.1}, {"lam": 0}, {"lam": NAN}):
         with pytest.raises(ValueError, match="above 0 and at most 1"):
             losses.cpl_loss(CHOSEN, REJECTED, *WHERE, 0.3, **options)
-    with pytest.raises(ValueError, match="shapes differ"):
-        losses.cpl_loss(CHOSEN[:1], REJECTED, *WHERE, 0.3)
+
+
+# -- what they share ---------------------------------------------------------------------
+TOKENS = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+ACTED = TOKENS[0] > -0.3  # rows of different lengths
+PAIRS, LABELS = 3 * TOKENS[0, :, :4], torch.tensor([1.0, 0.25, 0.5, 0.8], dtype=torch.float64)
+
+
+def dpo_of(chosen, rejected, ref_chosen, ref_rejected, preference, **count):
+    return losses.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, 0.5, 0.1, preference, **count)
+
+
+def cpl_of(*inputs, **count):
+    return losses.cpl_loss(*inputs, 0.5, **count)
+
+
+# A loss, inputs of four rows, and the count that makes micro-batches add up
+LOSSES = [
+    (losses.sft_loss, [TOKENS[0], ACTED], "n_tokens"),
+    (losses.ppo_policy_loss, [*TOKENS, ACTED], "n_tokens"),
+    (losses.ppo_value_loss, [*TOKENS, ACTED], "n_tokens"),
+    (losses.bradley_terry_loss, [*PAIRS[:2], PAIRS[2].abs(), LABELS], "n_rows"),
+    (losses.advantage_model_loss, [*PAIRS[:2], PAIRS[2].abs()], "n_rows"),
+    (dpo_of, [*PAIRS, LABELS], "n_rows"),
+    (cpl_of, [*TOKENS[:2], ACTED, ACTED.roll(1, 0)], "n_rows"),
+]
+of_losses = pytest.mark.parametrize("loss, inputs, count", LOSSES, ids=[x[0].__name__ for x in LOSSES])
+
+
+def summed(loss, inputs, cuts, **count):
+    """Of the micro-batches with these rows: the sums of their losses and of their figures, and the gradients."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    found = [loss(*(x[rows] for x in leaves), **count) for rows in cuts]
+    total = sum(value for value, _ in found)
+    total.backward()
+    parts = {key: sum(p[key] for _, p in found) for key in found[0][1] if key != "ratio_max"}
+    return total.detach(), parts, [x.grad for x in leaves]
+
+
+@of_losses
+def test_micro_batches_with_the_steps_count_add_up_to_the_big_batch(loss, inputs, count):
+    cuts = slice(0, 3), slice(3, 4)
+    whole, parts, gradients = summed(loss, inputs, [slice(0, 4)])
+    n = inputs[-1].sum() if count == "n_tokens" else 4
+    torch.testing.assert_close(summed(loss, inputs, cuts, **{count: n}), (whole, parts, gradients))
+    means, _, others = summed(loss, inputs, cuts)
+    assert abs(means / 2 - whole) > 0.01 and (others[0] / 2 - gradients[0]).abs().max() > 0.01
+
+
+@of_losses
+def test_nothing_to_learn_is_an_error_unless_other_micro_batches_have_some(loss, inputs, count):
+    of_tokens = count == "n_tokens"
+    nothing = [*inputs[:-1], ACTED & False] if of_tokens else [x[:0] for x in inputs]
+    with pytest.raises(ValueError, match="no token" if of_tokens else "no pair"):
+        loss(*nothing)
+    value, parts, gradients = summed(loss, nothing, [slice(4)], **{count: 4})
+    assert value == 0 and not any(parts.values())
+    assert not gradients[0].any()  # a rank without tokens still takes part
+
+
+@pytest.mark.parametrize("loss", [losses.ppo_policy_loss, losses.ppo_value_loss])
+def test_ppo_losses_pass_gradients_to_the_first_input_alone(loss):
+    first, *others = summed(loss, [*TOKENS, ACTED], [slice(4)])[2]
+    assert first.any() and others == [None] * 3
+
+
+SAME_SHAPE = [
+    (losses.masked_sum, [TOKENS[0], ACTED]),
+    (losses.masked_mean, [TOKENS[0], ACTED]),
+    (losses.whiten, [TOKENS[0], ACTED]),
+    (losses.kl_estimate, TOKENS[:2]),
+    (losses.gae, [*TOKENS[:2], ACTED]),
+    (losses.ranking_loss, [LABELS, RANKS]),
+    (losses.advantage_score, PAIRS[:2]),
+    (losses.safety_gated_score, [*PAIRS[:2], LABELS > 0.5]),
+    (lambda *inputs: losses.length_penalty(*inputs, 0.1), PAIRS[:2]),
+    *[(loss, inputs) for loss, inputs, _ in LOSSES if loss is not losses.advantage_model_loss],
+    (losses.advantage_model_loss, PAIRS[:2]),  # whose bound may be a number
+]
+
+
+@pytest.mark.parametrize("function, inputs", SAME_SHAPE)
+def test_unequal_shapes_are_refused_although_most_of_them_would_broadcast(function, inputs):
+    function(*inputs)
+    for i, x in enumerate(inputs):
+        for wrong in (x[:1], x[..., :1], x[0], x[..., None], torch.cat([x, x], -1)):
+            with pytest.raises(ValueError, match="shapes differ"):
+                function(*inputs[:i], wrong, *inputs[i + 1 :])
