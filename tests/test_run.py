@@ -208,25 +208,30 @@ def runs(tmp_path, monkeypatch):
             write_json(f"{name}/{model}/config.json", {"vocab_size": n_words})
 
 
-@pytest.mark.parametrize("name", processes.SCRIPTS)
+OWN = [
+    ("", "tiny"),
+    ("--seed 1 --lr-schedule linear", "tiny"),
+    ("--dataset tiny:commands=copy --eval-dataset tiny", "tiny"),
+    ("--dataset rows.jsonl", "base"),
+    ("--dataset tiny:0.5,rows.jsonl:0.5", "base"),
+    ("--eval-dataset rows.jsonl", "base"),
+    ("--model org/name", "base"),
+    ("--model a", "tiny"),
+    ("tiny --dataset rows.jsonl --model org/name", "tiny"),
+    ("base", "base"),
+]
+MODELS = "there/is/none other other/model other/versions/2 a/step_3".split()
+MODELS = [(name, "base") for name in MODELS] + [
+    (name, "tiny") for name in ("tiny", "a/model", "a/versions/2")
+]
+
+
 @pytest.mark.parametrize(
-    "argv, recipe",
-    [
-        ("", "tiny"),
-        ("--seed 1 --lr-schedule linear", "tiny"),
-        ("--dataset tiny:commands=copy --eval-dataset tiny", "tiny"),
-        ("--dataset rows.jsonl", "base"),
-        ("--dataset tiny:0.5,rows.jsonl:0.5", "base"),
-        ("--eval-dataset rows.jsonl", "base"),
-        ("--model org/name", "base"),
-        ("--model there/is/none", "base"),
-        *((f"--model {run}", "tiny") for run in ("tiny", "a", "a/model", "a/versions/2")),
-        *((f"--model {run}", "base") for run in ("other", "other/model", "other/versions/2", "a/step_3")),
-        ("tiny --dataset rows.jsonl --model org/name", "tiny"),
-        ("base", "base"),
-    ],
+    "name, argv, recipe",
+    [(name, *own) for name in processes.SCRIPTS for own in OWN]
+    + [("reward", f"--model {model}", recipe) for model, recipe in MODELS],
 )
-def test_own_data_or_an_own_model_take_the_recipe_base(runs, capsys, name, argv, recipe):
+def test_own_data_or_an_own_model_take_the_recipe_base(name, argv, recipe, runs, capsys):
     recipes = importlib.import_module(name).RECIPES
     if name == "ppo":
         argv = argv.replace("--lr-schedule linear", "--scorer module:function")  # which does not count
@@ -314,7 +319,7 @@ def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wr
 def test_limits_of_a_script_come_after_those_of_all():
     args = SimpleNamespace(top_p=2.0, slots=4)
     check_flags(args, ("top_p", True, "at most 1"))
-    check_flags(SimpleNamespace(seed=-1, harmless_from=-0.5, name="-1", flag=False))  # no limits
+    check_flags(SimpleNamespace(seed=-1, name="-1", flag=False))  # no limits
     with pytest.raises(InputError, match="^--top-p 2.0: wanted at most 1$"):
         check_flags(args, ("slots", True, "x"), ("top_p", False, "at most 1"))
 
@@ -637,12 +642,6 @@ def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_pa
     rows = metrics.read_jsonl(path)
     assert [row["step"] for row in rows] == [1, 2, 3] and again.n_rows == 3
     assert rows[1]["time_s"] <= rows[2]["time_s"] < 110 and rows[1]["time_s"] >= 100
-
-
-def test_read_jsonl_of_no_file_is_no_rows_and_of_a_cut_one_its_whole_rows(tmp_path):
-    assert metrics.read_jsonl(tmp_path / "none.jsonl") == []
-    (tmp_path / "cut.jsonl").write_text('{"a": 1}\n{"a": 2}\n{"a": ')
-    assert metrics.read_jsonl(tmp_path / "cut.jsonl") == [{"a": 1}, {"a": 2}]
 
 
 def test_progress_is_a_bar_in_a_terminal_that_starts_where_a_run_resumes(capsys, monkeypatch):
