@@ -871,7 +871,7 @@ def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, t
     rows, asked = tiny.rows("sft", "train")[:13], []
     options = {"rehearsal_data": str(write_rows(tmp_path / "r.jsonl", rows[:5])), "iterations": 1}
     options |= {"ptx_dataset": small.files["text"], "ptx_coef": 0.0, "hold_out_rehearsed": True}
-    options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows)), "eval_dataset": "tiny"}
+    options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows))}
     monkeypatch.setattr(ppo, "PLOTS", [])
     monkeypatch.setattr(generate, "fresh_prompts", lambda some, *_: asked.extend(some) or some)
     ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **{**SHORT, **options})))

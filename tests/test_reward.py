@@ -368,7 +368,6 @@ def bad(small, tmp_path_factory):
 
 BAD = [
     ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-    ({"eval_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
     ({"dataset": "unusable.jsonl"}, ["unusable.jsonl:1", "unusable.jsonl:2", "the same", "foo"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "64 tokens", "--max-length"]),
     ({"dataset": "close.jsonl", "min_score_gap": 1}, ["close.jsonl:1", "--min-score-gap"]),
