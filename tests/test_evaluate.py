@@ -495,6 +495,14 @@ def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surp
     assert sampled
 
 
+def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
+    policy, rows = loading.load_frozen("tiny", TOKENIZER, args_of(), CPU), of(world, "again", 1.0)
+    options = {"max_new_tokens": 6, "slots": 5, "seed": dist.seed_of(0, "evaluate", 1.0)}
+    asked = [prompt(r["prompt"][-1]["content"]) for r in rows]
+    pairs = generate.sample_pairs(policy, TOKENIZER, asked, **options)
+    assert [r["response"] for r in rows] == [response.text for _, response in pairs]
+
+
 def test_a_run_prints_a_line_for_each_temperature_and_policy(world):
     first, head, *rows, last = world.out.splitlines()
     assert first.startswith("16 prompts, against again") and last == f"wrote {world.folder}/summary.json"
