@@ -925,7 +925,7 @@ of_losses = pytest.mark.parametrize("loss, inputs, count", LOSSES, ids=[x[0].__n
 
 
 def summed(loss, inputs, cuts, **count):
-    """Of the micro-batches with these rows: the sums of their losses and of their figures, and the gradients."""
+    """Of micro-batches of these rows: the sums of their losses and of their figures, and the gradients."""
     leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     found = [loss(*(x[rows] for x in leaves), **count) for rows in cuts]
     total = sum(value for value, _ in found)
