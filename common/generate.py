@@ -130,8 +130,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 
 def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
     """[(prompt, response)], the n of a prompt in a row, the same on every rank. Every rank must call it. The
-    weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among ranks, which
-    decode in their own time. seed: an integer for this call; ranks draw differently. options:
+    weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among the copies,
+    which decode in their own time. seed: an integer for this call; copies draw differently. options:
     sampler.sample's."""
     copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
     mine = range(len(prompts))[copy::n_copies]

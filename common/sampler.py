@@ -120,8 +120,8 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
         # choose
         token, logprob = choose(logits, *choice, generator)
-        if hasattr(model, "agree_on"):  # ranks that run one model together, see tensor_parallel.py
-            model.agree_on(token)
+        for own in (token, logprob) if hasattr(model, "agree_on") else ():  # ranks of tensor_parallel.py
+            model.agree_on(own)
         drawn.append((token, logprob))
         drawn_rows += live
         for row in live:

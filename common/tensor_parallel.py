@@ -45,8 +45,8 @@ def group_of(n: int):
 def split(model, layers, n: int):
     """Inside, groups of n ranks have these decoder layers of a model together, and a forward of the same rows
     on all ranks of a group gives what the whole model gives. Layers are gathered from FSDP's shards one at a
-    time, so no rank ever has all. `model.agree_on` makes tokens those of the group's first rank: on a GPU
-    ranks may round, and so draw, differently."""
+    time, so no rank ever has all. `model.agree_on` makes what ranks drew that of the group's first rank: on a
+    GPU they may round, and so draw, differently."""
     check(model.config.get_text_config(), n)
     group, shards, hooks = group_of(n), [], []
     model.agree_on = functools.partial(td.broadcast, group=group, group_src=0)

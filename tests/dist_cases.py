@@ -548,11 +548,14 @@ def tensor_parallel(folder):
             with dist.consolidated(model):
                 gap = (model(ids).logits - plain(ids).logits).abs().max().item()
                 inside = held(model)
+                own = sample(model, ids, max_new_tokens=4, stop_ids=[], pad_id=0, seed=dist.rank())
+                first, second = dist.gather([own.sample_logprobs.tolist()])
+                del own
             greedy = [answers(of, temperature=0) for of in (model, plain)]
             drawn = [answers(model, seed=dist.rank()), answers(plain, seed=0)]  # rank 0's seed counts
         out[kind] = {"gap": gap, "greedy": greedy[0] == greedy[1], "drawn": drawn[0] == drawn[1]}
         out[kind] |= {"inside": inside, "peak": max(peaks), "after": held() - before}
-        out[kind] |= {"layer": held(plain.model.layers[0]), "whole": held(plain)}
+        out[kind] |= {"layer": held(plain.model.layers[0]), "whole": held(plain), "agreed": first == second}
     return dist.gather([out])
 
 

@@ -22,7 +22,8 @@ PROMPT = [user("copy ant")]
 
 
 def comparison(number=1, **row):
-    return comparisons._comparison(Row(f"f:{number}", row), TOKENIZER, 64, 0.0)
+    c = comparisons._labelled(Row(f"f:{number}", row), 0.0)
+    return comparisons._with_ids(c, *data.encode_responses(TOKENIZER, c.prompt, c.texts), 64)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,8 @@ class Args:
     """Without and with chain of thought, whose rationales cost most of the time."""
     max_new_tokens: int = 64
     """Longest rationale."""
+    compute_dtype: str = "float32"
+    """The labeler's; bfloat16 is faster where the processor knows it."""
     folder: str = "runs/ai_labels"
     """Where the runs go."""
 
@@ -56,7 +58,7 @@ def main(args: Args):
     for thoughts, preamble, examples in itertools.product(args.thoughts, ("base", "detailed"), (0, 2)):
         out = Path(args.folder, f"{preamble}_{examples}{'_thoughts' * thoughts}")
         flags = ["label", "--model", args.model, "--dataset", dataset, "--max-rows", args.rows]
-        flags += ["--preamble", preamble, "--examples", examples]
+        flags += ["--preamble", preamble, "--examples", examples, "--compute-dtype", args.compute_dtype]
         flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
         figures = peers.tool("common.ai_feedback", out, flags)
         line = {"prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples"}
