@@ -19,7 +19,7 @@ from common.batches import split
 from common.generate import load_prompts, sample_pairs
 
 # rows of data's files; no prompt is in two of them
-SIZES = {"sft": 300, "pairs": 400, "prompts": 600, "test": 500}
+SIZES = {"sft": 300, "pairs": 1000, "prompts": 600, "test": 500}
 FLIPPED = 0.1  # share of wrong labels
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
