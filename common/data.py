@@ -34,8 +34,9 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     """All rows of `spec`, sources as in docs/data.md with commas between them, the same on every rank.
 
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
-    parts = [_read(source, items, kind, split) for source, items, _ in sources(spec)]
-    weights = [weight for *_, weight in sources(spec) if weight is not None]
+    listed = sources(spec)
+    parts = [_read(source, items, kind, split) for source, items, _ in listed]
+    weights = [weight for *_, weight in listed if weight is not None]
     if weights:
         if len(weights) < len(parts) or min(weights) <= 0:
             raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")

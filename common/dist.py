@@ -28,6 +28,7 @@ from common.errors import InputError, NotFinite
 LAYOUT = 2  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
+compute_dtype = None  # of forward and backward, where --compute-dtype says one
 ranks_per_copy = 1  # of a model inside `consolidated`: --generate-tensor-parallel
 
 
@@ -153,9 +154,6 @@ def schedule(step: int, n_steps: int, args) -> float:
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
-compute_dtype = None  # of --compute-dtype
-
-
 def compute_dtype_of(device) -> torch.dtype:
     """What --compute-dtype says; without it bf16 where an accelerator has it, else fp32."""
     if compute_dtype:

@@ -120,8 +120,9 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
         # choose
         token, logprob = choose(logits, *choice, generator)
-        for own in (token, logprob) if hasattr(model, "agree_on") else ():  # ranks of tensor_parallel.py
-            model.agree_on(own)
+        if hasattr(model, "agree_on"):  # ranks that run one model together, see tensor_parallel.py
+            model.agree_on(token)
+            model.agree_on(logprob)
         drawn.append((token, logprob))
         drawn_rows += live
         for row in live:
