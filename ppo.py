@@ -371,8 +371,10 @@ def main(args: Args):
     policy = loading.load_policy(
         args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
     )
-    policy = dist.shard(models.freeze(policy, args.freeze_layers), run.device)
-    reference = loading.load_reference(args, policy, tokenizer, run.device)
+    for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
+        layer.requires_grad_(False)
+    policy = dist.shard(policy, run.device)
+    reference = loading.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     args.packing = args.packing and all(map(models.packs, (policy, reference, value)))
     optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]

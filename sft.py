@@ -118,7 +118,8 @@ def main(args: Args):
 
     # data and model
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
-    train, held_out = data.load_sft_split(args, tokenizer)
+    load = partial(data.load_sft, tokenizer=tokenizer, max_length=args.max_length)
+    train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
     model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import yaml
 
 from common import data, dist, metrics, tiny
 from common.errors import InputError
@@ -29,19 +28,17 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold similarity"),
     "any": (lambda x: True, "seed threshold"),
 }
-SYNONYMS = [  # of a line, here and elsewhere: they mean the same, and a script has one of them
+SYNONYMS = [  # names of one flag here and elsewhere; a script has one of a line, which an error names
     "model model_name_or_path",
     "reference ref ref_model reference_model",
     "scorer reward_fn reward_funcs reward_model reward_model_path",
     "dataset dataset_name train_dataset",
     "lr learning_rate",
     "epochs num_train_epochs num_ppo_epochs",
-    "max_steps steps",
     "batch_size minibatch_size",
     "micro_batch_size per_device_train_batch_size",
     "n_samples n num_generations",
     "max_new_tokens max_completion_length response_length",
-    "temperature temperatures",
     "kl_coef beta kl",
     "clip_ratio cliprange epsilon",
     "eval_every eval_steps",
@@ -51,17 +48,14 @@ ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
     "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",
     "warmup_steps": "--warmup-ratio is a share of all steps",
+    **dict.fromkeys(["true", "false"], "a flag that is on or off has no value: --packing or --no-packing"),
 }
 
 
 @dataclasses.dataclass
 class EveryCommand:
-    config: str | None = None
-    """Defaults: args.json of a run, or a YAML or JSON file of names and values."""
     columns: str | None = None
     """Columns of your data under the names that are read: question=prompt,answer_a=chosen."""
-    min_score_ratio: float | None = None
-    """Rows whose score_ratio is less are dropped."""
     preview: int = 0
     """Print so many examples as they are trained on, and stop before a model is loaded."""
     report_to: Literal["tensorboard", "wandb"] | None = None
@@ -98,11 +92,7 @@ def parse(recipes, argv=None):
     name, why = (argv.pop(0), "as named") if named else (first, "the tiny world alone")
     if name not in recipes:
         raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
-    argv = in_our_words(argv, recipes[name][1])
     args, every = _parse_flags(recipes, name, argv)
-    if every.config:
-        argv = [*config_flags(every.config, args), *argv]  # of a flag that comes twice the last one holds
-        args, every = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
     if strange:
         name, why = "base", f"{strange} is not of the tiny world; for another one, name it first"
@@ -126,10 +116,9 @@ def parse(recipes, argv=None):
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     if every.report_to:
         metrics.report_to(every.report_to)
-    ratio = every.min_score_ratio and f"score_ratio>={every.min_score_ratio:g}"
-    for key, spec in vars(args).items() if every.columns or ratio else ():
+    for key, spec in vars(args).items() if every.columns else ():
         if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
-            setattr(args, key, data.with_columns(spec, ",".join(filter(None, [every.columns, ratio]))))
+            setattr(args, key, data.with_columns(spec, every.columns))
     return args
 
 
@@ -138,38 +127,6 @@ def own_name(flag: str, args) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     same = [word for line in SYNONYMS if name in line.split() for word in line.split()]
     return next((word for word in [name, *same] if hasattr(args, word)), name)
-
-
-def in_our_words(argv, args) -> list[str]:
-    """A command line with the script's own names in place of SYNONYMS, which is said, and with --no-packing
-    in place of --packing false."""
-    words = []
-    for word in argv:
-        flag, equals, value = word.partition("=") if word.startswith("--") else ("", "=", word)
-        if flag:
-            words.append(f"--{own_name(flag, args).replace('_', '-')}")
-            if words[-1] != flag.replace("_", "-") and dist.is_main():
-                print(f"{flag} is taken as {words[-1]}")
-        is_switch = bool(words) and isinstance(getattr(args, own_name(words[-1], args), None), bool)
-        if is_switch and value.lower() in ("true", "false"):
-            words[-1] = words[-1] if value.lower() == "true" else f"--no-{words[-1][2:]}"
-        elif equals:
-            words.append(value)
-    return words
-
-
-def config_flags(path: str, args) -> list[str]:
-    """The flags that stand in --config: of a run's args.json all but those of its directory."""
-    try:
-        config = {**yaml.safe_load(Path(path).read_bytes())}  # JSON is YAML
-    except (OSError, TypeError, yaml.YAMLError) as error:
-        raise InputError(f"--config {path}: wanted names of flags with their values: {error}") from None
-    if isinstance(config.get("args"), dict):
-        config = {k: x for k, x in config["args"].items() if k not in ("output_dir", "resume", "overwrite")}
-    flags = []
-    for name, value in config.items():
-        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
-    return in_our_words(flags, args)
 
 
 def not_tiny(args, defaults):
@@ -211,5 +168,5 @@ def _parse_flags(recipes, name, argv):
         name = own_name(unknown[0].split("=")[0], defaults)
         near = difflib.get_close_matches(name, [*vars(given.script), *vars(given.every_command)], 1, 0.7)
         hint = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
-        raise InputError(f"unknown argument {unknown[0]!r}: {ELSEWHERE.get(name, hint)}")
+        raise InputError(f"unknown argument {unknown[0]!r}: {ELSEWHERE.get(name.lower(), hint)}")
     return given.script, given.every_command

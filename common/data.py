@@ -46,15 +46,11 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         sizes = [round(weight * scale) for weight in weights]
         parts = [a_part(rows, size, lambda row: row.where) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
-    check_same(spec, dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows)))
-    return rows
-
-
-def check_same(spec: str, fingerprint):
-    """InputError unless all ranks have read the same."""
-    dist.barrier()
+    fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
+    dist.barrier()  # some machines read for longer than a collective may last
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
+    return rows
 
 
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
@@ -115,10 +111,6 @@ def _read(source, items, kind, split):
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
-    read = {*formats.TEXT, *formats.NOT_TEXT, *" ".join(formats.PUBLIC).split()}
-    unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
-    if unread:
-        _note(f"{source}: columns {columns(unread)} are not read")
     read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
     return [row._replace(data=read_as(row.data)) for row in rows]
 
@@ -319,9 +311,8 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     answers = _answers(tokenizer, messages, text)
     if len(messages) - 1 not in answers:
         raise ValueError("the chat template does not write the answer as it is right after its prompt")
-    if all_turns and len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
-        _note("the chat template rewrites earlier answers, so the last one of a dialogue alone is learnt")
-        all_turns = False
+    if len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
+        all_turns = False  # the template rewrites earlier ones
     ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
     mask = [False] * len(ids)
     for start, end in list(answers.values())[0 if all_turns else -1 :]:
@@ -366,8 +357,6 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
         opening = before = _render(tokenizer, messages[:i], add_generation_prompt=True)
         if not done.startswith(opening):  # only generation opens a thought, in DeepSeek R1's and Gemma 4's
             before = _render(tokenizer, messages[:i])
-            extra = opening.removeprefix(before)
-            _note(f"in generation alone the chat template writes {extra!r}: answers are learnt without it")
         answer, end, _ = done[len(before) :].partition(tokenizer.eos_token)
         content = messages[i]["content"]
         content = content if content in answer else content.strip()
@@ -483,12 +472,6 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
     return without_prompts_of(documents, held_out, spec)
 
 
-def load_sft_split(args, tokenizer) -> tuple[list[Document], list[Document]]:
-    """The training and the held-out documents of sft.py's command."""
-    load = functools.partial(load_sft, tokenizer=tokenizer, max_length=args.max_length)
-    return train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
-
-
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
     """(training, held-out) documents: by the hash of the prompt, so that none is on both sides."""
     ranked = sorted({d.key for d in documents}, key=lambda key: zlib.crc32(key.encode()))
@@ -535,14 +518,13 @@ def rendered(item, tokenizer, whole=True) -> list[str]:
     if isinstance(item, Comparison):
         texts = {"prompt": item.prompt_ids, "chosen": item.response_ids[0], "rejected": item.response_ids[-1]}
     else:
-        texts = {"example" if isinstance(item, Document) else "prompt": item.ids}
+        texts = {type(item).__name__.lower(): item.ids}
     lines = []
     for name, ids in texts.items():
-        mask = item.response_mask.tolist() if name == "example" else [False] * len(ids)
-        text = ""
-        for learnt, run in itertools.groupby(zip(ids, mask), key=lambda token: token[1]):
-            decoded = tokenizer.decode([int(token) for token, _ in run])
-            text += f">>>{decoded}<<<" if learnt else decoded
+        mask, text = getattr(item, "response_mask", torch.zeros(len(ids))).tolist(), ""
+        for learnt, places in itertools.groupby(range(len(ids)), key=mask.__getitem__):
+            piece = tokenizer.decode([int(ids[i]) for i in places])
+            text += f">>>{piece}<<<" if learnt else piece
         if not whole and len(text) > 300:
             text = f"{text[:140]} [...] {text[-140:]}"
         lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens): {text}")

@@ -404,7 +404,7 @@ class Answers:
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
 
     def fingerprint(self) -> list:
-        return [*(prompt.key for prompt in self.prompts), comparisons.fingerprint(self.held_out_pairs)]
+        return [*(prompt.key for prompt in self.prompts), self.held_out_pairs]
 
     def __call__(self, policy, version, studies) -> dict:
         pairs = self.held_out_pairs

@@ -50,8 +50,6 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
-        if not Path(chat_template).is_file():
-            raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     elif isinstance(tokenizer.chat_template, str):  # of a model that was trained here
         tokenizer.chat_template = CUT_TEMPLATE.sub(r"\1", tokenizer.chat_template)
@@ -108,13 +106,6 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     methods = models.token_logprobs, models.logprobs_at
     model = _ready(model, tokenizer, methods, gradient_checkpointing)
     return lora.attach(model, lora_rank, seed) if lora_rank else model
-
-
-def load_reference(args, policy, tokenizer, device):
-    """ppo.py's --reference, by default what the policy began as: of one with adapters, itself without."""
-    if args.lora_rank and args.reference in (None, args.model):
-        return lora.Without(policy)
-    return load_frozen(args.reference or args.model, tokenizer, args, device)
 
 
 def load_frozen(name, tokenizer, args, device):
@@ -316,12 +307,6 @@ def export_dtype(start, save_dtype: str | None) -> torch.dtype:
     """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
     dtype = getattr(torch, save_dtype) if save_dtype else _read_config(start).dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
-def report_export(folder, dtype: torch.dtype):
-    """Print where a run's model is, and the dtype that it was written in."""
-    hint = "" if dtype == torch.float32 else ": it rounds small updates away, --save-dtype float32 keeps them"
-    print(f"wrote {folder} ({str(dtype).removeprefix('torch.')}){hint}")
 
 
 def read_at_end_token(model, tokenizer):

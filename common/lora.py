@@ -19,13 +19,9 @@ LR_FACTOR = 10
 
 
 class LoraLinear(nn.Linear):
-    learnt = True  # False: as if there were no adapter
-
     def forward(self, x):
-        y = super().forward(x)
-        if not self.learnt:
-            return y
-        return y + linear(linear(x, self.lora_a), self.lora_b) * (ALPHA / len(self.lora_a))
+        change = linear(linear(x, self.lora_a), self.lora_b)
+        return super().forward(x) + change * (ALPHA / len(self.lora_a))
 
 
 def attach(model, rank: int, seed: int):
@@ -55,21 +51,3 @@ def merged(weights: dict) -> dict:
         change = weights.pop(f"{layer}lora_b") @ a * (ALPHA / len(a))
         weights[f"{layer}weight"] = weights[f"{layer}weight"] + change  # not in place: it is the model's own
     return weights
-
-
-class Without:
-    """A model as it was before its adapters learnt: PPO's reference, which takes no memory of its own."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __getattr__(self, name):
-        value = getattr(self.model, name)
-
-        def forward(*args, **kwargs):
-            LoraLinear.learnt = False
-            output = value(*args, **kwargs)
-            LoraLinear.learnt = True
-            return output
-
-        return forward if name in self.model.forward_methods else value

@@ -75,13 +75,6 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
     return results
 
 
-def freeze(model, n_layers):
-    """The first decoder layers stay as they are."""
-    for layer in dist.decoder_layers(model)[:n_layers]:
-        layer.requires_grad_(False)
-    return model
-
-
 def logprobs_at(model, input_ids, where, targets, position_ids=None, attention_mask=None):
     """log pi(target | what is seen at a place), for rows in which responses share a prompt.
 

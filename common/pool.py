@@ -16,7 +16,6 @@ from pathlib import Path
 
 from common import data, dist, evaluation, formats, generate, loading, metrics, scorers
 from common.batches import Row, split, turns_key
-from common.errors import InputError
 from common.metrics import write_json
 
 # -- the pool --------------------------------------------------------------------------------------
@@ -27,8 +26,6 @@ COLUMNS = "prompt response response_ids finished iteration model temperature chu
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
     tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
-    if not Path(path).is_file():
-        raise InputError(f"--pool {path}: there is no such file")
     lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
 
     def fitting(row):

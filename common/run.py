@@ -31,8 +31,6 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out
     "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
     "best pairs.jsonl rows.jsonl failed.jsonl wandb"
 )
-INPUTS = """model policy reference enhancer scorer safety_scorer pool sft_model dataset eval_dataset
-sft_dataset rehearsal_data ptx_dataset offline_data""".split()  # arguments that name what a run reads
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
@@ -89,7 +87,7 @@ class Run:
         """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
         functions of the run's folder that draw in it."""
         self.device, self.args, self.stage = dist.setup(), args, stage
-        self.plots, self.drawn = plots, time.time()
+        self.plots = plots
         check_flags(args)
         data.sources_of(args)
         if check:
@@ -160,16 +158,8 @@ class Run:
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
         """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
         self.metrics.log(step, iteration, **row, **self.laps)
-        if time.time() - self.drawn > 60 and any(key.startswith("eval/") for key in row):
-            self.draw()
         if shown:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
-
-    def draw(self):
-        """The pictures, of what there is. Half a second's work: while training at most once a minute."""
-        for plot in self.plots if dist.is_main() else ():
-            plot(self.folder)
-        self.drawn = time.time()
 
     def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
         """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
@@ -218,10 +208,12 @@ class Run:
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             metrics.write_jsonl(self.folder / "samples.jsonl", samples)
-            self.draw()
+            for plot in self.plots:
+                plot(self.folder)
             write_json(self.folder / "summary.json", summary)
             metrics.print_results(before, after, shown, samples)
-            loading.report_export(self.folder / "model", self.dtype)
+            hint = "" if self.dtype == torch.float32 else ": it rounds small updates away (--save-dtype)"
+            print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 
 def find_run(args) -> str | None:
@@ -246,12 +238,11 @@ def find_run(args) -> str | None:
     if args.resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    for name in INPUTS if outputs else ():  # start_run removes the outputs
-        value = getattr(args, name, None) or "/"
-        is_word = name in ("reference", "enhancer") and value in ("sft", "last", "previous")
-        path = Path("/" if is_word else value).resolve()
+    words = {name: x for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"}
+    for name, value in words.items() if outputs else ():  # start_run removes the outputs
+        path = Path(value or "/").resolve()
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
-            flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+            flag = f"--{name.replace('_', '-')} {value}"
             raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
 
 
@@ -259,13 +250,13 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
     nothing that a user can have mistyped is left to be read: with state None an old run is removed.
 
-    held_out: JSON that tells the held-out set, on which before and after are compared, from others:
-      InputError for a run that is gone on with on another one."""
+    held_out: what tells the held-out set, on which before and after are compared, from others: InputError
+      for a run that is gone on with on another one."""
     folder, resume = Path(args.output_dir), state == "resume"
     if data.n_shown:
         raise InputError("--preview shows what a script trains on: give its command the data")
     dist.barrier()  # data were tokenised and models downloaded
-    fingerprint = hashlib.sha256(json.dumps(held_out).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(held_out, default=str).encode()).hexdigest()
     now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
     files = filter(os.path.isfile, data.sources_of(args))
     hashes = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}

@@ -448,7 +448,7 @@ def _takes(kind, argument):
 @dataclass
 class Args:
     model: str  # a folder of save_pretrained, a run directory (model/ inside) or a hub name
-    prompt: str | None = None  # what the user says; None: a chat, a line a turn, /reset begins anew
+    prompt: str | None = None  # what the user says; None: a chat, a line a turn
     system: str | None = None  # what the system turn says
     scorer: str | None = None  # a reward model, named as --model is: the score of each answer
     n: int = 1  # responses; a chat goes on with the last one
@@ -464,12 +464,8 @@ def main(args: Args):
     model, tokenizer = _load(transformers.AutoModelForCausalLM, args.model)
     scorer = args.scorer and _load(transformers.AutoModelForSequenceClassification, args.scorer)
     stop_ids = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)} - {None}
-    opening = [{"role": "system", "content": args.system}] if args.system else []
-    dialogue = opening
+    dialogue = [{"role": "system", "content": args.system}] if args.system else []
     for text in filter(None, map(str.strip, sys.stdin)) if args.prompt is None else [args.prompt]:
-        if args.prompt is None and text == "/reset":
-            dialogue = opening
-            continue
         turns = [*dialogue, {"role": "user", "content": text}]
         prompt = tokenizer(text)  # without a chat template a text to go on with
         if tokenizer.chat_template:

@@ -365,13 +365,6 @@ def test_epoch_order_is_every_comparison_once_or_every_category_equally_often():
 
 
 # -- small helpers ------------------------------------------------------------------------------
-def test_fingerprint(load):
-    a, other = load([pair(), pair(rejected="dog")])
-    several = ([a], [other], [a, other], [other, a], [])
-    assert len({comparisons.fingerprint(some) for some in several}) == 5
-    assert comparisons.fingerprint([a]) == comparisons.fingerprint([a._replace(prompt=[user("x")])])
-
-
 def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_first(load):
     rows = [pair("copy ant"), pair(" copy ant\n", "eel", "dog"), pair("copy bear")]
     a, b, c, d = load([*rows, {"chosen": HH + " dog", "rejected": HH + " eel"}])
@@ -380,5 +373,3 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
     assert a.key == generate.Prompt([], [user("copy ant")], row).key  # one key for both
     assert d.key == generate.Prompt([], TALK, row).key
     assert a.ref_logprobs is None
-    before = comparisons.fingerprint([a])
-    assert comparisons.fingerprint([a._replace(ref_logprobs=torch.tensor([-1.0, -2.0]))]) == before

@@ -141,7 +141,12 @@ def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
     )
     args = SimpleNamespace(dataset=sft, eval_dataset="tiny", max_length=120, max_new_tokens=50,
         min_score_gap=0.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
-    data.load_sft_split(args, tokenizer)
+
+    def load_sft():
+        load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=120)
+        data.train_and_held_out(sft, "tiny", load, tokenizer)
+
+    load_sft()
     out = capsys.readouterr().out
     start = "(sft.jsonl:1, 107 tokens): <|bos|> <|user|> copy ant <|end|> <|assistant|>>>>ant"
     assert f"{sft}: 2 to train on, 1,000 held out" in out and start in out
@@ -149,7 +154,7 @@ def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
     opened = "<|bos|> <|user|> copy ant <|end|> <|assistant|>"
     monkeypatch.setattr(data, "n_shown", 2)
     with pytest.raises(SystemExit) as stop:
-        data.load_sft_split(args, tokenizer)
+        load_sft()
     out = capsys.readouterr().out
     assert stop.value.code == 0 and out.count(f">>>{words} <|end|><<<") == 2
     args.dataset = write(tmp_path / "p.jsonl", [{"prompt": "copy ant", "chosen": "ant", "rejected": "owl"}])
@@ -180,17 +185,6 @@ IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image"
 )  # fmt: skip
 def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
     assert data.sft_messages(row)[0] == messages
-
-
-def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
-    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "reply": 4}]
-    spec = write(tmp_path / "r.jsonl", rows)
-    for split in ("train", "test"):
-        data.load_rows(spec, "sft", split)
-    assert capsys.readouterr().out == f"{spec}: columns ['reply', 'system_prompt'] are not read\n"
-    for kind in tiny.SIZES:
-        data.load_rows("tiny", kind)
-    assert not capsys.readouterr().out
 
 
 # -- files and mixtures --------------------------------------------------------------------
@@ -530,14 +524,10 @@ def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, t
     assert data._rendered.cache_info().misses == rendered + 2  # but for the new ones, each is made once
     assert responses[0] == ids[:start] and responses[1][0] == ids[start:]
     generation = [data.prompt_ids(tokenizer, dialogue[:i]) for i in (1, 3)]
-    said = capsys.readouterr().out.splitlines()[-1]
-    if name in ("DeepSeek R1 distills", "Gemma 4", "Nemotron 3"):
-        assert said.startswith("in generation alone the chat template writes")
-    else:
+    if name not in ("DeepSeek R1 distills", "Gemma 4", "Nemotron 3"):
         assert generation[1] == ids[:start] and (
             generation[0] == ids[: mask.index(True)] or name in LAST_ALONE
         )
-        assert said.startswith("the chat template rewrites earlier answers") == (name in LAST_ALONE)
 
 
 def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):

@@ -57,13 +57,6 @@ def test_adapters_alone_learn_at_ten_times_the_rate():
     assert dist.set_lr(optimizer, 5e-4) == 5e-4 and optimizer.param_groups[0]["lr"] == 5e-3
 
 
-def test_without_its_adapters_a_model_is_what_it_began_as():
-    model, start = learnt(), loading.load_policy("tiny", TOKENIZER)
-    before = lora.Without(model)
-    assert torch.equal(logprobs(before), logprobs(start)) and before.config is model.config
-    assert not torch.allclose(logprobs(model), logprobs(start), atol=1e-2)  # and they are on again
-
-
 def test_the_exported_model_holds_the_adapters_in_its_weights(tmp_path):
     model = learnt()
     dist.save_model(model, TOKENIZER, tmp_path / "model")

@@ -422,21 +422,19 @@ def test_the_file_alone_talks_to_a_saved_model(flags, says, folder):
     assert bool(ended.returncode) == says.startswith("error")
 
 
-def test_a_chat_has_turns_that_reset_forgets_and_the_scripts_scores(folder, monkeypatch, capsys):
+def test_a_chat_has_turns_and_the_scripts_scores(folder, monkeypatch, capsys):
     """Answers are generate's to dialogues that are rendered here."""
     monkeypatch.chdir(folder)
     policy, scorer = tiny.model().eval(), loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
     tokenizer, want, text = tiny.tokenizer(), [], "<|bos|> <|system|> um <|end|>"
-    for said in ("copy ant", "reverse fox owl", "next bear"):
-        text = "<|bos|> <|system|> um <|end|>" if said == "next bear" else text
+    for said in ("copy ant", "reverse fox owl"):
         text += f" <|user|> {said} <|end|> <|assistant|>"
         ids = tokenizer(text, return_tensors="pt").input_ids
         answer = policy.generate(ids, do_sample=False, max_new_tokens=9)[0, ids.shape[1] :].tolist()
         text += f" {tokenizer.decode(answer, skip_special_tokens=True)} <|end|>"
         whole = tokenizer(text, return_tensors="pt").input_ids
         want += [tokenizer.decode(answer, skip_special_tokens=True), f"score {score(scorer, whole):.3f}"]
-    typed = "copy ant\n\nreverse fox owl\n/reset\nnext bear\n"
-    monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("copy ant\n\nreverse fox owl\n"))
     options = {"scorer": "runs/reward", "system": "um", "temperature": 0, "max_new_tokens": 9}
     sampler.main(sampler.Args("runs/sft", **options))
     assert capsys.readouterr().out.splitlines() == want

@@ -14,7 +14,9 @@ from common.sampler import sample
 
 args = sft.Args(model=sys.argv[1], dataset=sys.argv[2], max_length=256, lr=2e-5)
 words = loading.load_tokenizer(args.model, quiet=True)
-blocks = sft.make_blocks(data.load_sft_split(args, words)[0], args.max_length)
+blocks = sft.make_blocks(
+    data.hold_out(data.load_sft(args.dataset, words, args.max_length))[0], args.max_length
+)
 for dtype in (torch.float32, torch.bfloat16):
     model = dist.shard(loading.load_policy(args.model, words), torch.device("cpu"), dtype)
     optimizer, losses, times = dist.adamw(model, args.lr, args), [], [time.process_time()]
