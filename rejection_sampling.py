@@ -205,17 +205,12 @@ def update(model, optimizer, blocks, args):
     return nll, grad_norm
 
 
-PLOTS = [
-    plots.best_of_n,
-    partial(
-        plots.curves,
-        panels={
-            "loss": ["loss/nll"],
-            "held-out responses": ["eval/score", "gold/score", "sweep/max"],
-            "pool": ["pool/score", "pool/best"],
-        },
-    ),
-]
+PANELS = {
+    "loss": ["loss/nll"],
+    "held-out responses": ["eval/score", "gold/score", "sweep/max"],
+    "pool": ["pool/score", "pool/best"],
+}
+PLOTS = [partial(plots.curves, panels=PANELS)]
 
 
 def main(args: Args):

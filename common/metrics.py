@@ -241,22 +241,6 @@ def against(before: list[dict], after: list[dict], tie_margin: float | None, pre
     return figures
 
 
-def regressions(before: list[dict], after: list[dict]) -> list[dict]:
-    """A table of categories, all of them first: gains of `score`, and of `gold` where it is known, and
-    whether the interval excludes 0 (by chance one category in twenty does)."""
-    table = []
-    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
-        inside = [(b, a) for b, a in zip(before, after) if name in (None, a["category"])]
-        line = {"category": name or "all", "prompts": len(inside)}
-        for column in [column for column in JUDGES if column in after[0]]:
-            figures = gains(*zip(*inside), {column: column})
-            line[column] = interval(figures, column)
-            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
-            line[f"{column} is"] = "worse" if worse else "better" if better else ""
-        table.append(line)
-    return table
-
-
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
 

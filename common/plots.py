@@ -60,31 +60,6 @@ def frontier(folder):
     return curves(folder, panels, name="frontier.png", x="eval/kl")
 
 
-# -- of responses ----------------------------------------------------------------------------------
-def best_of_n(folder):
-    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both: the
-    largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7), and the
-    largest one for every temperature (figure 8)."""
-    rows = read_jsonl(Path(folder) / "curves.jsonl")
-    ends = list(dict.fromkeys(row["policy"] for row in rows[:1] + rows[-1:]))
-    drawn = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
-    if not drawn:
-        return None
-    drawing, (left, right) = figure(2)
-    temperatures = sorted({curve["temperature"] for curve in drawn})
-    for curve in drawn:
-        n, color = range(1, len(curve["max"]) + 1), f"C{ends.index(curve['policy'])}"
-        label = f"{curve['policy']}, T = {curve['temperature']:g}"
-        if curve["chosen"]:
-            left.plot(n, curve["max"], color=color, label=f"{label}: largest")
-            left.plot(n, curve["median"], "--", color=color, label=f"{label}: median")
-        style = ("-", "--", ":", "-.")[temperatures.index(curve["temperature"]) % 4]
-        right.plot(n, curve["max"], style, color=color, label=label)
-    left.set(title="largest and median score of N samples", xlabel="N, samples of a prompt", ylabel="score")
-    right.set(title="largest score by temperature T", xlabel="N, samples of a prompt", ylabel="score")
-    return save(drawing, Path(folder) / "best_of_n.png")
-
-
 # -- of scorers ------------------------------------------------------------------------------------
 def scorer(folder):
     """The pictures of a reward or advantage model."""

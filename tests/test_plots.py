@@ -40,26 +40,6 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert axes.get_xlabel() == "eval/kl"
 
 
-def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
-    curve = lambda name, t, chosen, top, scorer="s": {
-        "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top],
-        "median": [1, 0.5],
-    }  # fmt: skip
-    curves = [curve("a", 0.7, True, 2), curve("a", 1.0, False, 3), curve("c", 1.0, True, 9)]
-    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4)])
-    figure = plots.best_of_n(tmp_path)
-    assert_readable(figure)
-    left, right = figure.axes
-    assert [y for _, y in points_of(left)] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
-    assert points_of(right) == [([1, 2], [1, 2]), ([1, 2], [1, 3]), ([1, 2], [1, 4])]
-    a, warm, b = right.lines  # a policy has its colour, a temperature its dashes
-    assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
-    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
-    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
-    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4, scorer="another")])
-    assert legend_texts(plots.best_of_n(tmp_path).axes[1]) == ["b, T = 1"]
-
-
 def pairs(n, seed):
     rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
     return [
