@@ -225,9 +225,8 @@ def compare_policies(args, run):
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
     answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
-    reference, kl = None, {}
-    if args.reference in models:
-        reference = loading.load_frozen(models[args.reference], tokenizer, args, device)
+    path, kl = models.get(args.reference), {}  # none of the data set's answers
+    reference = path and loading.load_frozen(path, tokenizer, args, device)
     for name in metrics.progress(len(models), 0, "evaluate", list(models)):
         evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
 
@@ -285,12 +284,6 @@ def score_rows(scorer, held_out, args) -> list[dict]:
     return evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
-def pair_figures(rows) -> dict[str, float]:
-    """metrics.pair_figures of all these rows, without those of their parts."""
-    figures = metrics.pair_figures(rows)
-    return {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
-
-
 def pair_table(results) -> list[dict]:
     """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
     lines = []
@@ -318,9 +311,9 @@ def compare_scorers(args, run):
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
     if dist.is_main():
         for name, of_scorer in rows.items():
-            results[name] = {"all": pair_figures(of_scorer)}
+            results[name] = {"all": metrics.pair_figures(of_scorer)}
             for (kind, part), inside in metrics.parts_of(of_scorer).items():
-                results[name][f"{kind} {part}"] = pair_figures(inside)
+                results[name][f"{kind} {part}"] = metrics.pair_figures(inside)
         metrics.print_table(pair_table(results))
         plots.scores(run.folder, rows)
     return samples, {"dataset": args.dataset, "scorers": results}

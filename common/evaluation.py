@@ -138,7 +138,7 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 class HeldOutComparisons:
     """What scripts that learn from comparisons evaluate: how well scores of held-out ones predict their
-    labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
+    labels, in each data set and category too. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
 
     def __init__(self, held_out, args):
         self.held_out, self.args, self.samples = held_out, args, []
@@ -146,7 +146,12 @@ class HeldOutComparisons:
     def __call__(self, model) -> dict[str, float]:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
-        return metrics.pair_figures(self.samples)
+        figures = metrics.pair_figures(self.samples)
+        for (_, name), rows in metrics.parts_of(self.samples).items():
+            differences = [d for d, *_ in metrics.pairs_of(rows)]
+            figures[f"accuracy/{name}"] = metrics.accuracy(differences)
+            figures[f"pairs/{name}"] = float(len(differences))
+        return {f"eval/{key}": x for key, x in figures.items()}
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -386,8 +391,7 @@ class Answers:
         self.prompts = a_part(held_out, args.eval_prompts)
         self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
-        keys = [prompt.key for prompt in self.prompts]
-        self.fingerprint = [*keys, comparisons.fingerprint(held_out_pairs)]
+        self.fingerprint = [*(prompt.key for prompt in self.prompts), comparisons.fingerprint(held_out_pairs)]
 
     def __call__(self, policy, version, studies) -> dict:
         pairs = self.held_out_pairs

@@ -301,17 +301,16 @@ def accuracy(differences) -> float:
 
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
-    """How well score differences predict labels: eval/accuracy, also of each data set and category, eval/nll
-    and eval/brier of sigmoid(difference), and the expected calibration error eval/ece. A row's pairs hang
-    together: the interval of the accuracy is that of so many independent pairs as tell as much, that of the
-    ECE a bootstrap over rows. The floor is the mean ECE of a perfectly calibrated model with these
-    confidences: what sampling alone gives."""
+    """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
+    expected calibration error. A row's pairs hang together: the interval of the accuracy is that of so many
+    independent pairs as tell as much, that of the ECE a bootstrap over rows. The floor is the mean ECE of a
+    perfectly calibrated model with these confidences: what sampling alone gives."""
     pairs = pairs_of(rows)
     if not pairs:
-        return {"eval/pairs": 0}
+        return {"pairs": 0}
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
-        return {"eval/pairs": len(pairs), "eval/nll": math.nan}
+        return {"pairs": len(pairs), "nll": math.nan}
     row = torch.tensor([pair[1] for pair in pairs])
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
@@ -329,17 +328,13 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         floor.append(gap.abs().sum() / n)
     right, n_independent = correct.mean().item(), n**2 / (sizes**2).sum().item()
     figures = {
-        "eval/pairs": n,
-        **with_interval("eval/accuracy", right, *wilson(right, n_independent), round(n_independent)),
-        "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
-        "eval/brier": ((1 - probability) ** 2).mean(),
-        **with_interval("eval/ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
-        "eval/ece_floor": torch.stack(floor).mean(),
+        "pairs": n,
+        **with_interval("accuracy", right, *wilson(right, n_independent), round(n_independent)),
+        "nll": -torch.nn.functional.logsigmoid(difference).mean(),
+        "brier": ((1 - probability) ** 2).mean(),
+        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
+        "ece_floor": torch.stack(floor).mean(),
     }
-    for (_, name), inside in parts_of(rows).items():
-        differences = [d for d, *_ in pairs_of(inside)]
-        figures[f"eval/accuracy/{name}"] = accuracy(differences)
-        figures[f"eval/pairs/{name}"] = len(differences)
     return {key: float(value) for key, value in figures.items()}
 
 

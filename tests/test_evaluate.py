@@ -611,12 +611,12 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
         }  # fmt: skip
         want = metrics.pair_figures(rows)  # of the very rows that are written
         for key in ("pairs", "accuracy", "nll", "brier", "ece", "ece_low", "ece_high", "ece_floor"):
-            assert parts["all"][key] == want[f"eval/{key}"]
+            assert parts["all"][key] == want[key]
         for row in rows if name == "gold" else ():
             for r in row["responses"]:
                 assert r["score"] == tiny.gold_score(row["prompt"][-1]["content"], r["text"])
         inside = [row for row in rows if row["source"] == "rankings.jsonl"]
-        assert parts["data set rankings.jsonl"]["nll"] == metrics.pair_figures(inside)["eval/nll"]
+        assert parts["data set rankings.jsonl"]["nll"] == metrics.pair_figures(inside)["nll"]
     first, *rest = [
         [r["text"] for row in compared.rows if row["scorer"] == n for r in row["responses"]] for n in found
     ]
@@ -646,10 +646,10 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
         "source": "",
         "category": "",
     }
-    found = evaluate.pair_figures([pair(1)] * 15 + [pair(-1)] * 5)
+    found = metrics.pair_figures([pair(1)] * 15 + [pair(-1)] * 5)
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
     ranking = {**pair(1), "responses": [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]}  # four pairs
-    assert evaluate.pair_figures([ranking] * 5)["accuracy_n"] == 5
+    assert metrics.pair_figures([ranking] * 5)["accuracy_n"] == 5
 
 
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
