@@ -137,8 +137,8 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 
 class HeldOutComparisons:
-    """What scripts that learn from comparisons evaluate: how well scores of held-out ones predict labels, also in
-    each data set and category. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
+    """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
+    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores."""
 
     def __init__(self, held_out, args):
         self.held_out, self.args, self.samples = held_out, args, []
