@@ -30,7 +30,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, models, plots
+from common import comparisons, dist, evaluation, loading, metrics, models, plots
 from common.batches import labelled_pairs, my_comparison_batches, to_device
 from common.cli import check_flags
 from common.errors import InputError
@@ -252,7 +252,7 @@ def main(args: Args):
 
     # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy do as well
     run.round_weights(model)
-    after = {**evaluate(model), **evaluate.known_figures()}
+    after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
     figures = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
     loading.read_at_end_token(model, tokenizer)
     run.finish(

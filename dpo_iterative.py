@@ -317,7 +317,7 @@ def main(args: Args):
     evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
     versions.evaluate = evaluate
 
-    run.begin(held_out=evaluate.fingerprint())  # only now is an old run replaced
+    run.begin(held_out=evaluate.fingerprint)  # only now is an old run replaced
     versions.begin()
     pool = Pool(run)
     evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)

@@ -383,7 +383,7 @@ def main(args: Args):
     modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
     fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0], "scorer": scorer.version}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
-    state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint())
+    state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
     if args.patience and "best_version" not in state:  # the first policy, until another one is better

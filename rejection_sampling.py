@@ -205,17 +205,12 @@ def update(model, optimizer, blocks, args):
     return nll, grad_norm
 
 
-PLOTS = [
-    plots.best_of_n,
-    partial(
-        plots.curves,
-        panels={
-            "loss": ["loss/nll"],
-            "held-out responses": ["eval/score", "gold/score", "sweep/max"],
-            "pool": ["pool/score", "pool/best"],
-        },
-    ),
-]
+PANELS = {
+    "loss": ["loss/nll"],
+    "held-out responses": ["eval/score", "gold/score", "sweep/max"],
+    "pool": ["pool/score", "pool/best"],
+}
+PLOTS = [partial(plots.curves, panels=PANELS)]
 
 
 def main(args: Args):
@@ -242,7 +237,7 @@ def main(args: Args):
     if args.packing:  # asked now, for a line that comes after hours of sampling comes late
         args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
-    run.begin(held_out=versions.evaluate.fingerprint())  # only now is an old run replaced
+    run.begin(held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
     pool = Pool(run, given_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
     if not args.n_samples:  # a pool alone: its last iteration is selected from again

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, models, plots, scorers
+from common import comparisons, dist, evaluation, loading, metrics, models, plots, scorers
 from common.batches import my_comparison_batches, to_device
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
@@ -195,7 +195,7 @@ def main(args: Args):
 
     # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
     run.round_weights(model)
-    after = {**evaluate(model), **evaluate.known_figures()}
+    after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
     length_figures = evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None: nor what an earlier stage had

@@ -133,7 +133,7 @@ def main(args: Args):
     optimizer = dist.adamw(model, args.lr, args)
 
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin(modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint())
+    run.begin(modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them

@@ -25,7 +25,7 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
-    "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold similarity"),
+    "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
     "any": (lambda x: True, "seed threshold"),
 }
 SYNONYMS = [  # names of one flag here and elsewhere; a script has one of a line, which an error names

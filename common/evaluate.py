@@ -138,17 +138,6 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     return a_part(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
 
-def length_controlled(won, differences) -> float:
-    """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
-    characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
-    for the instruction). won: 0, 1/2 or 1 a prompt. The normal prior of a and b, of variance 1, keeps a
-    one-sided comparison finite."""
-    won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
-    deviation = d.std(correction=0)
-    x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
-    return scorers.likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
-
-
 def elo(won, n_games, m, anchor) -> torch.Tensor:
     """Ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), p the likeliest Bradley-Terry
     strengths. won: (..., pairs), what i won of n_games against j, in the order of itertools.combinations. A
@@ -188,10 +177,7 @@ def figures(rows, args) -> dict[str, dict[str, float]]:
         margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
         scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
         for name, result in results.items():
-            won = metrics.outcomes(scores[name], scores[args.reference], margin)
-            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(rows[name], reference_rows)]
-            result[f"{kind}_win_lc"] = length_controlled(won, longer)
-            rate = sum(won) / n
+            rate = sum(metrics.outcomes(scores[name], scores[args.reference], margin)) / n
             result.update(metrics.with_interval(f"{kind}_win_rate", rate, *metrics.wilson(rate, n), n))
         games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
         if games:
@@ -208,7 +194,6 @@ def table_line(name, result) -> dict:
     line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
     line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
     line["win rate"] = metrics.interval(result, f"{kind}_win_rate", ".0%")
-    line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
     if f"{kind}_elo" in result:
         line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
     line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
@@ -240,14 +225,10 @@ def compare_policies(args, run):
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
     answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
-    reference, kl = None, {}
-    if args.reference in models:
-        reference = loading.load_frozen(models[args.reference], tokenizer, args, device)
+    path, kl = models.get(args.reference), {}  # none of the data set's answers
+    reference = path and loading.load_frozen(path, tokenizer, args, device)
     for name in metrics.progress(len(models), 0, "evaluate", list(models)):
-        if name == args.reference:
-            ask(reference, name)
-        else:
-            evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
+        evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}
@@ -303,12 +284,6 @@ def score_rows(scorer, held_out, args) -> list[dict]:
     return evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
-def pair_figures(rows) -> dict[str, float]:
-    """metrics.pair_figures of all these rows, without those of their parts."""
-    figures = metrics.pair_figures(rows)
-    return {key.removeprefix("eval/"): x for key, x in figures.items() if key.count("/") == 1}
-
-
 def pair_table(results) -> list[dict]:
     """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
     lines = []
@@ -336,9 +311,9 @@ def compare_scorers(args, run):
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
     if dist.is_main():
         for name, of_scorer in rows.items():
-            results[name] = {"all": pair_figures(of_scorer)}
+            results[name] = {"all": metrics.pair_figures(of_scorer)}
             for (kind, part), inside in metrics.parts_of(of_scorer).items():
-                results[name][f"{kind} {part}"] = pair_figures(inside)
+                results[name][f"{kind} {part}"] = metrics.pair_figures(inside)
         metrics.print_table(pair_table(results))
         plots.scores(run.folder, rows)
     return samples, {"dataset": args.dataset, "scorers": results}

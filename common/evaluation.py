@@ -67,36 +67,27 @@ class HeldOutDocuments:
     def __init__(self, documents, tokenizer, args):
         self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
         self.blocks = make_blocks(documents, args.max_length, args.packing)
+        self.fingerprint = [document.ids.tolist() for document in documents]
         if args.sample_prompts:
             generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
 
-    def fingerprint(self) -> list:
-        return [document.ids.tolist() for document in self.documents]
-
     def __call__(self, model) -> dict[str, float]:
-        self.samples = self.answers(model)
-        return {**self.loss(model), **metrics.means(self.samples, FIGURES)}
-
-    def loss(self, model) -> dict[str, float]:
-        if not self.documents:
-            return {}
-        return {"eval/nll": models.mean_nll(model, self.blocks, self.args.micro_batch_size)}
+        figures = {}
+        if self.args.sample_prompts:
+            self.samples = self.answers(model)
+        if self.documents:
+            figures["eval/nll"] = models.mean_nll(model, self.blocks, self.args.micro_batch_size)
+        return {**figures, **metrics.means(self.samples, FIGURES)}
 
     def answers(self, model) -> list[dict]:
         """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
-        args, prompts = self.args, []
-        if not args.sample_prompts:
-            return []
-        room = models.n_positions(model.config) - args.max_new_tokens
-        for document in {d.key: d for d in self.documents}.values():
-            turns = document.messages[:-1]
-            ids = data.prompt_ids(self.tokenizer, turns)
-            if len(ids) <= room:
-                prompts.append(generate.Prompt(ids, turns, document.row))
-            if len(prompts) == args.sample_prompts:  # the rest need not be tokenised
-                break
+        args, room = self.args, models.n_positions(model.config) - self.args.max_new_tokens
+        turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
+        prompts = (generate.Prompt(data.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
+        fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
+        first = list(itertools.islice(fitting, args.sample_prompts))  # the rest need not be tokenised
         options = {"seed": args.seed, "temperature": args.temperature}
-        pairs = generate.answers(model, self.tokenizer, prompts, args, **options)
+        pairs = generate.answers(model, self.tokenizer, first, args, **options)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
 
 
@@ -108,10 +99,8 @@ class HeldOutPrompts:
         self.prompts, self.samples = a_part(prompts, args.eval_prompts), []
         self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
-
-    def fingerprint(self) -> list:
-        text = [document.ids.tolist() for block in self.blocks_of_text for document in block]
-        return [prompt.key for prompt in self.prompts] + text
+        packed = [document.ids.tolist() for block in self.blocks_of_text for document in block]
+        self.fingerprint = [prompt.key for prompt in self.prompts] + packed
 
     def __call__(self, policy) -> dict[str, float]:
         figures = self.answer(policy) if self.prompts else {}
@@ -148,8 +137,8 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 
 class HeldOutComparisons:
-    """What scripts that learn from comparisons evaluate: how well scores of held-out ones predict their
-    labels. `samples`: the comparisons as rows of samples.jsonl, with the last scores."""
+    """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
+    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores."""
 
     def __init__(self, held_out, args):
         self.held_out, self.args, self.samples = held_out, args, []
@@ -157,10 +146,12 @@ class HeldOutComparisons:
     def __call__(self, model) -> dict[str, float]:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
-        return metrics.pair_figures(self.samples)
-
-    def known_figures(self) -> dict[str, float]:
-        return metrics.known_figures(self.samples)
+        figures = metrics.pair_figures(self.samples)
+        for (_, name), rows in metrics.parts_of(self.samples).items():
+            differences = [d for d, *_ in metrics.pairs_of(rows)]
+            figures[f"accuracy/{name}"] = metrics.accuracy(differences)
+            figures[f"pairs/{name}"] = float(len(differences))
+        return {f"eval/{key}": x for key, x in figures.items()}
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -348,9 +339,7 @@ class Sweep:
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
         self.prompts = a_part(held_out, args.eval_prompts)
         self.swept = a_part(held_out, args.sweep_prompts) if args.n_samples else []
-
-    def fingerprint(self) -> list:
-        return [prompt.key for prompt in self.prompts]
+        self.fingerprint = [prompt.key for prompt in self.prompts]
 
     def __call__(self, policy, version, studies) -> dict:
         args, k = self.args, self.args.n_samples
@@ -402,9 +391,7 @@ class Answers:
         self.prompts = a_part(held_out, args.eval_prompts)
         self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
-
-    def fingerprint(self) -> list:
-        return [*(prompt.key for prompt in self.prompts), self.held_out_pairs]
+        self.fingerprint = [*(prompt.key for prompt in self.prompts), held_out_pairs]
 
     def __call__(self, policy, version, studies) -> dict:
         pairs = self.held_out_pairs

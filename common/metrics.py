@@ -241,22 +241,6 @@ def against(before: list[dict], after: list[dict], tie_margin: float | None, pre
     return figures
 
 
-def regressions(before: list[dict], after: list[dict]) -> list[dict]:
-    """A table of categories, all of them first: gains of `score`, and of `gold` where it is known, and
-    whether the interval excludes 0 (by chance one category in twenty does)."""
-    table = []
-    for name in [None, *sorted({row["category"] for row in after} - {None})] if after else []:
-        inside = [(b, a) for b, a in zip(before, after) if name in (None, a["category"])]
-        line = {"category": name or "all", "prompts": len(inside)}
-        for column in [column for column in JUDGES if column in after[0]]:
-            figures = gains(*zip(*inside), {column: column})
-            line[column] = interval(figures, column)
-            worse, better = figures.get(f"{column}_high", 0) < 0, figures.get(f"{column}_low", 0) > 0
-            line[f"{column} is"] = "worse" if worse else "better" if better else ""
-        table.append(line)
-    return table
-
-
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
     """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
 
@@ -317,17 +301,16 @@ def accuracy(differences) -> float:
 
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
-    """How well score differences predict labels: eval/accuracy, also of each data set and category, eval/nll
-    and eval/brier of sigmoid(difference), and the expected calibration error eval/ece. A row's pairs hang
-    together: the interval of the accuracy is that of so many independent pairs as tell as much, that of the
-    ECE a bootstrap over rows. The floor is the mean ECE of a perfectly calibrated model with these
-    confidences: what sampling alone gives."""
+    """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
+    expected calibration error. A row's pairs hang together: the interval of the accuracy is that of so many
+    independent pairs as tell as much, that of the ECE a bootstrap over rows. The floor is the mean ECE of a
+    perfectly calibrated model with these confidences: what sampling alone gives."""
     pairs = pairs_of(rows)
     if not pairs:
-        return {"eval/pairs": 0}
+        return {"pairs": 0}
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
-        return {"eval/pairs": len(pairs), "eval/nll": math.nan}
+        return {"pairs": len(pairs), "nll": math.nan}
     row = torch.tensor([pair[1] for pair in pairs])
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
@@ -345,17 +328,13 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         floor.append(gap.abs().sum() / n)
     right, n_independent = correct.mean().item(), n**2 / (sizes**2).sum().item()
     figures = {
-        "eval/pairs": n,
-        **with_interval("eval/accuracy", right, *wilson(right, n_independent), round(n_independent)),
-        "eval/nll": -torch.nn.functional.logsigmoid(difference).mean(),
-        "eval/brier": ((1 - probability) ** 2).mean(),
-        **with_interval("eval/ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
-        "eval/ece_floor": torch.stack(floor).mean(),
+        "pairs": n,
+        **with_interval("accuracy", right, *wilson(right, n_independent), round(n_independent)),
+        "nll": -torch.nn.functional.logsigmoid(difference).mean(),
+        "brier": ((1 - probability) ** 2).mean(),
+        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
+        "ece_floor": torch.stack(floor).mean(),
     }
-    for (_, name), inside in parts_of(rows).items():
-        differences = [d for d, *_ in pairs_of(inside)]
-        figures[f"eval/accuracy/{name}"] = accuracy(differences)
-        figures[f"eval/pairs/{name}"] = len(differences)
     return {key: float(value) for key, value in figures.items()}
 
 

@@ -60,31 +60,6 @@ def frontier(folder):
     return curves(folder, panels, name="frontier.png", x="eval/kl")
 
 
-# -- of responses ----------------------------------------------------------------------------------
-def best_of_n(folder):
-    """`folder`/best_of_n.png of the first and the last policy in curves.jsonl, if one scorer scored both: the
-    largest and the median score among N samples at each policy's own temperature (Llama 2, figure 7), and the
-    largest one for every temperature (figure 8)."""
-    rows = read_jsonl(Path(folder) / "curves.jsonl")
-    ends = list(dict.fromkeys(row["policy"] for row in rows[:1] + rows[-1:]))
-    drawn = [row for row in rows if row["policy"] in ends and row["scorer"] == rows[-1]["scorer"]]
-    if not drawn:
-        return None
-    drawing, (left, right) = figure(2)
-    temperatures = sorted({curve["temperature"] for curve in drawn})
-    for curve in drawn:
-        n, color = range(1, len(curve["max"]) + 1), f"C{ends.index(curve['policy'])}"
-        label = f"{curve['policy']}, T = {curve['temperature']:g}"
-        if curve["chosen"]:
-            left.plot(n, curve["max"], color=color, label=f"{label}: largest")
-            left.plot(n, curve["median"], "--", color=color, label=f"{label}: median")
-        style = ("-", "--", ":", "-.")[temperatures.index(curve["temperature"]) % 4]
-        right.plot(n, curve["max"], style, color=color, label=label)
-    left.set(title="largest and median score of N samples", xlabel="N, samples of a prompt", ylabel="score")
-    right.set(title="largest score by temperature T", xlabel="N, samples of a prompt", ylabel="score")
-    return save(drawing, Path(folder) / "best_of_n.png")
-
-
 # -- of scorers ------------------------------------------------------------------------------------
 def scorer(folder):
     """The pictures of a reward or advantage model."""
@@ -122,35 +97,27 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 # -- of policies that are compared -----------------------------------------------------------------
 def compared(folder, results):
-    """`folder`/elo.png: ratings. frontier.png: rewards against the KL, where it is known; dpo/0.1 and dpo/0.3
-    are points of a curve dpo. Both at the first temperature.
+    """`folder`/frontier.png: rewards against the KL, at the first temperature, of the policies whose KL is
+    known; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
 
-    results: temperature -> policy -> figures of common/evaluate.py. Returns both; of one policy None."""
-    temperature, policies = next(iter(results.items()))
-    kinds = [kind for kind in JUDGES if all(f"{kind}_elo" in r for r in policies.values())]
-    if not kinds:
+    results: temperature -> policy -> figures of common/evaluate.py."""
+    policies = {name: r for name, r in next(iter(results.values())).items() if "kl" in r}
+    if len(policies) < 2:
         return None
-    elos, left = figure(len(kinds), (4.8, 1 + 0.35 * len(policies)))
-    frontiers, right = figure(len(kinds))
-    for kind, ratings, rewards in zip(kinds, left, right):
+    kinds = [kind for kind in JUDGES if all(kind in r for r in policies.values())]
+    drawing, axes = figure(len(kinds))
+    for kind, axis in zip(kinds, axes):
         curves = {}
         for name, r in policies.items():
-            low, elo, high = (r.get(f"{kind}_elo{end}") for end in ("_low", "", "_high"))
-            ratings.barh(name, elo - 1000, left=1000, color="C0")
-            if low is not None:  # enough prompts for an interval
-                ratings.hlines(name, low, high, color="black")
-            if "kl" in r:
-                curve, _, label = name.partition("/")
-                curves.setdefault(curve, []).append((r["kl"], r[kind], label))
+            curve, _, label = name.partition("/")
+            curves.setdefault(curve, []).append((r["kl"], r[kind], label))
         for curve, points in curves.items():
             x, y, labels = zip(*sorted(points))
-            [line] = rewards.plot(x, y, "o-", markersize=6, label=curve)
+            [line] = axis.plot(x, y, "o-", markersize=6, label=curve)
             for label, *place in zip(labels, x, y):
-                rewards.annotate(label, place, (3, 5), textcoords="offset points", color=line.get_color())
-        ratings.set(title=f"by {JUDGES[kind]}, temperature {temperature}", xlabel="Elo and its 95 % interval")
-        ratings.invert_yaxis()
-        rewards.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
-        rewards.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
-        rewards.xaxis.set_major_formatter("{x:g}")
-        rewards.xaxis.set_minor_formatter("{x:g}")
-    return save(elos, folder / "elo.png"), save(frontiers, folder / "frontier.png") if curves else None
+                axis.annotate(label, place, (3, 5), textcoords="offset points", color=line.get_color())
+        axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
+        axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+    return save(drawing, folder / "frontier.png")

@@ -271,12 +271,10 @@ class Versions:
         curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
         if curves and dist.is_main():
             metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)
-        figures, categories = {str(v): self.figures(v) for v in self.studies}, []
-        same, before = evaluation.comparable(self.studies, self.last), {}
-        if self.first in same:
-            categories = metrics.regressions(same[self.first], same[self.last])
-            before = figures[str(self.first)]
-        summary = {**summary, "steps": self.step, "versions": figures, "categories": categories}
+        figures = {str(v): self.figures(v) for v in self.studies}
+        is_first_comparable = self.first in evaluation.comparable(self.studies, self.last)
+        before = figures[str(self.first)] if is_first_comparable else {}
+        summary = {**summary, "steps": self.step, "versions": figures}
         model, after = self.load(self.path(self.last)), figures[str(self.last)]
         self.run.write_results(model, self.tokenizer, rows, summary, before, after)
         dist.barrier()

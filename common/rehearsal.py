@@ -3,7 +3,7 @@ not forget (arXiv:2309.10202, section 3.2).
 
     embed     prompts -> vectors: the policy's own mean-pooled last hidden states (the paper: SimCSE's)
     cluster   KMeans into c groups, one for each kind of skill
-    select    in each group the k prompts with the best response: by score, length or entropy, or by two
+    select    in each group the k prompts whose response has the best score
 
 It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
@@ -13,15 +13,13 @@ It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
-from common import dist, generate, loading, metrics, models, scorers
+from common import dist, generate, loading, metrics, scorers
 from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
-from common.losses import whiten
 from common.run import launch
 
 
@@ -38,45 +36,32 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
-def select(embeddings, merit, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
+def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
     """[(cluster, index)]: KMeans on the embeddings, and in each cluster the `per_cluster` usable rows with
-    the highest merit, best first. embeddings: (n, H). merit: n numbers. usable: n booleans."""
+    the highest scores, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
     from sklearn.cluster import KMeans
 
     labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
     chosen = []
     for cluster in range(n_clusters):
         members = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
-        chosen += [(cluster, i) for i in sorted(members, key=lambda i: -merit[i])[:per_cluster]]
+        chosen += [(cluster, i) for i in sorted(members, key=lambda i: -scores[i])[:per_cluster]]
     return chosen
 
 
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
     each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
-    call it. scorer: of scorers.load_gated."""
+    call it."""
     with dist.consolidated(policy):
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
-    if scorer.safety:
-        scores = scorer.score(pairs)[0].tolist()
-    else:
-        scores = scorers.score(scorer.scorer, pairs, args.score_batch_size)
+    scores = scorers.score(scorer, pairs, args.score_batch_size)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
-    merit = torch.tensor(scores, dtype=torch.float64)
-    lengths = torch.tensor([len(response.ids) for response in responses])
-    if args.by == "length":
-        merit = -lengths
-    elif args.by != "score":  # entropy of the next token, nats, mean over a response's tokens
-        plan, size = [[[document] for document in generate.documents(pairs)]], args.score_batch_size
-        forward = models.logprobs_and_entropies
-        _, entropies = models.per_token(forward, policy, plan=plan, micro_batch_size=size)
-        surety, mask = -entropies.sum(1) / lengths, torch.tensor(usable)
-        merit = surety if args.by == "entropy" else whiten(merit, mask) + whiten(surety, mask)
-    chosen = select(embeddings, merit.tolist(), usable, args.clusters, args.per_cluster, args.seed)
+    chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
     return [
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
@@ -90,10 +75,6 @@ class Args:
     """The first policy."""
     scorer: str = "runs/reward"
     """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
-    safety_scorer: str | None = None
-    """Llama 2's second reward model, as ppo.py has it: the score is then the gated one."""
-    safety_threshold: float = 0.15
-    """A response is unsafe if the safety scorer's probability is below this (Llama 2)."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"
@@ -102,8 +83,6 @@ class Args:
     """c."""
     per_cluster: int = 16
     """k."""
-    by: Literal["score", "length", "entropy", "score_and_entropy"] = "score"
-    """The best, shortest or surest responses of a cluster; the last: z(score) - z(entropy), standardised."""
     max_prompts: int = 2000
     """So many of them are answered."""
     max_new_tokens: int = 32
@@ -118,7 +97,6 @@ class Args:
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     seed: int = 0
     """Of the samples and KMeans."""
-    retokenize = True  # no flag here: what loading scorers asks of ppo.py's
 
 
 def main(args: Args):
@@ -133,7 +111,7 @@ def main(args: Args):
     prompts = a_part(prompts, args.max_prompts)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
-    scorer = scorers.load_gated(args, tokenizer, device)
+    scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
     policy = loading.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():

@@ -197,7 +197,6 @@ class Run:
         if kept:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
-            summary = {**summary, "categories": metrics.regressions(kept, samples)}
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
         self.metrics.log(*self.metrics.last, **after)
         summary = {**summary, "before": before, "after": after}

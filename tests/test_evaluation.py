@@ -25,6 +25,25 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
     assert evaluation.describe_samples(pairs, "rows.jsonl")[0] == said
 
 
+def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypatch):
+    def figures_of(*pairs):
+        """(score difference, data set, category)s"""
+        both = lambda d: [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]
+        rows = [{"responses": both(d), "source": source, "category": c} for d, source, c in pairs]
+        monkeypatch.setattr(evaluation, "scores_of_each", lambda *_: [])
+        monkeypatch.setattr(evaluation, "scored_rows", lambda *_: rows)
+        return evaluation.HeldOutComparisons([], None)(None)
+
+    figures = figures_of((1, "a", "c"), (-1, "a", "c"), (0, "b", "c"), (3, "b", "c"))
+    assert figures["eval/accuracy"] == 2.5 / 4
+    assert (figures["eval/accuracy/a"], figures["eval/pairs/a"]) == (0.5, 2)
+    assert (figures["eval/accuracy/b"], figures["eval/pairs/b"]) == (0.75, 2)
+    assert "eval/accuracy/c" not in figures  # one category only
+    mixed = figures_of((1, "s", None), (-1, "s", "x"))
+    assert (mixed["eval/accuracy/None"], mixed["eval/accuracy/x"]) == (1, 0)
+    assert "eval/accuracy/s" not in mixed
+
+
 def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():
     """Correlations 1, 1 and 0; of two samples, of equal lengths or scores there are none. Of 12 prompts with 8
     times 1 and 4 times 0 the deviation is sqrt(8/3 / 11): 2/3 +- 1.96 * 0.49237 / sqrt(12)."""

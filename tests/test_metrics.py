@@ -56,7 +56,7 @@ def test_a_model_that_sees_two_responses_gives_differences_in_the_order_of_the_p
     seen = row(0.0, 0.0, 0.0)
     seen["differences"] = [7.0, -1.0, 2.0]
     assert [d for d, *_ in metrics.pairs_of([seen])] == [7.0, -1.0, 2.0]
-    assert metrics.pair_figures([seen], n_bootstrap=5)["eval/accuracy"] == pytest.approx(2 / 3)
+    assert metrics.pair_figures([seen], n_bootstrap=5)["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_differences_count_the_pairs_that_labels_of_preferences_count():
@@ -76,12 +76,12 @@ def test_differences_count_the_pairs_that_labels_of_preferences_count():
 def test_accuracy_counts_ties_half(differences, expected):
     assert metrics.accuracy(differences) == expected
     rows = [pair(d) for d in differences]
-    assert metrics.pair_figures(rows, n_bootstrap=5)["eval/accuracy"] == expected
+    assert metrics.pair_figures(rows, n_bootstrap=5)["accuracy"] == expected
 
 
 def test_accuracy_of_nothing():
     assert math.isnan(metrics.accuracy([]))
-    assert metrics.pair_figures([row(1.0, 2.0, ranks=[0, 0])]) == {"eval/pairs": 0}
+    assert metrics.pair_figures([row(1.0, 2.0, ranks=[0, 0])]) == {"pairs": 0}
 
 
 # -- figures -------------------------------------------------------------------------------------
@@ -89,22 +89,22 @@ def test_figures_by_hand():
     """Differences log 3 four times, three of them right, and -2 log 3 once: confidences 3/4 (bin 5 of 10 in
     [0.5, 1]) and 9/10 (bin 8). In bin 5 accuracy is 3/4: no gap. In bin 8 it is 0 against 9/10."""
     figures = metrics.pair_figures([pair(LOG3)] * 3 + [pair(-LOG3), pair(-2 * LOG3)], n_bootstrap=20)
-    assert figures["eval/pairs"] == 5 and figures["eval/accuracy"] == pytest.approx(3 / 5)
+    assert figures["pairs"] == 5 and figures["accuracy"] == pytest.approx(3 / 5)
     nll = 3 * math.log(4 / 3) + math.log(4) + math.log(10)
-    assert figures["eval/nll"] == pytest.approx(nll / 5)
-    assert figures["eval/brier"] == pytest.approx((3 * 0.25**2 + 0.75**2 + 0.9**2) / 5)
-    assert figures["eval/ece"] == pytest.approx(0.9 / 5)
+    assert figures["nll"] == pytest.approx(nll / 5)
+    assert figures["brier"] == pytest.approx((3 * 0.25**2 + 0.75**2 + 0.9**2) / 5)
+    assert figures["ece"] == pytest.approx(0.9 / 5)
     each = (3 * 0.25 + 0.75 + 0.9) / 5
     for wrong in (0.9, 0.9 / 2, 0.9 / 10, each):  # bins not weighted: sum, mean; over all bins; no bins
-        assert abs(figures["eval/ece"] - wrong) > 0.05
+        assert abs(figures["ece"] - wrong) > 0.05
 
 
 def test_ties_and_certainty_fall_in_the_first_and_the_last_bin():
     """A tie is half right with confidence 1/2: no gap. 1000 is right for certain: no gap."""
     figures = metrics.pair_figures([pair(0.0), pair(1000.0)], n_bootstrap=5)
-    assert figures["eval/ece"] == pytest.approx(0, abs=1e-12)
-    assert figures["eval/nll"] == pytest.approx(math.log(2) / 2)
-    assert figures["eval/brier"] == pytest.approx(0.25 / 2)
+    assert figures["ece"] == pytest.approx(0, abs=1e-12)
+    assert figures["nll"] == pytest.approx(math.log(2) / 2)
+    assert figures["brier"] == pytest.approx(0.25 / 2)
 
 
 def reference_ece(differences, n_bins=10):
@@ -133,8 +133,8 @@ def calibrated(n, seed, spread=1.0):
 def test_ece_equals_a_bin_by_bin_reference(n_bins):
     differences = [2 * d for d in calibrated(500, 1)]
     figures = metrics.pair_figures([pair(d) for d in differences], n_bootstrap=5, n_bins=n_bins)
-    assert figures["eval/ece"] == pytest.approx(reference_ece(differences, n_bins), abs=1e-12)
-    assert figures["eval/ece"] > 0.05
+    assert figures["ece"] == pytest.approx(reference_ece(differences, n_bins), abs=1e-12)
+    assert figures["ece"] > 0.05
 
 
 @pytest.mark.parametrize("n, floor, slack", [(300, 0.06, 0.004), (500, 0.046, 0.003), (4000, 0.0165, 0.001)])
@@ -143,19 +143,19 @@ def test_floor_is_what_sampling_alone_gives(n, floor, slack):
     at 4,000."""
     differences = calibrated(n, 0)
     figures = metrics.pair_figures([pair(d) for d in differences], n_bootstrap=5)
-    assert figures["eval/ece_floor"] == pytest.approx(floor, abs=slack)
+    assert figures["ece_floor"] == pytest.approx(floor, abs=slack)
     # independently: the same confidences, labels drawn anew
     rng, found = random.Random(1), []
     for _ in range(30):
         drawn = [abs(d) if rng.random() < 1 / (1 + math.exp(-abs(d))) else -abs(d) for d in differences]
         found.append(reference_ece(drawn))
     error = statistics.stdev(found) * math.sqrt(1 / 30 + 1 / 200)
-    assert abs(figures["eval/ece_floor"] - statistics.mean(found)) < 4 * error
+    assert abs(figures["ece_floor"] - statistics.mean(found)) < 4 * error
 
 
 def test_the_floor_knows_nothing_of_the_labels():
     right, wrong = ([pair(s * abs(d)) for d in calibrated(300, 0)] for s in (1, -1))
-    floors = [metrics.pair_figures(rows, n_bootstrap=5)["eval/ece_floor"] for rows in (right, wrong)]
+    floors = [metrics.pair_figures(rows, n_bootstrap=5)["ece_floor"] for rows in (right, wrong)]
     assert floors[0] == floors[1]
 
 
@@ -164,9 +164,9 @@ def test_interval_holds_the_estimate_and_shrinks_with_the_number_of_pairs():
     for n in (200, 3200):
         rows = [pair(3 * d) for d in calibrated(n, 2)]  # overconfident, far above the floor
         f = metrics.pair_figures(rows, n_bootstrap=200)
-        assert f["eval/ece_low"] < f["eval/ece"] < f["eval/ece_high"]
-        assert f["eval/ece_low"] > 1.2 * f["eval/ece_floor"]
-        widths.append(f["eval/ece_high"] - f["eval/ece_low"])
+        assert f["ece_low"] < f["ece"] < f["ece_high"]
+        assert f["ece_low"] > 1.2 * f["ece_floor"]
+        widths.append(f["ece_high"] - f["ece_low"])
     assert 2.5 < widths[0] / widths[1] < 6  # about the root of 16
     assert metrics.pair_figures(rows, n_bootstrap=200) == f  # a function of the rows alone
 
@@ -180,24 +180,13 @@ def test_interval_is_a_bootstrap_over_rows():
     rankings = [row(*x) for x in scores]
     pairs = [pair(d) for ranking in rankings for d, *_ in metrics.pairs_of([ranking])]
     a, b = (metrics.pair_figures(rows, n_bootstrap=300) for rows in (rankings, pairs))
-    assert a["eval/pairs"] == b["eval/pairs"] == 600 and a["eval/ece"] == pytest.approx(b["eval/ece"])
-    ratio = (a["eval/ece_high"] - a["eval/ece_low"]) / (b["eval/ece_high"] - b["eval/ece_low"])
+    assert a["pairs"] == b["pairs"] == 600 and a["ece"] == pytest.approx(b["ece"])
+    ratio = (a["ece_high"] - a["ece_low"]) / (b["ece_high"] - b["ece_low"])
     assert 1.8 < ratio < 3.1  # sqrt(6) = 2.45
     # one bin, 70 % right against 50 %: the binomial's interval is +- 1.96 sqrt(0.7 * 0.3 / 100)
     p = sum(s > 0 for s in signs) / 100
     width = 2 * 1.96 * math.sqrt(p * (1 - p) / 100)
-    assert a["eval/ece_high"] - a["eval/ece_low"] == pytest.approx(width, rel=0.2)
-
-
-def test_accuracy_of_each_data_set_and_category_where_there_are_several():
-    rows = [pair(1, source="a"), pair(-1, source="a"), pair(0, source="b"), row(3, 2, 1, source="b")]
-    figures = metrics.pair_figures(rows, n_bootstrap=5)
-    assert (figures["eval/accuracy/a"], figures["eval/pairs/a"]) == (0.5, 2)
-    assert (figures["eval/accuracy/b"], figures["eval/pairs/b"]) == (3.5 / 4, 4)
-    assert "eval/accuracy/c" not in figures  # one category only
-    mixed = metrics.pair_figures([pair(1, category=None), pair(-1, category="x")], n_bootstrap=5)
-    assert (mixed["eval/accuracy/None"], mixed["eval/accuracy/x"]) == (1, 0)
-    assert "eval/accuracy/s" not in mixed
+    assert a["ece_high"] - a["ece_low"] == pytest.approx(width, rel=0.2)
 
 
 # -- what the tiny world knows -------------------------------------------------------------------
@@ -303,42 +292,3 @@ def test_the_margin_of_ties_is_in_units_of_the_references_deviation(unit):
     got = metrics.against(before, after, None)
     assert (got["score_win"], got["score_tie"], got["gold_win"]) == (0.6, 0.4, 1)
     assert (got["score_tie_margin"], got["gold_tie_margin"]) == (pytest.approx(0.1 * unit), 0)
-
-
-def samples(category, changes, gold=None):
-    """Rows before and after: scores change from 1 by `changes`, gold from 0 by `gold`."""
-    before = [{"category": category, "score": 1.0} for _ in changes]
-    after = [{"category": category, "score": 1.0 + change} for change in changes]
-    for b, a, g in zip(before, after, gold or ()):
-        b["gold"], a["gold"] = 0.0, g
-    return list(zip(before, after))
-
-
-def test_regressions_by_hand():
-    pairs = samples("reverse", [-1.0, -2.0] * 5, gold=[1.0] * 10) + samples(None, [0.0], gold=[0.0])
-    pairs += samples("copy", [-1.0] * 9, gold=[-1.0] * 9) + samples("ends", [1.0, -1.0] * 6, gold=[0.0] * 12)
-    pairs += samples("next", [2.0] * 10, gold=[-1.0] * 10)
-    random.Random(0).shuffle(pairs)
-    table = metrics.regressions(*zip(*pairs))
-    prompts = {line["category"]: line["prompts"] for line in table}
-    assert list(prompts.items()) == [("all", 42), ("copy", 9), ("ends", 12), ("next", 10), ("reverse", 10)]
-    assert [line["score is"] for line in table] == ["", "", "", "better", "worse"]
-    assert [line["gold is"] for line in table] == ["", "", "", "worse", "better"]
-    every, copy, ends, _, reverse = table
-    # -1 and -2 in turn: deviation sqrt(10 / 4 / 9) = 0.527, so 1.96 * 0.527 / sqrt(10) = 0.327 to each side
-    assert (reverse["score"], reverse["gold"]) == ("-1.50 [-1.83, -1.17]", "+1.00 [+1.00, +1.00]")
-    assert copy["score"] == copy["gold"] == "-1.00 (n = 9)"  # of so few nothing more is said
-    assert ends["score"] == "+0.00 [-0.59, +0.59]"  # deviation sqrt(12 / 11): 1.96 * 1.044 / sqrt(12)
-    assert every["score"].startswith("-0.10 [") and every["gold"].startswith("-0.21 [")  # -4 / 42, -9 / 42
-
-
-def test_regressions_without_gold_have_no_such_column_and_of_nothing_no_line():
-    (every, line) = metrics.regressions(*zip(*samples("copy", [0.5] * 10)))
-    assert list(line) == ["category", "prompts", "score", "score is"]
-    assert every == {**line, "category": "all"} and line["score is"] == "better"
-    assert metrics.regressions([], []) == []
-
-
-def test_a_category_named_all_has_its_own_prompts_only():
-    table = metrics.regressions(*zip(*samples("all", [1.0] * 3), *samples("copy", [1.0] * 2)))
-    assert [line["prompts"] for line in table] == [5, 3, 2]

@@ -40,26 +40,6 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert axes.get_xlabel() == "eval/kl"
 
 
-def test_plot_of_best_of_n_has_the_chosen_curves_left_and_all_largest_ones_right(tmp_path):
-    curve = lambda name, t, chosen, top, scorer="s": {
-        "policy": name, "scorer": scorer, "temperature": t, "chosen": chosen, "max": [1, top],
-        "median": [1, 0.5],
-    }  # fmt: skip
-    curves = [curve("a", 0.7, True, 2), curve("a", 1.0, False, 3), curve("c", 1.0, True, 9)]
-    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4)])
-    figure = plots.best_of_n(tmp_path)
-    assert_readable(figure)
-    left, right = figure.axes
-    assert [y for _, y in points_of(left)] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
-    assert points_of(right) == [([1, 2], [1, 2]), ([1, 2], [1, 3]), ([1, 2], [1, 4])]
-    a, warm, b = right.lines  # a policy has its colour, a temperature its dashes
-    assert a.get_color() == warm.get_color() != b.get_color() and a.get_linestyle() != warm.get_linestyle()
-    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
-    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
-    metrics.write_jsonl(tmp_path / "curves.jsonl", [*curves, curve("b", 1.0, True, 4, scorer="another")])
-    assert legend_texts(plots.best_of_n(tmp_path).axes[1]) == ["b, T = 1"]
-
-
 def pairs(n, seed):
     rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
     return [
@@ -95,9 +75,9 @@ def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
 # -- policies that are compared --------------------------------------------------------------------
 def results_to_plot(**kls):
     """Figures of policies: name -> KL, None where it is unknown."""
-    elos = {f"{kind}_elo{end}": 1000.0 for kind in ("score", "gold") for end in ("", "_low", "_high")}
-    results = {name: {**elos, "score": 1.0, "gold": 2.0} for name in kls}
-    return {name: {**r, **({} if kls[name] is None else {"kl": kls[name]})} for name, r in results.items()}
+    return {
+        name: {"score": 1.0, "gold": 2.0, **({} if kl is None else {"kl": kl})} for name, kl in kls.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,42 +89,24 @@ def results_to_plot(**kls):
     ],
 )
 def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, ticks, tmp_path):
-    elo, frontier = plots.compared(
-        tmp_path, {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
-    )
-    for figure in (elo, frontier):
-        assert_readable(figure)
+    results = {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
+    frontier = plots.compared(tmp_path, results)
+    assert_readable(frontier)
     for axes, kind in zip(frontier.axes, ("the scorer", "the true reward"), strict=True):
         assert legend_texts(axes) == list(kls)
         assert axes.get_title() == f"{kind} against the KL" and "nats" in axes.get_xlabel()
         assert [label.get_text() for label in tick_labels(axes.xaxis)] == ticks
-    names = [label.get_text() for label in tick_labels(elo.axes[0].yaxis)]
-    assert names == [*kls, "unknown"] and elo.axes[1].get_title() == "by the true reward, temperature 1"
-    assert (tmp_path / "elo.png").exists() and (tmp_path / "frontier.png").exists()
+    assert (tmp_path / "frontier.png").exists()
 
 
 def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp_path):
     results = results_to_plot(**{"dpo/0.1": 3.0, "sft": 0.0, "dpo/1": 0.5, "dpo/0.3": 1.0, "ppo/0.1": 2.0})
     results["dpo/0.3"]["gold"] = 5.0
-    _, frontier = plots.compared(tmp_path, {"1": results})
+    frontier = plots.compared(tmp_path, {"1": results})
     assert_readable(frontier)
     gold = frontier.axes[1]
     assert points_of(gold) == [([0.5, 1, 3], [2, 5, 2]), ([0], [2]), ([2], [2])]
     assert legend_texts(gold) == ["dpo", "sft", "ppo"]
     labels = {text.get_text(): text.xy for text in gold.texts}
     assert labels["1"] == (0.5, 2) and labels["0.3"] == (1, 5) and labels[""] == (0, 2)
-    _, frontier = plots.compared(tmp_path, {"1": results_to_plot(a=None, b=None)})
-    assert frontier is None
-
-
-def test_ratings_are_bars_from_1000_with_their_interval(tmp_path):
-    results = results_to_plot(a=0.0, b=0.0)
-    results["a"].update(score_elo=1100.0, score_elo_low=1050.0, score_elo_high=1150.0)
-    elo, _ = plots.compared(tmp_path, {"1": results})
-    by_score = elo.axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in by_score.patches] == [(1000, 100), (1000, 0)]
-    assert [x.tolist() for x in by_score.collections[0].get_segments()][0] == [[1050, 0], [1150, 0]]
-    for r in results.values():  # of so few prompts there is none
-        del r["score_elo_low"], r["score_elo_high"]
-    elo, _ = plots.compared(tmp_path, {"1": results})
-    assert not elo.axes[0].collections
+    assert plots.compared(tmp_path, {"1": results_to_plot(a=0.0, b=None)}) is None

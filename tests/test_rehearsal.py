@@ -78,15 +78,15 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 
 
 # -- rows --------------------------------------------------------------------------------
-def rows_from(monkeypatch, responses, clusters=1, per_cluster=9, judges=(), **options):
+def rows_from(monkeypatch, responses, clusters=1, per_cluster=9):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
     monkeypatch.setattr(generate, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge, safety, *_ = [scorers.Scorer("f", "1", [scorers.Term(f)]) for f in (count, *judges)] + [None]
+    judge = scorers.Scorer("f", "1", [scorers.Term(count)])
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
-    args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8, **options)
-    return rehearsal.rehearsal_rows(model, TOKENIZER, scorers.Gated(judge, safety, args), prompts, args)
+    args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8)
+    return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
 
 
 def answer(text, finished=True):
@@ -105,34 +105,6 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
     assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
     with pytest.raises(InputError, match="no response ended within 8 tokens"):
         rows_from(monkeypatch, [cut] * 5)
-
-
-def test_the_shortest_or_the_surest_responses_are_selected_where_that_is_asked(monkeypatch):
-    some = [
-        answer(text)
-        for text in ("ant bear cat dog", "bear", "ant ant", "owl pig rat", "toad seal rat pig owl")
-    ]
-    shortest = rows_from(monkeypatch, some, per_cluster=2, by="length")
-    assert [(row["completion"], row["score"]) for row in shortest] == [("bear", 1), ("ant ant", 2)]
-    model = loading.load_policy("tiny", TOKENIZER)
-    entropies = []
-    for text, response in zip(TEXTS, some):
-        ids = torch.tensor([prompt(text, 0).ids + response.ids])
-        p = model(input_ids=ids).logits[0, -len(response.ids) - 1 : -1].softmax(-1)
-        entropies.append(-(p * p.log()).sum(-1).mean().item())
-    want = [some[i].text for i in sorted(range(5), key=lambda i: entropies[i])]
-    rows = rows_from(monkeypatch, some, by="entropy")
-    assert [row["completion"] for row in rows] == want
-    scores = [len(response.text.split()) for response in some]
-    assert want != sorted(want, key=len) and [row["score"] for row in rows] != sorted(scores)
-    z = lambda x: (x - x.mean()) / x.std(correction=0)
-    merit = z(torch.tensor(scores).double()) - z(torch.tensor(entropies))
-    both = [some[i].text for i in merit.argsort(descending=True)]
-    rows = rows_from(monkeypatch, some, by="score_and_entropy")
-    assert [row["completion"] for row in rows] == both and both != want
-    logits = lambda prompts, texts, rows: [-2.0 if "pig" in t else 3.0 for t in texts]
-    rows = rows_from(monkeypatch, some, judges=[logits])
-    assert [row["score"] for row in rows] == [4, 2, 1, -2, -2]  # P(safe) 0.12, below 0.15: the gate's
 
 
 # -- the program -------------------------------------------------------------------------

@@ -15,16 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "sft_tiny": ("sft/metrics.png", "python sft.py"),
     "tiny_scores": ("scorers/scores.png", "evaluate --scorers runs/reward runs/advantage_model"),
-    "tiny_best_of_n": ("rejection_sampling/best_of_n.png", "python rejection_sampling.py"),
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
-    "tiny_elo": ("evaluate/elo.png", "python -m common.evaluate"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
     "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "hh_scores": ("hh_reward/scores.png", "docs/real_models.md's reward.py --output-dir runs/hh_reward"),
     "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
-    "smollm2_best_of_n": ("smollm2_rs/best_of_n.png", "docs/real_models.md for runs/smollm2_rs"),
 }
 LARGEST = 100_000  # bytes: a repository keeps every version for ever
 

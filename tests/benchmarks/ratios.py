@@ -31,5 +31,5 @@ for name in sys.argv[1:]:
         rows = evaluation.scored_rows(held_out, of_all)
         figures = {**metrics.pair_figures(rows), **metrics.known_figures(rows), **clipped}
         figures["spread"] = category_spread(rows)
-        shown = "eval/accuracy eval/ece eval/ece_low eval/ece_high eval/nll gold/correlation ratio/clipped spread".split()
+        shown = "accuracy ece ece_low ece_high nll gold/correlation ratio/clipped spread".split()
         print(name, "ratios", ratios, {key: round(figures[key], 4) for key in shown if key in figures})
