@@ -119,10 +119,9 @@ def flags(**values) -> list[str]:
 def script(
     name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None, alone=False
 ) -> Ended:
-    """`python NAME.py ARGV`, or of a file with its path, in a child of the server, or in one child for each of
+    """`python NAME.py ARGV` (name: a script's, or a path) in a child of the server, or in one child for each of
     `ranks`, as torchrun starts them, the first time or again (`restart`); the exit code is rank 0's. plots: draw
-    them, which is half the time of a short run. kill_after: seconds until a kill -9. alone: a file that finds
-    nothing of this project."""
+    them, half the time of a short run. kill_after: seconds until a kill -9. alone: without this project."""
     if not hasattr(script, "server"):
         command = [sys.executable, __file__, "--serve"]
         script.server = subprocess.Popen(

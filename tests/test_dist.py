@@ -15,7 +15,7 @@ import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import assert_same_versions, write_rows
+from scorers import assert_same_versions, same_weights, write_rows
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
@@ -695,8 +695,7 @@ def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_
     ended = processes.torchrun(*command, *flags(output_dir=tmp_path), options=["--max-restarts", 1])
     assert ended.err.count("killed at row 5") == 2 and ended.code == 0, ended.err[-3000:]
     folders = tmp_path, two.folder / "undisturbed"
-    got, want = (load_file(f / WEIGHTS) for f in folders)
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
+    assert same_weights(*folders)
     keys = ("step", "loss/nll", "optim/grad_norm", "eval/nll")
     got, want = ([[r.get(key) for key in keys] for r in read_jsonl(f / "metrics.jsonl")] for f in folders)
     assert got == want and [row[0] for row in got] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after

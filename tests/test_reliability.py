@@ -308,8 +308,8 @@ def test_a_node_that_dies_and_comes_back_leaves_the_bits_of_a_run_that_lost_noth
     nodes, patience = [node(0), node(1)], time.time() + processes.SECONDS
     while not (folder / "checkpoint" / "latest").exists() and time.time() < patience:
         time.sleep(0.05)
-    rank = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text()
-    for pid in (nodes[1].pid, int(rank)):  # it would outlive torchrun
+    lost = nodes[1].pid
+    for pid in (lost, int(Path(f"/proc/{lost}/task/{lost}/children").read_text())):  # torchrun and its rank
         os.kill(pid, signal.SIGKILL)
     assert not (folder / "summary.json").exists()
     nodes[1] = node(1)

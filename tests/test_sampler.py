@@ -371,11 +371,10 @@ def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path
     for name in ("losses", "sampler"):
         shutil.copy(processes.ROOT / "common" / f"{name}.py", tmp_path)
     loop = code_below("The sampler and the losses in your own loop")
-    (tmp_path / "loop.py").write_text(loop)
-    command = "import sys, transformers; sys.modules['transformers'] = None; import losses;"
-    command += "sys.modules['transformers'] = transformers; import loop; assert 'common' not in sys.modules"
-    (tmp_path / "both.py").write_text(command)
-    ended = processes.script(tmp_path / "both.py", cwd=tmp_path, alone=True)
+    first = "import sys, transformers; sys.modules['transformers'] = None; import losses\n"
+    first += "sys.modules['transformers'] = transformers\n"
+    (tmp_path / "loop.py").write_text(first + loop)
+    ended = processes.script(tmp_path / "loop.py", alone=True)
     rewards = [float(x) for x in re.findall(r"reward (\S+)\n", ended.out)]
     assert ended.code == 0 and len(loop.splitlines()) <= 50 and len(rewards) == 15, ended.err[-2000:]
     assert max(rewards[:3]) < 0.65 and min(rewards[-3:]) > 0.8

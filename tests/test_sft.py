@@ -56,8 +56,7 @@ DEFAULT |= {"eval_every": 4}
 def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default") / "run"
     command = ["sft.py", *flags(**DEFAULT, output_dir=folder)]
-    ended = processes.python(*command)
-    return SimpleNamespace(folder=folder, ended=succeeds(ended), command=command)
+    return SimpleNamespace(folder=folder, ended=succeeds(processes.python(*command)), command=command)
 
 
 def test_default_command_leaves_the_whole_run_directory(default):
@@ -115,8 +114,7 @@ def test_default_command_lowers_the_held_out_loss_and_sums_it_up(default):
 
 
 def test_sampler_talks_to_the_model_of_a_run(default, capsys):
-    asked = {"prompt": "copy ant bear cat", "max_new_tokens": 6, "n": 2, "seed": 1}
-    sampler.main(sampler.Args(str(default.folder / "model"), **asked))
+    sampler.main(sampler.Args(f"{default.folder}/model", prompt="copy ant bear cat", max_new_tokens=6, n=2))
     lines = capsys.readouterr().out.splitlines()
     words = {token for token in TOKENIZER.get_vocab() if not token.startswith("<|")}
     assert len(lines) == 2 and all(len(line.split()) <= 6 and set(line.split()) <= words for line in lines)
