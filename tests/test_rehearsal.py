@@ -168,7 +168,7 @@ def written(files):
         "dataset": files / "prompts.jsonl",
         "output": files / "rehearsal.jsonl",
     }
-    ended = succeeds(processes.script(processes.ROOT / "common/rehearsal.py", *flags(**OPTIONS, **paths)))
+    ended = succeeds(processes.python("-m", "common.rehearsal", *flags(**OPTIONS, **paths)))
     assert f"wrote {len(read_jsonl(files / 'rehearsal.jsonl'))} rows" in ended.out
     assert not list(files.glob("*.tmp"))
     return files / "rehearsal.jsonl"

@@ -290,16 +290,23 @@ def test_a_rank_that_dies_is_one_clear_line_and_a_restart_by_torchrun_and_one_ra
             assert all(torch.allclose(got[key], whole[key], atol=1e-5) for key in whole)
 
 
+def kill(process):
+    """With all that it has started: ranks of torchrun outlive it."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for pid in [process.pid, *map(int, children)]:
+        os.kill(pid, signal.SIGKILL)
+
+
 def test_a_node_that_dies_and_comes_back_leaves_the_bits_of_a_run_that_lost_nothing(small, tmp_path):
-    """Of two nodes the one dies that is not the rendezvous host. A restart of several nodes needs the variable:
-    without it torchrun gives the new one no address of the ranks' store."""
+    """Of two nodes with two ranks the one dies that is not the rendezvous host. A restart of several nodes needs
+    the variable: without it torchrun gives the new one no address of the ranks' store."""
     options, folder = {**options_of("sft", small), "max_steps": 40, "sample_prompts": 0}, tmp_path / "run"
-    succeeds(run("sft", small, tmp_path / "whole", ranks=2, **options))
+    succeeds(run("sft", small, tmp_path / "whole", ranks=4, **options))
     env = {**processes.ENV, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     rendezvous = {"rdzv_backend": "c10d", "rdzv_endpoint": f"localhost:{processes._free_port()}"}
 
     def node(number):
-        settings = {"nnodes": 2, "nproc_per_node": 1, "max_restarts": 1, "rdzv_conf": f"is_host={1 - number}"}
+        settings = {"nnodes": 2, "nproc_per_node": 2, "max_restarts": 1, "rdzv_conf": f"is_host={1 - number}"}
         command = [sys.executable, "-m", "torch.distributed.run", *flags(**settings, **rendezvous)]
         command += ["sft.py", "tiny", *flags(**options, output_dir=folder, resume=True)]
         with open(tmp_path / "said", "a") as said:
@@ -308,9 +315,7 @@ def test_a_node_that_dies_and_comes_back_leaves_the_bits_of_a_run_that_lost_noth
     nodes, patience = [node(0), node(1)], time.time() + processes.SECONDS
     while not (folder / "checkpoint" / "latest").exists() and time.time() < patience:
         time.sleep(0.05)
-    lost = nodes[1].pid
-    for pid in (lost, int(Path(f"/proc/{lost}/task/{lost}/children").read_text())):  # torchrun and its rank
-        os.kill(pid, signal.SIGKILL)
+    kill(nodes[1])
     assert not (folder / "summary.json").exists()
     nodes[1] = node(1)
     codes = [process.wait(processes.SECONDS) for process in nodes]

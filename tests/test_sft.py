@@ -1,6 +1,5 @@
 """sft.py in one process: its command line, what a run leaves behind, the loss, resuming, and bad input."""
 
-import functools
 import json
 import math
 import re
@@ -17,11 +16,10 @@ from scorers import (
     PLACE, as_killed, assert_error, assert_files, assert_same_result, contents, in_bfloat16, indexed_model,
     named, read_json, rows_of, succeeds, without, write_rows,
 )  # fmt: skip
-from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common import batches, data, dist, loading, sampler, tiny
+from common import batches, data, dist, loading, tiny
 from common.batches import collate, make_blocks
 from common.metrics import read_jsonl
 from common.cli import parse
@@ -43,7 +41,9 @@ def small(tmp_path_factory):
     return SimpleNamespace(folder=folder, options=options)
 
 
-run = functools.partial(run_script, "sft")
+def run(small, folder, *more, moment=None, cwd=ROOT, **options):
+    given = flags(**{**small.options, "output_dir": folder, **options})
+    return processes.script("sft", *given, *more, moment=moment, cwd=cwd)
 
 
 # -- the default command -----------------------------------------------------------------
@@ -56,7 +56,8 @@ DEFAULT |= {"eval_every": 4}
 def default(tmp_path_factory):
     folder = tmp_path_factory.mktemp("default") / "run"
     command = ["sft.py", *flags(**DEFAULT, output_dir=folder)]
-    return SimpleNamespace(folder=folder, ended=succeeds(processes.python(*command)), command=command)
+    ended = processes.python(*command)
+    return SimpleNamespace(folder=folder, ended=succeeds(ended), command=command)
 
 
 def test_default_command_leaves_the_whole_run_directory(default):
@@ -113,9 +114,9 @@ def test_default_command_lowers_the_held_out_loss_and_sums_it_up(default):
     assert values["after"]["eval/nll"] < values["before"]["eval/nll"] - 0.3
 
 
-def test_sampler_talks_to_the_model_of_a_run(default, capsys):
-    sampler.main(sampler.Args(f"{default.folder}/model", prompt="copy ant bear cat", max_new_tokens=6, n=2))
-    lines = capsys.readouterr().out.splitlines()
+def test_sampler_talks_to_the_model_of_a_run(default):
+    command = ["-m", "common.sampler", *flags(model=default.folder / "model", max_new_tokens=6, n=2, seed=1)]
+    lines = succeeds(processes.python(*command, "--prompt", "copy ant bear cat")).out.splitlines()
     words = {token for token in TOKENIZER.get_vocab() if not token.startswith("<|")}
     assert len(lines) == 2 and all(len(line.split()) <= 6 and set(line.split()) <= words for line in lines)
 
@@ -250,7 +251,8 @@ def test_without_packing_a_run_has_one_document_a_block_and_a_batch_need_not_be_
 
 
 def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path):
-    assert run(small, tmp_path, eval_dataset=None).code == 0
+    options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
+    assert processes.script("sft", *flags(**options, output_dir=tmp_path)).code == 0
     trained_on = json.loads((tmp_path / "summary.json").read_text())["documents"]
     asked = {sample["prompt"][-1]["content"] for sample in read_jsonl(tmp_path / "samples.jsonl")}
     rows = tiny.rows("sft", "train")[:DOCUMENTS]
@@ -259,7 +261,8 @@ def test_without_eval_dataset_a_share_of_the_prompts_is_held_out(small, tmp_path
 
 def test_a_data_set_with_one_prompt_trains_without_held_out_figures(small, tmp_path):
     path = write_rows(tmp_path / "one.jsonl", tiny.rows("sft", "train")[:1])
-    ended = run(small, tmp_path / "run", dataset=path, eval_dataset=None, plots=True)
+    options = {key: value for key, value in small.options.items() if key != "eval_dataset"}
+    ended = processes.script("sft", *flags(**{**options, "dataset": path, "output_dir": tmp_path / "run"}))
     assert ended.code == 0, ended.err[-1000:]
     assert len(rows_of(tmp_path / "run")) == 10 and not rows_of(tmp_path / "run", "eval/nll")
 
@@ -421,7 +424,7 @@ def test_resume_names_other_arguments_and_finishes(small, tmp_path):
 
 def test_resume_with_figures_that_the_first_part_did_not_have(small, tmp_path):
     assert run(small, tmp_path, moment="row 5", sample_prompts=0).code == -9
-    ended = run(small, tmp_path, "--resume", sample_prompts=4, plots=True)
+    ended = run(small, tmp_path, "--resume", sample_prompts=4)
     assert ended.code == 0 and "Traceback" not in ended.err, ended.err[-1000:]
 
 
