@@ -1,6 +1,16 @@
+import gc
 import os
 import sys
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: for matrices this small, threads only wait for each other
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of xdist: it would begin with the files of the most tests
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: -item.path.stat().st_size)  # no long file at the end, beside an idle worker
+    gc.freeze()  # to collect garbage, which scripts ask for often, need not look at all that was imported

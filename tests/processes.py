@@ -42,6 +42,7 @@ import itertools
 import json
 import os
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -115,10 +116,12 @@ def flags(**values) -> list[str]:
     return out
 
 
-def script(name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None) -> Ended:
-    """`python NAME.py ARGV` in a child of the server, or in one child for each of `ranks`, as torchrun starts
-    them, the first time or again (`restart`); the exit code is rank 0's. plots: draw them, which is half the
-    time of a short run. kill_after: seconds until a kill -9."""
+def script(
+    name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, kill_after=None, alone=False
+) -> Ended:
+    """`python NAME.py ARGV` (name: a script's, or a path) in a child of the server, or in one child for each of
+    `ranks`, as torchrun starts them, the first time or again (`restart`); the exit code is rank 0's. plots: draw
+    them, half the time of a short run. kill_after: seconds until a kill -9. alone: without this project."""
     if not hasattr(script, "server"):
         command = [sys.executable, __file__, "--serve"]
         script.server = subprocess.Popen(
@@ -126,8 +129,8 @@ def script(name, *argv, moment=None, cwd=ROOT, plots=True, ranks=1, restart=0, k
         )
         atexit.register(script.server.kill)
     with tempfile.TemporaryDirectory() as folder:
-        job = {"name": name, "argv": list(map(str, argv)), "moment": moment, "plots": plots, "cwd": str(cwd)}
-        job |= {"ranks": ranks, "restart": restart, "kill_after": kill_after}
+        job = {"name": str(name), "argv": list(map(str, argv)), "moment": moment, "plots": plots}
+        job |= {"ranks": ranks, "restart": restart, "kill_after": kill_after, "cwd": str(cwd), "alone": alone}
         script.server.stdin.write(json.dumps({**job, "folder": folder}) + "\n")
         script.server.stdin.flush()
         code = int(script.server.stdout.readline())
@@ -178,7 +181,7 @@ def _environment(rank, ranks, port, restart):
     return found | {"TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_RUN_ID": "tests"}
 
 
-def _child(name, argv, moment, plots, cwd, folder, environment):
+def _child(name, argv, moment, plots, cwd, alone, folder, environment):
     for number, stream in ((1, "out"), (2, "err")):
         path = f"{folder}/{stream}"
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)  # ranks share it
@@ -186,6 +189,8 @@ def _child(name, argv, moment, plots, cwd, folder, environment):
     signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests run behind `&` it is ignored
     signal.alarm(SECONDS)
     os.chdir(cwd)
+    if name.endswith(".py"):
+        _run_file(name, argv, alone)
     if not plots:
         from common import plots as pictures
 
@@ -198,6 +203,17 @@ def _child(name, argv, moment, plots, cwd, folder, environment):
         sys.stderr.flush()
         os._exit(stop.code or 0)
     os._exit(99)  # launch always exits
+
+
+def _run_file(path, argv, alone):
+    if alone:
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in ("common", *SCRIPTS):
+                del sys.modules[name]
+        sys.path[:] = [x for x in sys.path if Path(x).resolve() not in (ROOT, ROOT / "tests")]
+    sys.argv, sys.path[:0] = [path, *argv], [str(Path(path).parent)]
+    runpy.run_path(path, run_name="__main__")
+    sys.exit()
 
 
 def _run(name, argv, moment):

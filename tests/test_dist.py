@@ -1,6 +1,5 @@
 """common/dist.py and the scripts on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
-One torchrun serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its
-own."""
+One launch serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its own."""
 
 import collections
 import json
@@ -16,7 +15,7 @@ import pytest
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import assert_same_versions, succeeds, write_rows
+from scorers import assert_same_versions, same_weights, write_rows
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
@@ -68,7 +67,7 @@ def two(tmp_path_factory):
     """The results of all cases on 2 ranks, and the folder they worked in."""
     folder = tmp_path_factory.mktemp("two")
     prepare(folder)
-    ended = processes.torchrun(ROOT / "tests" / "dist_cases.py", folder)
+    ended = processes.script(ROOT / "tests" / "dist_cases.py", folder, ranks=2)
     results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
 
     def of(name):
@@ -124,8 +123,8 @@ def test_sums_of_one_rank_are_in_fp64_and_carry_no_graph():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_what_a_large_tensor_leaves_serves_the_next_one():
-    code = """
+def test_what_a_large_tensor_leaves_serves_the_next_one(tmp_path):
+    (tmp_path / "code.py").write_text("""
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU nothing is kept
 import torch
@@ -140,8 +139,8 @@ before = resident()
 for _ in range(9):
     torch.ones(2**24)
 print(before, resident())
-"""
-    kept, gone = (processes.python("-c", code, word).out.split() for word in ("setup", "no set-up"))
+""")
+    kept, gone = (processes.script(tmp_path / "code.py", x).out.split() for x in ("setup", "no set-up"))
     assert float(kept[0]) > float(gone[0]) + 50  # megabytes that were freed and are still there
     assert float(kept[1]) < float(kept[0]) + 100  # and are used again
 
@@ -514,9 +513,9 @@ def test_a_slow_download_or_tokenisation_outlasts_the_timeout_of_a_collective(tw
     assert two("one_rank_takes_longer_than_a_collective_may") == 1
 
 
-def test_a_rank_that_is_alone_shards_where_it_has_a_process_group_and_fsdp_casts():
+def test_a_rank_that_is_alone_shards_where_it_has_a_process_group_and_fsdp_casts(tmp_path):
     """So tests/benchmarks/gpu.py tries nccl and FSDP2 on one GPU. Autocast is for a model that is whole."""
-    code = """
+    (tmp_path / "code.py").write_text("""
 import torch, torch.distributed as td
 from common import dist, models, tiny
 whole = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)
@@ -525,14 +524,14 @@ sharded = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)
 for model in (whole, sharded):
     with models._computing(model, torch.zeros(1)):
         print(type(model).__name__, torch.is_autocast_enabled("cpu"))
-"""
-    lines = processes.python("-c", code).out.splitlines()
+""")
+    lines = processes.script(tmp_path / "code.py").out.splitlines()
     assert lines == ["LlamaForCausalLM True", "FSDPLlamaForCausalLM False"]
 
 
 def test_the_benchmark_of_gpus_measures_two_ranks_of_a_cpu_under_torchrun():
     flags = "--only sharded --slots 2 --prompt-tokens 4 --new-tokens 2 --block 16 --blocks 1 --repeats 1"
-    ended = processes.python("tests/benchmarks/gpu.py", "--shapes", "tiny", *flags.split())
+    ended = processes.script(ROOT / "tests" / "benchmarks" / "gpu.py", "--shapes", "tiny", *flags.split())
     assert ended.code == 0 and "\nsharded, 2 rank(s) on cpu\n" in ended.out, ended.err
     for part, share in (("sampler", "of the bound"), ("training", "of the rate")):
         assert re.search(rf"\n{part}\nmodel .*tokens/s .*{share}.*\ntiny .*\d%", ended.out)
@@ -689,32 +688,17 @@ def test_greedy_figures_of_two_ranks_are_those_of_one(two):
 
 
 # -- the ends of a job -------------------------------------------------------------------
-def assert_same_run(folder, undisturbed):
-    got, want = (load_file(f / WEIGHTS) for f in (folder, undisturbed))
-    assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-    keys = ("step", "loss/nll", "optim/grad_norm", "eval/nll")
-    rows = [read_jsonl(f / "metrics.jsonl") for f in (folder, undisturbed)]
-    got, want = ([[row.get(key) for key in keys] for row in of_run] for of_run in rows)
-    assert got == want and [row[0] for row in got] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after
-
-
-def test_killed_ranks_resume_to_the_same_bits(two, tmp_path):
-    two("undisturbed")
-    command = flags(**dist_cases.run_options(two.folder), output_dir=tmp_path)
-    killed = processes.script("sft", *command, moment="row 5", ranks=2)
-    assert killed.code == -9 and killed.err.count("killed at row 5") == 2  # both ranks
-    assert (tmp_path / "checkpoint" / "latest").read_text() == "step_3" and not (tmp_path / "model").exists()
-    succeeds(processes.script("sft", *command, "--resume", ranks=2))
-    assert_same_run(tmp_path, two.folder / "undisturbed")
-
-
 def test_killed_ranks_started_again_by_torchrun_go_on_to_the_same_bits(two, tmp_path):
     two("undisturbed")
     command = [ROOT / "tests" / "processes.py", "sft", "row 5", "--resume"]
     command += flags(**dist_cases.run_options(two.folder))
     ended = processes.torchrun(*command, *flags(output_dir=tmp_path), options=["--max-restarts", 1])
     assert ended.err.count("killed at row 5") == 2 and ended.code == 0, ended.err[-3000:]
-    assert_same_run(tmp_path, two.folder / "undisturbed")
+    folders = tmp_path, two.folder / "undisturbed"
+    assert same_weights(*folders)
+    keys = ("step", "loss/nll", "optim/grad_norm", "eval/nll")
+    got, want = ([[r.get(key) for key in keys] for r in read_jsonl(f / "metrics.jsonl")] for f in folders)
+    assert got == want and [row[0] for row in got] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8]  # before, 8 steps, after
 
 
 def test_nan_on_one_rank_stops_every_rank_at_that_step(two):

@@ -5,7 +5,6 @@ import gc
 import io
 import re
 import shutil
-import subprocess
 import sys
 import weakref
 
@@ -368,14 +367,14 @@ def code_below(heading, page="models"):
 
 
 def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path):
-    """-I: nothing can lend it the rest of the project. The losses need torch alone."""
+    """The losses need torch alone: without transformers they can be imported."""
     for name in ("losses", "sampler"):
         shutil.copy(processes.ROOT / "common" / f"{name}.py", tmp_path)
     loop = code_below("The sampler and the losses in your own loop")
-    (tmp_path / "loop.py").write_text(loop)
-    command = "import sys; sys.path.insert(0, '.'); import losses; assert 'transformers' not in sys.modules;"
-    command += "import loop; assert 'common' not in sys.modules"
-    ended = processes.python("-I", "-c", command, cwd=tmp_path)
+    first = "import sys, transformers; sys.modules['transformers'] = None; import losses\n"
+    first += "sys.modules['transformers'] = transformers\n"
+    (tmp_path / "loop.py").write_text(first + loop)
+    ended = processes.script(tmp_path / "loop.py", alone=True)
     rewards = [float(x) for x in re.findall(r"reward (\S+)\n", ended.out)]
     assert ended.code == 0 and len(loop.splitlines()) <= 50 and len(rewards) == 15, ended.err[-2000:]
     assert max(rewards[:3]) < 0.65 and min(rewards[-3:]) > 0.8
@@ -416,10 +415,9 @@ def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
 )
 def test_the_file_alone_talks_to_a_saved_model(flags, says, folder):
     shutil.copy(processes.ROOT / "common" / "sampler.py", folder)
-    command = [sys.executable, "-I", "sampler.py", *flags.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert re.fullmatch(says, ended.stdout or ended.stderr.splitlines(True)[-1]), ended.stderr
-    assert bool(ended.returncode) == says.startswith("error")
+    ended = processes.script(folder / "sampler.py", *flags.split(), cwd=folder, alone=True)
+    assert re.fullmatch(says, ended.out or ended.err.splitlines(True)[-1]), ended.err
+    assert bool(ended.code) == says.startswith("error")
 
 
 def test_a_chat_has_turns_and_the_scripts_scores(folder, monkeypatch, capsys):

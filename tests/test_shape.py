@@ -164,6 +164,5 @@ def test_an_algorithm_copied_out_with_what_it_needs_takes_a_step(name, tmp_path)
     for file in NEEDED | {"tensor_parallel", "sampler", "loading", "lora", "tiny"}:  # and what these need
         shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
     (tmp_path / "step.py").write_text(f"NAME = {name!r}\n{STEP}")
-    # -I: nothing can lend it the rest of the project
-    ended = processes.python("-I", "-c", "import sys; sys.path.insert(0, '.'); import step", cwd=tmp_path)
+    ended = processes.script(tmp_path / "step.py", cwd=tmp_path, alone=True)
     assert re.fullmatch(r"(\d+) \1\n", ended.out), ended.err[-2000:]  # every weight has moved
