@@ -169,7 +169,7 @@ def main(args: Args):
     evaluate = evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin(modules={"reward": (model, optimizer)}, held_out=held_out)
+    run.begin(modules={"reward": (model, optimizer)}, held_out=[comparison.row for comparison in held_out])
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them

@@ -300,15 +300,21 @@ def revise(rows, labeler, principles, args):
 # -- tasks without a labeler: of all rows at once ------------------------------------------------------
 def select(rows, labeler, principles, args):
     """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1): {} of a row that is chosen, at most
-    --per-tag of each tag, the longest prompts first."""
-    counts, results = collections.Counter(), [{} for _ in rows]
+    --per-tag of each tag, the longest prompts first. A near-duplicate shares 0.8 or more of its words and
+    pairs of neighbouring words with a chosen prompt: intersection over union."""
+    chosen, counts, results = [], collections.Counter(), [{} for _ in rows]
     for i in sorted(range(len(rows)), key=lambda i: -len(data.transcript(rows[i].prompt))):
         tags = rows[i].about.get("tags") or [rows[i].about.get("category")]
+        words = data.transcript(rows[i].prompt).lower().split()
+        parts = {*words, *itertools.pairwise(words)}
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
             results[i]["failed"] = "neither a list of tags nor a category"
         elif any(counts[tag] >= args.per_tag for tag in tags):
             results[i]["failed"] = "a tag of it has --per-tag rows"
+        elif any(len(parts & other) >= 0.8 * len(parts | other) for other in chosen):
+            results[i]["failed"] = "a near-duplicate is chosen"
         else:
+            chosen.append(parts)
             counts.update(tags)
     return results
 
@@ -513,7 +519,7 @@ RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
     "sample": ("different responses to a prompt, for label", Args(task="sample")),
-    "select": ("rows balanced over tags", Args(task="select")),
+    "select": ("rows balanced over tags, without near-duplicates", Args(task="select")),
     "hindsight": ("responses under an instruction that they fulfil, for sft.py", Args(task="hindsight")),
 }
 

@@ -28,22 +28,12 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
     "any": (lambda x: True, "seed threshold"),
 }
-SYNONYMS = [  # names of one flag here and elsewhere; a script has one of a line, which an error names
-    "model model_name_or_path",
-    "reference ref ref_model reference_model",
-    "scorer reward_fn reward_funcs reward_model reward_model_path",
-    "dataset dataset_name train_dataset",
-    "lr learning_rate",
-    "epochs num_train_epochs num_ppo_epochs",
-    "batch_size minibatch_size",
-    "micro_batch_size per_device_train_batch_size",
-    "n_samples n num_generations",
-    "max_new_tokens max_completion_length response_length",
-    "kl_coef beta kl",
-    "clip_ratio cliprange epsilon",
-    "eval_every eval_steps",
-    "save_every save_steps",
-]
+# Names of one flag here and elsewhere; a script has one of a set, which an error names
+SYNONYMS = """model model_name_or_path; reference ref ref_model reference_model; lr learning_rate;
+    scorer reward_fn reward_funcs reward_model reward_model_path; dataset dataset_name train_dataset;
+    epochs num_train_epochs num_ppo_epochs; batch_size minibatch_size; n_samples n num_generations;
+    micro_batch_size per_device_train_batch_size; max_new_tokens max_completion_length response_length;
+    kl_coef beta kl; clip_ratio cliprange epsilon; eval_every eval_steps; save_every save_steps""".split(";")
 ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
     "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",

@@ -111,6 +111,10 @@ def _read(source, items, kind, split):
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
+    read = {*formats.TEXT, *formats.NOT_TEXT, *" ".join(formats.PUBLIC).split()}
+    unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
+    if unread:
+        _note(f"{source}: columns {columns(unread)} are not read")
     read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
     return [row._replace(data=read_as(row.data)) for row in rows]
 

@@ -138,6 +138,16 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     return a_part(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
 
+def length_controlled(won, differences) -> float:
+    """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
+    characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
+    for the instruction). won: 0, 1/2 or 1 a prompt. The normal prior of a and b, of variance 1, keeps a
+    one-sided comparison finite."""
+    won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
+    x = torch.stack([torch.ones_like(d), torch.tanh(d / d.std(correction=0).clamp(min=1e-9))], 1)
+    return scorers.likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
+
+
 def elo(won, n_games, m, anchor) -> torch.Tensor:
     """Ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), p the likeliest Bradley-Terry
     strengths. won: (..., pairs), what i won of n_games against j, in the order of itertools.combinations. A
@@ -177,7 +187,10 @@ def figures(rows, args) -> dict[str, dict[str, float]]:
         margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
         scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
         for name, result in results.items():
-            rate = sum(metrics.outcomes(scores[name], scores[args.reference], margin)) / n
+            won = metrics.outcomes(scores[name], scores[args.reference], margin)
+            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(rows[name], reference_rows)]
+            result[f"{kind}_win_lc"] = length_controlled(won, longer)
+            rate = sum(won) / n
             result.update(metrics.with_interval(f"{kind}_win_rate", rate, *metrics.wilson(rate, n), n))
         games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
         if games:
@@ -194,6 +207,7 @@ def table_line(name, result) -> dict:
     line[f"{kind} gain"] = metrics.interval(result, f"{kind}_gain")
     line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
     line["win rate"] = metrics.interval(result, f"{kind}_win_rate", ".0%")
+    line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
     if f"{kind}_elo" in result:
         line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
     line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""

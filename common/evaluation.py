@@ -391,7 +391,7 @@ class Answers:
         self.prompts = a_part(held_out, args.eval_prompts)
         self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
-        self.fingerprint = [*(prompt.key for prompt in self.prompts), held_out_pairs]
+        self.fingerprint = [*(prompt.key for prompt in self.prompts), *(pair.row for pair in held_out_pairs)]
 
     def __call__(self, policy, version, studies) -> dict:
         pairs = self.held_out_pairs

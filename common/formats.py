@@ -18,7 +18,7 @@ NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
     chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
 )
-
+TEXT = "system prompt instruction input completion output text category subset chosen rejected rating".split()
 
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}

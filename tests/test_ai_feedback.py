@@ -681,20 +681,28 @@ def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counte
 
 
 # -- select and hindsight --------------------------------------------------------------------
-def test_rows_are_selected_by_tags_and_length(tmp_path):
-    """The longest come first: row 4, row 1, then 0, 2 and 3; of the tag x there are two by then."""
+def test_rows_are_selected_by_tags_length_and_likeness(tmp_path):
+    """By words and their pairs k l m n has 4 + 3 parts, all among the 5 + 4 of k l m n o, 0.78; p to w has 15,
+    among 17, 0.88. The longest come first: rows 8 and 7, then 4, 10, 1, 9, then 0, 2 and 3."""
     rows = [
         ("a b c d", "xy"), ("a  B c D", "z"), ("a b c e", "x"), ("a c b d", "y"), ("long long story", "x"),
-        ("f", "y"), ("g", "wx"),
+        ("f", "y"), ("g", "wx"), ("p q r s t u v w", "v"), ("p q r s t u v w o", "u"), ("k l m n", "t"),
+        ("k l m n o", "s"),
     ]  # fmt: skip
     rows = [{"prompt": prompt, "tags": list(tags), "completion": prompt} for prompt, tags in rows]
     rows += [{"prompt": "h", "category": "z"}, {"prompt": "i"}, {"prompt": "j", "tags": "x"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     found = run(tmp_path / "run", path, "select", model="", per_tag=2, chunk_rows=2)
-    assert found.rows == [{**rows[i], "row": i} for i in (0, 1, 3, 4, 7)]
-    bad = "neither a list of tags nor a category"
-    full = dict.fromkeys((2, 5, 6), "a tag of it has --per-tag rows")
-    assert {row["row"]: row["failed"] for row in found.failed} == {**full, 8: bad, 9: bad}
+    assert found.rows == [{**rows[i], "row": i} for i in (1, 2, 3, 4, 5, 8, 9, 10, 11)]
+    bad, full = "neither a list of tags nor a category", "a tag of it has --per-tag rows"
+    like = "a near-duplicate is chosen"
+    assert {row["row"]: row["failed"] for row in found.failed} == {
+        0: like,
+        6: full,
+        7: like,
+        12: bad,
+        13: bad,
+    }
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):

@@ -187,6 +187,17 @@ def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
     assert data.sft_messages(row)[0] == messages
 
 
+def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
+    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "reply": 4}]
+    spec = write(tmp_path / "r.jsonl", rows)
+    for split in ("train", "test"):
+        data.load_rows(spec, "sft", split)
+    assert capsys.readouterr().out == f"{spec}: columns ['reply', 'system_prompt'] are not read\n"
+    for kind in tiny.SIZES:
+        data.load_rows("tiny", kind)
+    assert not capsys.readouterr().out
+
+
 # -- files and mixtures --------------------------------------------------------------------
 A, B = {"prompt": "a", "completion": "b, \xe9"}, {"prompt": "c", "completion": None}
 FILES = {  # (content, the places of A and B)

@@ -58,6 +58,10 @@ def answers(*texts, prompts=(A, B, C)):
     return list(zip(prompts, map(answer, texts), strict=True))
 
 
+def logit(p):
+    return math.log(p / (1 - p))
+
+
 # -- games -----------------------------------------------------------------------------------------
 def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_references(tmp_path):
     spec = f"common.pairwise:oracle={smaller_model(tmp_path / 'model')}"
@@ -70,6 +74,58 @@ def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_re
     assert evaluation.oracle_scores(oracle, pairs, None, 2) == [0.5] * 3  # the reference's own
     found = run(tmp_path / "run", ["untrained=tiny", "other=tiny"], scorer=spec, eval_prompts=2)
     assert found.summary["temperatures"]["1"]["other"]["score_tie_margin"] == 0.1  # of probabilities
+
+
+# -- win rate at equal length ----------------------------------------------------------------------
+def grid_maximum(won, x, penalty=0.5):
+    """sigma(a) of the likeliest a + b x, less penalty |weights|^2, by finer and finer grids."""
+    won, x = (torch.tensor(values, dtype=torch.float64) for values in (won, x))
+    middle, width = torch.zeros(2, dtype=torch.float64), 16.0
+    for _ in range(28):
+        steps = torch.linspace(-width, width, 13, dtype=torch.float64)
+        weights = middle + torch.cartesian_prod(steps, steps)  # (169, 2)
+        z = weights[:, :1] + weights[:, 1:] * x
+        fit = (won * z - torch.nn.functional.softplus(z)).sum(1) - penalty * weights.square().sum(1)
+        middle, width = weights[fit.argmax()], width / 2
+    return torch.sigmoid(middle[0]).item()
+
+
+def some_games(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    d = (25 * torch.randn(n, generator=generator) + 10).round().tolist()
+    noise = torch.rand(n, 2, generator=generator).tolist()
+    won = [float(u < 1 / (1 + math.exp(-0.4 - x / 15))) if v > 0.1 else 0.5 for x, (u, v) in zip(d, noise)]
+    return won, d
+
+
+@pytest.mark.parametrize("n", [2, 7, 60])
+def test_the_win_rate_at_equal_length_is_the_grids_maximum(n):
+    won, d = some_games(n)
+    mean = sum(d) / n
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in d) / n)
+    x = [math.tanh(v / deviation) for v in d]
+    found = evaluate.length_controlled(won, d)
+    assert found == pytest.approx(grid_maximum(won, x), abs=1e-6)
+    wrong = {
+        "no length": grid_maximum(won, [0.0] * n),
+        "other penalty": grid_maximum(won, x, penalty=1.0),
+        "centred": grid_maximum(won, [math.tanh((v - mean) / deviation) for v in d]),
+        "no deviation": grid_maximum(won, [math.tanh(v) for v in d]),
+        "no tanh": grid_maximum(won, [v / deviation for v in d]),
+        "n - 1": grid_maximum(won, [math.tanh(v / deviation * math.sqrt((n - 1) / n)) for v in d]),
+    }
+    for name, value in wrong.items():
+        assert abs(value - found) > 2e-5, name
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 1000])
+@pytest.mark.parametrize("rate", [1.0, 0.75, 0.0])
+def test_at_equal_lengths_the_shrunk_rate_obeys_its_equation_and_one_sided_games_stay_finite(n, rate):
+    """The derivative of n (rate log p + (1 - rate) log(1 - p)) - a^2 / 2 is 0 at n (rate - p) = a."""
+    p = evaluate.length_controlled([rate] * n, [5] * n)
+    assert 0 < p < 1 and n * (rate - p) == pytest.approx(logit(p), abs=1e-6)
+    if n == 1000:
+        assert p == pytest.approx(rate, abs=0.01)
 
 
 # -- ratings ---------------------------------------------------------------------------------------
@@ -142,17 +198,23 @@ def test_figures_are_those_of_the_rows():
         "ref": [row("ant", 0.5, kl=0), row("cat", 1, kl=0), row("dog eel", 2, kl=0), row("ibis", 1, kl=0)],
     }
     rows["a"][1]["finished"] = False
-    found = evaluate.figures(rows, args_of(reference="ref", tie_margin=0.5))
+    scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
+    args = args_of(reference="ref", tie_margin=0.5)
+    found = evaluate.figures(rows, args)
     assert list(found) == ["a", "ref"]
     a = found["a"]
     assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
     assert {"score_win": 0.25, "score_lose": 0.25, "score_tie": 0.5}.items() <= a.items()
     assert (a["score_gain"], a["score_gain_n"], a["score_elo_n"]) == (0.375, 4, 4)  # too few for intervals
     assert not any(key.endswith(("_low", "_high")) for key in a)
+    # Characters, not words or tokens: 0, 4, -7, -1
+    won = metrics.outcomes(scores["a"], scores["ref"], 0.5)
+    assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
+    assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
     assert (a["score_win_rate"], a["score_win_rate_n"]) == (0.5, 4)
     ref = found["ref"]
-    assert (ref["score_elo"], ref["score_gain"]) == (1000, 0)
+    assert (ref["score_elo"], ref["score_gain"], ref["score_win_lc"]) == (1000, 0, 0.5)
     assert not any(key.startswith(("gold", "harmless", "perfect")) for key in a)
 
 
@@ -166,7 +228,7 @@ def test_the_true_reward_has_games_of_its_own():
     assert (a["score_win"], a["gold_win"], a["score_lose"], a["gold_lose"]) == (0.5, 0.5, 0.5, 0.0)
     assert (a["score_gain"], a["gold_gain"]) == (0.0, 1.5)
     assert a["score_elo"] == 1000 and a["gold_elo"] == pytest.approx(1000 + 400 * math.log10(2 / 1))
-    assert a["score_win_rate"] == 0.5 < a["gold_win_rate"]
+    assert a["score_win_lc"] == 0.5 < a["gold_win_lc"]
 
 
 @pytest.mark.parametrize("marked, share", [((1, 1, 0, 0), 0.5), ((0, 1, 1, 0), 1.0), ((0, 0, 0, 0), 0.75)])
@@ -178,7 +240,7 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
 
 def printed(**more):
     out = {"score_gain": 0.5, "score_gain_low": -0.25, "score_gain_high": 1.25, "score_win": 0.5}
-    out |= {"score_tie": 0.3, "score_lose": 0.2, "score": 1.5, "length": 7.26}
+    out |= {"score_tie": 0.3, "score_lose": 0.2, "score_win_lc": 0.61, "score": 1.5, "length": 7.26}
     out |= {"score_win_rate": 0.65, "score_win_rate_n": 9}
     return (
         out | {"finished": 0.95, "score_elo": 1034.6, "score_elo_low": 990.2, "score_elo_high": 1080} | more
@@ -191,7 +253,7 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
     line = evaluate.table_line("ppo", printed(kl=3.456, harmless=0.5))
     assert line == {
         "policy": "ppo", "score": "1.50", "score gain": "+0.50 [-0.25, +1.25]",
-        "win / tie / lose": "50% / 30% / 20%", "win rate": "65% (n = 9)", "Elo": "1035 [990, 1080]", "KL": "3.46",
+        "win / tie / lose": "50% / 30% / 20%", "win rate": "65% (n = 9)", "LC win": "61%", "Elo": "1035 [990, 1080]", "KL": "3.46",
         "tokens": 7.26, "ended": "95%", "harmless": "50%",
     }  # fmt: skip
     line = evaluate.table_line("ppo", printed() | gold)
@@ -407,7 +469,7 @@ def test_a_policy_that_is_the_reference_under_another_name_gains_nothing(world):
         assert said[0] == said[1] != said[2] and one == {**same, **dict.fromkeys(ELOS, 1000)} | dict(
             (k, one[k]) for k in ELOS
         )
-        assert (one["gold_gain"], one["gold_tie"], one["gold_win_rate"]) == (0, 1, 0.5)
+        assert (one["gold_gain"], one["gold_tie"], one["gold_win_lc"]) == (0, 1, 0.5)
         assert one["score_elo"] == pytest.approx(1000, abs=1e-3) and other["kl"] != one["kl"]
     kl = {key: found["untrained"]["kl"] for key, found in world.summary["temperatures"].items()}
     assert kl["1"] == 0 < kl["0"]  # greedy: all of its mass is on what the reference might say
@@ -444,7 +506,7 @@ def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
 def test_a_run_prints_a_line_for_each_temperature_and_policy(world):
     first, head, *rows, last = world.out.splitlines()
     assert first.startswith("16 prompts, against again") and last == f"wrote {world.folder}/summary.json"
-    names = "T,policy,gold,score,gold gain,win / tie / lose,win rate,Elo,KL,tokens,ended,harmless"
+    names = "T,policy,gold,score,gold gain,win / tie / lose,win rate,LC win,Elo,KL,tokens,ended,harmless"
     places = [re.search(rf"(^|  ){name}( |$)", head).start() for name in names.split(",")]
     assert places == sorted(places)
     order = [[key, name] for key in ("1", "0") for name in ("untrained", "again", "a")]
