@@ -8,6 +8,7 @@ what it begins with in runs/; what is finished is not run again.
 A group's table goes to docs/results/GROUP.md, and from there to where a page of docs/ has it.
 """
 
+import os
 import re
 import shlex
 import statistics
@@ -32,13 +33,15 @@ RUNS = {  # what arms begin with
     "runs/preference": "sft tiny --model runs/sft --dataset runs/pairs/train.jsonl --epochs 2 --lr 1e-3 "
     "--weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/pairs/held_out.jsonl",
 }
+LABELERS = {**os.environ, "PYTHONPATH": str(peers.ROOT / "tests")}  # where gold_labeler is found
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
 
 
 @dataclass
 class Group:
     arms: dict[str, str]
-    """A line of the table: its command. {out} is the folder of this group and seed."""
+    """A line of the table: its command, where {out} is the folder of this group and seed, or "=GROUP/FOLDER", an
+    arm of another group."""
     over: tuple[tuple[str, str], ...] = ()
     """Two arms: the first one's true reward over the second one's, on the same prompts."""
     first: str = "runs/sft"
@@ -62,6 +65,15 @@ def margins(flags=""):
     return {f"`{arm}`": f"reward --length-prompts 0 --eval-every 0 {arm}" for arm in arms}
 
 
+def labels(labeler):
+    rows = f"{{out}}/labels_{labeler}/rows.jsonl"
+    return {
+        f"labels_{labeler}": f"{FEEDBACK} label --model gold_labeler:{labeler} --dataset tiny",
+        f"reward_{labeler}": f"reward --dataset {rows} --eval-dataset tiny --sft-model runs/sft",
+    }
+
+
+FEEDBACK = "-m common.ai_feedback"
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 SWEEP = "rejection_sampling --temperatures 0.2 0.4 0.6 0.8 1.0 1.3 1.6 2.0 --sweep-prompts 200"
 OFFLINE = "--offline-data tiny --offline-pairs 1480"
@@ -166,6 +178,33 @@ GROUPS = {
         over=(("its own best", "the student"), ("the teacher's best", "its own best")),
         begin={"half": "half"},
     ),
+    "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
+        {
+            "people's labels": "=ppo/the_recipe",
+            "labels of `exact`": "ppo --scorer {out}/reward_exact",
+            "labels of `noisy`": "ppo --scorer {out}/reward_noisy",
+            "labels of `biased`": "ppo --scorer {out}/reward_biased",
+            "ratings of `exact`": "ppo --scorer common.ai_feedback:rater=gold_labeler:exact",
+            "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
+        },
+        over=tuple((arm, "people's labels") for arm in ("labels of `exact`", "ratings of `exact`")),
+        begin=labels("exact")
+        | labels("noisy")
+        | labels("biased")
+        | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
+    ),
+    "readme": Group(
+        {
+            "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
+            "`ppo.py`": "=ppo/the_recipe",
+            "`ppo.py --safety-scorer`": "=ppo/safety_scorer_runs_reward_safety",
+            "`ppo.py`, Advantage Model, rehearsal": "ppo --scorer runs/advantage_model --reward-norm none "
+            "--rehearsal-data {out}/rehearsal.jsonl",
+            "`dpo_iterative.py`": "=dpo/the_recipe",
+            "`dpo_iterative.py`, offline pairs": "=dpo/offline_DPO_as_many_pairs_1_480",
+        },
+        begin={"rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model"},
+    ),
 }
 
 
@@ -196,15 +235,20 @@ def run(command, out, seed):
         words += ["--output", str(out)]
     else:
         words += ["--output-dir", str(out)] + (["--resume"] if words[:2] != ["-m", "common.pairwise"] else [])
-    ended = subprocess.run(
-        [sys.executable, *words, "--seed", str(seed)], cwd=peers.ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, *words, "--seed", str(seed)]
+    ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=LABELERS)
     if ended.returncode:
         sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
 
 
-def folder_of(arm):
+def name_of(arm):
     return re.sub(r"\W+", "_", arm).strip("_")
+
+
+def place_of(arm, command, out) -> Path:
+    """Where the run of an arm is: `out` is the folder of its group and seed."""
+    group, slash, other = command.removeprefix("=").partition("/")
+    return out.parents[1] / group / out.name / other if command.startswith("=") else out / name_of(arm)
 
 
 def run_group(name, group, seed):
@@ -217,11 +261,13 @@ def run_group(name, group, seed):
         if command in ("prompts", "half"):
             {"prompts": prompts, "half": half}[command](out / file)
         else:
-            run(command, out / file, seed)
+            run(command.format(out=out), out / file, seed)
+    arms = []
     for arm, command in group.arms.items():
-        run(command.format(out=out), out / folder_of(arm), seed)
-        print(f"{name}, seed {seed}: {arm}", flush=True)
-    arms = [f"{folder_of(arm)}={out / folder_of(arm)}" for arm in group.arms]
+        arms.append(f"{name_of(arm)}={place_of(arm, command, out)}")
+        if not command.startswith("="):
+            run(command.format(out=out), place_of(arm, command, out), seed)
+            print(f"{name}, seed {seed}: {arm}", flush=True)
     if not group.first:
         return run(f"-m common.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
     for number, dataset in enumerate(group.prompts):
@@ -233,7 +279,7 @@ def run_group(name, group, seed):
 # -- tables ----------------------------------------------------------------------------------------
 def read(name, group, seeds, evaluation):
     """{(seed or "all", arm): its rows}: of responses, or of pairs with whether they were put in order."""
-    rows, arms = {}, {folder_of(arm): arm for arm in group.arms} | {"first": "first"}
+    rows, arms = {}, {name_of(arm): arm for arm in group.arms} | {"first": "first"}
     for seed in range(seeds):
         path = peers.ROOT / "runs" / "experiments" / name / str(seed) / evaluation / "samples.jsonl"
         for row in metrics.read_jsonl(path):
@@ -280,23 +326,19 @@ def table(name, group, seeds, evaluation="evaluate"):
 def temperatures(name, group, seeds):
     """Those that a sweep chose before each iteration, by seed."""
     for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
-        run_folder = peers.ROOT / "runs" / "experiments" / name / str(seed) / folder_of(arm)
+        run_folder = peers.ROOT / "runs" / "experiments" / name / str(seed) / name_of(arm)
         versions = metrics.read_json(run_folder / "summary.json")["versions"].values()
         chosen = [f"{row['sweep/temperature']:g}" for row in versions if "sweep/temperature" in row]
         print(f"{arm}, seed {seed}: temperatures {', '.join(chosen)}")
 
 
-def publish(name, lines, docs=peers.ROOT / "docs"):
+def publish(name, lines, root=peers.ROOT):
     """docs/results/NAME.md, and the same lines between the two comments of a page that name it."""
     text = "\n".join(lines) + "\n"
-    (docs / "results").mkdir(exist_ok=True)
-    (docs / "results" / f"{name}.md").write_text(text)
+    Path(root, "docs", "results", f"{name}.md").write_text(text)
     place = re.compile(rf"(<!-- results/{name}\.md -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-    for page in docs.glob("*.md"):
-        before = page.read_text("utf-8")
-        after = place.sub(lambda match: match[1] + text, before)
-        if after != before:
-            page.write_text(after, "utf-8")
+    for page in (Path(root, "README.md"), *Path(root, "docs").glob("*.md")):
+        page.write_text(place.sub(lambda match: match[1] + text, page.read_text("utf-8")), "utf-8")
 
 
 @dataclass
