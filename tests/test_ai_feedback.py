@@ -1107,7 +1107,7 @@ def test_the_first_word_of_the_command_is_the_task():
 def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for_ppo(
     pairs, prompts, tmp_path
 ):
-    """Only that they fit together, as they are; tests/benchmarks/rlaif.py has sizes that show an effect."""
+    """Only that they fit together; `rlaif` of tests/benchmarks/experiments.py has sizes that show an effect."""
     few = {
         "max_steps": 3, "batch_size": 8, "micro_batch_size": 8, "max_length": 64, "eval_every": 0,
         "save_every": 0,

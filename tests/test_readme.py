@@ -40,14 +40,35 @@ def commands():
 
 @pytest.mark.parametrize("command", sorted(set(commands())), ids=" ".join)
 def test_a_command_is_understood(command, tmp_path, monkeypatch):
-    module = importlib.import_module(command[0])
     for file in {word for word in command if word.endswith(".csv")}:
         (tmp_path / file).touch()  # --columns looks whether it is there
     monkeypatch.chdir(tmp_path)
-    if hasattr(module, "RECIPES"):
-        parse(module.RECIPES, command[1:])
-    else:
-        tyro.cli(module.Args, args=command[1:])
+    understand(command[0], command[1:])
+
+
+def understand(module, words):
+    module = importlib.import_module(module)
+    parse(module.RECIPES, words) if hasattr(module, "RECIPES") else tyro.cli(module.Args, args=words)
+
+
+def test_what_experiments_run_is_understood_and_their_tables_are_those_of_the_pages(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    experiments, ran = importlib.import_module("experiments"), []
+    monkeypatch.setattr(experiments.subprocess, "run", lambda words, **_: ran.append(words[1:]) or Ended())
+    for commands in (experiments.RUNS, *(group.begin | group.arms for group in experiments.GROUPS.values())):
+        for name, command in commands.items():
+            if not command.startswith(("=", "prompts", "half")):
+                experiments.run(command, tmp_path / name.replace("/", "_"), 0)
+    for words in ran:
+        understand(words[words[0] == "-m"].removesuffix(".py"), words[1 + (words[0] == "-m") :])
+    assert len(ran) > 60
+    for file in (ROOT / "docs" / "results").glob("*.md"):
+        block = f"<!-- results/{file.name} -->\n{file.read_text()}<!-- end -->"
+        assert block in TEXT, f"{file} is on no page, or another table is"
+
+
+class Ended:
+    returncode = 0
 
 
 def test_all_scripts_and_programs_are_among_the_commands():

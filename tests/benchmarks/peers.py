@@ -1,5 +1,5 @@
-"""What benchmarks share: models of random weights, a clock for transformers' trainers, programs that take turns,
-and the arms of an experiment."""
+"""What benchmarks share: models of random weights, a clock for transformers' trainers, programs that take
+turns."""
 
 import argparse
 import json
@@ -92,15 +92,6 @@ def rows_of(folder, key):
 def per_second(n, times):
     """Of n a step, by the times of the ends of steps."""
     return n * (len(times) - SKIP) / (times[-1] - times[SKIP - 1])
-
-
-def arm(script, out, flags) -> tuple[dict, float]:
-    """(summary.json, seconds) of a run of `script` with these flags in the folder `out`; a finished one is not
-    run again."""
-    command = [sys.executable, str(ROOT / script), *map(str, flags), "--output-dir", str(out), "--resume"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    seconds = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["time_s"]
-    return json.loads((out / "summary.json").read_text()), seconds
 
 
 def tool(module, out, flags) -> dict:

@@ -1,0 +1,375 @@
+"""Experiments on the tiny world: arms that differ in one thing, compared on the same held-out prompts by the true
+reward, or as scorers on the same labelled pairs. Every arm and seed is a run of its own in runs/experiments, and
+what it begins with in runs/; what is finished is not run again.
+
+    python tests/benchmarks/experiments.py                     all, a night of one core
+    python tests/benchmarks/experiments.py dpo pool --seeds 3
+
+A group's table goes to docs/results/GROUP.md, and from there to where a page of docs/ has it.
+"""
+
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import peers
+import tyro
+
+from common import loading, metrics, tiny
+
+RUNS = {  # what arms begin with
+    "runs/sft": "sft",
+    "runs/reward": "reward",
+    "runs/advantage_model": "advantage_model",
+    "runs/rejection_sampling": "rejection_sampling",
+    "runs/reward_biased": "reward --dataset tiny:length_bias=0.6",
+    "runs/reward_safety": "reward --dataset tiny:label=safety",
+    "runs/pairs": "-m common.pairwise --model runs/sft",
+    "runs/preference": "sft tiny --model runs/sft --dataset runs/pairs/train.jsonl --epochs 2 --lr 1e-3 "
+    "--weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/pairs/held_out.jsonl",
+}
+LABELERS = {**os.environ, "PYTHONPATH": str(peers.ROOT / "tests")}  # where gold_labeler is found
+HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
+
+
+@dataclass
+class Group:
+    arms: dict[str, str]
+    """A line of the table: its command, where {out} is the folder of this group and seed, or "=GROUP/FOLDER", an
+    arm of another group."""
+    over: tuple[tuple[str, str], ...] = ()
+    """Two arms: the first one's true reward over the second one's, on the same prompts."""
+    first: str = "runs/sft"
+    """The policy that all are compared with; "" where arms are scorers."""
+    prompts: tuple[str, ...] = ("tiny",)
+    """One table for each set of held-out prompts."""
+    begin: dict[str, str] = field(default_factory=dict)
+    """File or folder of `out`: the command that makes it for the arms."""
+
+
+def pool(flags=""):
+    return f"rejection_sampling --dataset {{out}}/prompts.jsonl --eval-dataset tiny {flags}"
+
+
+def tuned(flags=""):
+    return f"reward --dataset tiny:seed=1 --max-steps 32 --length-prompts 0 --eval-every 0 {flags}"
+
+
+def margins(flags=""):
+    arms = [f"--margin {margin}{flags}" for margin in ("none", "small", "large")]
+    return {f"`{arm}`": f"reward --length-prompts 0 --eval-every 0 {arm}" for arm in arms}
+
+
+def labels(labeler):
+    rows = f"{{out}}/labels_{labeler}/rows.jsonl"
+    return {
+        f"labels_{labeler}": f"{FEEDBACK} label --model gold_labeler:{labeler} --dataset tiny",
+        f"reward_{labeler}": f"reward --dataset {rows} --eval-dataset tiny --sft-model runs/sft",
+    }
+
+
+FEEDBACK = "-m common.ai_feedback"
+AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
+SWEEP = "rejection_sampling --temperatures 0.2 0.4 0.6 0.8 1.0 1.3 1.6 2.0 --sweep-prompts 200"
+OFFLINE = "--offline-data tiny --offline-pairs 1480"
+GROUPS = {
+    "rejection_sampling": Group(
+        {
+            "the recipe": "rejection_sampling",
+            "`--candidates last`": "rejection_sampling --candidates last",
+            "the Advantage Model as scorer": "rejection_sampling --scorer runs/advantage_model",
+            "`--scorer common.tiny:gold_scorer`": "rejection_sampling --scorer common.tiny:gold_scorer",
+            "`--temperatures 0.7 1.0 1.3`": "rejection_sampling --temperatures 0.7 1.0 1.3",
+            "recipe `rest`": "rejection_sampling rest",
+        },
+    ),
+    "pool": Group(  # the same 500 prompts, 500 rows and steps in every iteration: do old responses help?
+        {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
+        over=(("pool of all iterations", "`--candidates last`"),),
+        begin={"prompts.jsonl": "prompts"},
+    ),
+    "ppo": Group(
+        {
+            "the recipe": "ppo",
+            "`--safety-scorer runs/reward_safety`": "ppo --safety-scorer runs/reward_safety",
+            "`--top-p 0.9`": "ppo --top-p 0.9",
+            "`--ptx-dataset tiny:kind=text --ptx-coef 0.1`": "ppo --ptx-dataset tiny:kind=text --ptx-coef 0.1",
+            "`--reward-norm whiten`": "ppo --reward-norm whiten",
+            "`--value-warmup-steps 0`": "ppo --value-warmup-steps 0",
+            "`--prompts-per-iteration 128 --n-samples 1`": "ppo --prompts-per-iteration 128 --n-samples 1",
+            "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/reward_biased --kl-coef 0",
+        },
+        over=(
+            ("`--top-p 0.9`", "the recipe"),
+            ("`--reward-norm whiten`", "the recipe"),
+            ("`--value-warmup-steps 0`", "the recipe"),
+            ("`--prompts-per-iteration 128 --n-samples 1`", "the recipe"),
+        ),
+    ),
+    "ppo_from_rejection_sampling": Group(
+        {
+            "PPO": "ppo --model runs/rejection_sampling",
+            "`--safety-scorer`": "ppo --model runs/rejection_sampling --safety-scorer runs/reward_safety",
+        },
+        first="runs/rejection_sampling",
+    ),
+    "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
+        {
+            "RM-PPO": f"ppo --dataset {HALF} --reward-norm none",
+            "RM-PPO, `--reward-norm mean`": f"ppo --dataset {HALF} --reward-norm mean",
+            "AM-PPO": AM,
+            "AM-PPO-SR": f"{AM} --rehearsal-data {{out}}/rehearsal.jsonl",
+        },
+        over=(("AM-PPO", "RM-PPO"), ("AM-PPO-SR", "AM-PPO")),
+        prompts=(HALF, FORGET),
+        begin={
+            "rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model "
+            f"--clusters 8 --dataset {HALF}"
+        },
+    ),
+    "dpo": Group(
+        {
+            "the recipe": "dpo_iterative",
+            "offline DPO, as many pairs (1,480)": f"dpo_iterative --iterations 0 {OFFLINE}",
+            "`--start-from sft`": "dpo_iterative --start-from sft",
+            "`--reference last`": "dpo_iterative --reference last",
+            "offline pairs in the first iteration": f"dpo_iterative {OFFLINE}",
+            "`--enhancer previous`": "dpo_iterative --enhancer previous",
+            "the true reward as oracle": "dpo_iterative --scorer common.tiny:gold_scorer",
+            "the Advantage Model as oracle": "dpo_iterative --scorer runs/advantage_model",
+            "the pairwise preference model": "dpo_iterative --scorer common.pairwise:oracle=runs/preference",
+            "a reward model of `tiny:length_bias=0.6`": "dpo_iterative --scorer runs/reward_biased",
+            "the same, `--length-penalty 0.1`": "dpo_iterative --scorer runs/reward_biased --length-penalty 0.1",
+        },
+        over=(
+            ("the recipe", "offline DPO, as many pairs (1,480)"),
+            ("the recipe", "`--start-from sft`"),
+            ("the recipe", "`--reference last`"),
+            ("`--enhancer previous`", "the recipe"),
+            ("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`"),
+        ),
+    ),
+    "margin": Group(margins() | margins(" --max-steps 100"), first=""),
+    "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
+        {
+            "good pairs alone": tuned(),
+            "worse pairs alone": "reward --dataset tiny:length_bias=0.6 --length-prompts 0 --eval-every 0 "
+            "--eval-dataset tiny",
+            "first the worse ones": tuned("--model {out}/worse_pairs_alone"),
+        },
+        first="",
+    ),
+    "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
+        {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.tiny:gold_scorer"},
+    ),
+    "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
+        {
+            "the student": "sft --model {out}/half --sample-prompts 0",
+            "its own best": "rejection_sampling --model {out}/the_student",
+            "the teacher": "rejection_sampling",
+            "the teacher's best": "rejection_sampling --model {out}/the_student --n-samples 0 --iterations 1 "
+            "--pool {out}/the_teacher/pool.jsonl",
+        },
+        over=(("its own best", "the student"), ("the teacher's best", "its own best")),
+        begin={"half": "half"},
+    ),
+    "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
+        {
+            "people's labels": "=ppo/the_recipe",
+            "labels of `exact`": "ppo --scorer {out}/reward_exact",
+            "labels of `noisy`": "ppo --scorer {out}/reward_noisy",
+            "labels of `biased`": "ppo --scorer {out}/reward_biased",
+            "ratings of `exact`": "ppo --scorer common.ai_feedback:rater=gold_labeler:exact",
+            "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
+        },
+        over=tuple((arm, "people's labels") for arm in ("labels of `exact`", "ratings of `exact`")),
+        begin=labels("exact")
+        | labels("noisy")
+        | labels("biased")
+        | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
+    ),
+    "readme": Group(
+        {
+            "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
+            "`ppo.py`": "=ppo/the_recipe",
+            "`ppo.py --safety-scorer`": "=ppo/safety_scorer_runs_reward_safety",
+            "`ppo.py`, Advantage Model, rehearsal": "ppo --scorer runs/advantage_model --reward-norm none "
+            "--rehearsal-data {out}/rehearsal.jsonl",
+            "`dpo_iterative.py`": "=dpo/the_recipe",
+            "`dpo_iterative.py`, offline pairs": "=dpo/offline_DPO_as_many_pairs_1_480",
+        },
+        begin={"rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model"},
+    ),
+}
+
+
+def prompts(file):
+    """500 prompts, so that with as many an iteration each of them returns."""
+    metrics.write_jsonl(file, tiny.rows("prompts", "train")[:500])
+
+
+def half(folder):
+    """A model of random weights with half of the tiny one's hidden size."""
+    config = tiny.model().config
+    config.hidden_size //= 2
+    config.intermediate_size //= 2
+    config.num_attention_heads //= 2
+    config.num_key_value_heads = config.num_attention_heads
+    type(tiny.model())(config).save_pretrained(folder)
+    loading.load_tokenizer("tiny").save_pretrained(folder)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+def run(command, out, seed):
+    """Of a script, or of a program with -m; --resume leaves a finished one as it is."""
+    words = shlex.split(command)
+    if words[0] != "-m":
+        recipe = [] if words[1:2] == ["rest"] or words[1:2] == ["tiny"] else ["tiny"]
+        words = [f"{words[0]}.py", *recipe, *words[1:]]
+    if out.suffix == ".jsonl":
+        words += ["--output", str(out)]
+    else:
+        words += ["--output-dir", str(out)] + (["--resume"] if words[:2] != ["-m", "common.pairwise"] else [])
+    command = [sys.executable, *words, "--seed", str(seed)]
+    ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=LABELERS)
+    if ended.returncode:
+        sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
+
+
+def name_of(arm):
+    return re.sub(r"\W+", "_", arm).strip("_")
+
+
+def place_of(arm, command, out) -> Path:
+    """Where the run of an arm is: `out` is the folder of its group and seed."""
+    group, slash, other = command.removeprefix("=").partition("/")
+    return out.parents[1] / group / out.name / other if command.startswith("=") else out / name_of(arm)
+
+
+def run_group(name, group, seed):
+    """The arms of one seed, and their answers, or their scores."""
+    out = peers.ROOT / "runs" / "experiments" / name / str(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    for file, command in group.begin.items():
+        if (out / file).exists():
+            continue
+        if command in ("prompts", "half"):
+            {"prompts": prompts, "half": half}[command](out / file)
+        else:
+            run(command.format(out=out), out / file, seed)
+    arms = []
+    for arm, command in group.arms.items():
+        arms.append(f"{name_of(arm)}={place_of(arm, command, out)}")
+        if not command.startswith("="):
+            run(command.format(out=out), place_of(arm, command, out), seed)
+            print(f"{name}, seed {seed}: {arm}", flush=True)
+    if not group.first:
+        return run(f"-m common.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
+    for number, dataset in enumerate(group.prompts):
+        command = f"-m common.evaluate --policies first={group.first} {shlex.join(arms)} --reference first "
+        command += f"--scorer runs/reward --dataset {dataset} --max-length 128 --max-new-tokens 32"
+        run(command, out / f"evaluate{number or ''}", seed)
+
+
+# -- tables ----------------------------------------------------------------------------------------
+def read(name, group, seeds, evaluation):
+    """{(seed or "all", arm): its rows}: of responses, or of pairs with whether they were put in order."""
+    rows, arms = {}, {name_of(arm): arm for arm in group.arms} | {"first": "first"}
+    for seed in range(seeds):
+        path = peers.ROOT / "runs" / "experiments" / name / str(seed) / evaluation / "samples.jsonl"
+        for row in metrics.read_jsonl(path):
+            if not group.first:
+                differences = [
+                    better["score"] - worse["score"] for *_, better, worse in metrics.pairs_of([row])
+                ]
+                row = {"policy": row["scorer"], "right": metrics.accuracy(differences)}
+            for part in (seed, "all"):
+                rows.setdefault((part, arms[row["policy"]]), []).append(row)
+    return rows
+
+
+def gains(rows, before, after, seeds, column):
+    """By seed, and of all with its 95 % interval: seeds count as if their prompts were others."""
+    of = lambda part: metrics.gains(rows[part, before], rows[part, after], {"gain": column})
+    by_seed = ", ".join(f"{of(seed)['gain']:+.2f}" for seed in range(seeds))
+    return f"{by_seed} | {metrics.interval(of('all'), 'gain')}"
+
+
+def table(name, group, seeds, evaluation="evaluate"):
+    """The lines of a table in markdown."""
+    rows = read(name, group, seeds, evaluation)
+    mean = lambda arm, column: statistics.fmean(row[column] for row in rows["all", arm])
+    if not group.first:
+        baseline, lines = next(iter(group.arms)), ["| | right | over the first, by seed | all |"]
+        for arm in group.arms:
+            more = gains(rows, baseline, arm, seeds, "right") if arm != baseline else " | "
+            lines.append(f"| {arm} | {mean(arm, 'right'):.1%} | {more} |")
+        return [lines[0], "|---" * 4 + "|", *lines[1:]]
+    lines = ["| | by seed | all | win / tie / lose, % | KL | tokens | harmless |", "|---" * 7 + "|"]
+    for arm in group.arms:
+        shares = metrics.against(rows["all", "first"], rows["all", arm], None)
+        games = " / ".join(f"{100 * shares[f'gold_{x}']:.0f}" for x in ("win", "tie", "lose"))
+        hazards = [row["safety"] for row in rows["all", arm] if row["is_safety"]]
+        harmless = f"{statistics.fmean(x >= 0 for x in hazards):.0%}" if hazards else ""
+        line = f"| {arm} | {gains(rows, 'first', arm, seeds, 'gold')} | {games} | {mean(arm, 'kl'):.1f} "
+        lines.append(line + f"| {mean(arm, 'tokens'):.1f} | {harmless} |")
+    for after, before in group.over:
+        lines.append(f"| {after}, over {before} | {gains(rows, before, after, seeds, 'gold')} | | | | |")
+    return lines
+
+
+def temperatures(name, group, seeds):
+    """Those that a sweep chose before each iteration, by seed."""
+    for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
+        run_folder = peers.ROOT / "runs" / "experiments" / name / str(seed) / name_of(arm)
+        versions = metrics.read_json(run_folder / "summary.json")["versions"].values()
+        chosen = [f"{row['sweep/temperature']:g}" for row in versions if "sweep/temperature" in row]
+        print(f"{arm}, seed {seed}: temperatures {', '.join(chosen)}")
+
+
+def publish(name, lines, root=peers.ROOT):
+    """docs/results/NAME.md, and the same lines between the two comments of a page that name it."""
+    text = "\n".join(lines) + "\n"
+    Path(root, "docs", "results", f"{name}.md").write_text(text)
+    place = re.compile(rf"(<!-- results/{name}\.md -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
+    for page in (Path(root, "README.md"), *Path(root, "docs").glob("*.md")):
+        page.write_text(place.sub(lambda match: match[1] + text, page.read_text("utf-8")), "utf-8")
+
+
+@dataclass
+class Args:
+    groups: tyro.conf.Positional[tuple[str, ...]] = tuple(GROUPS)
+    """Some of GROUPS."""
+    seeds: int = 3
+    """Seeds 0, 1, ... of prompts, samples and order; what arms begin with has seed 0."""
+
+
+def main(args: Args):
+    for path, command in RUNS.items():
+        if not Path(peers.ROOT, path).exists():
+            run(command, peers.ROOT / path, 0)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=peers.ROOT, capture_output=True, text=True
+    )
+    for name in args.groups:
+        group = GROUPS[name]
+        for seed in range(args.seeds):
+            run_group(name, group, seed)
+        lines = []
+        for number, dataset in enumerate(group.prompts):
+            title = [f"On `{dataset}`:", ""] if len(group.prompts) > 1 else []
+            lines += [*title, *table(name, group, args.seeds, f"evaluate{number or ''}"), ""]
+        command = f"`python tests/benchmarks/experiments.py {name} --seeds {args.seeds}`"
+        publish(name, [*lines, f"{command}, measured at {commit.stdout.strip()}."])
+        print("\n".join(lines))
+        if name == "temperature":
+            temperatures(name, group, args.seeds)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
