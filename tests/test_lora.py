@@ -83,7 +83,6 @@ def test_a_model_without_linear_layers_is_refused():
 def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
     def run(name, folder, *argv, **options):
         short = {"output_dir": tmp_path / folder, "lora_rank": 4, "save_every": 2, "eval_every": 1}
-        short["dataset"] = "tiny:commands=copy"  # all of the tiny world takes longer to read
         if name == "sft":
             short.update(max_steps=4, sample_prompts=0, lr=1e-4)
         else:
