@@ -123,8 +123,8 @@ def test_sums_of_one_rank_are_in_fp64_and_carry_no_graph():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_what_a_large_tensor_leaves_serves_the_next_one(tmp_path):
-    (tmp_path / "code.py").write_text("""
+def test_what_a_large_tensor_leaves_serves_the_next_one():
+    code = """
 import os, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU nothing is kept
 import torch
@@ -139,8 +139,8 @@ before = resident()
 for _ in range(9):
     torch.ones(2**24)
 print(before, resident())
-""")
-    kept, gone = (processes.script(tmp_path / "code.py", x).out.split() for x in ("setup", "no set-up"))
+"""
+    kept, gone = (processes.python("-c", code, word).out.split() for word in ("setup", "no set-up"))
     assert float(kept[0]) > float(gone[0]) + 50  # megabytes that were freed and are still there
     assert float(kept[1]) < float(kept[0]) + 100  # and are used again
 
