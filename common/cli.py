@@ -112,13 +112,6 @@ def parse(recipes, argv=None):
     return args
 
 
-def own_name(flag: str, args) -> str:
-    """The argument that a flag is, by its name or by SYNONYMS: --learning-rate is lr."""
-    name = flag.removeprefix("--").replace("-", "_")
-    same = [word for line in SYNONYMS if name in line.split() for word in line.split()]
-    return next((word for word in [name, *same] if hasattr(args, word)), name)
-
-
 def not_tiny(args, defaults):
     """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
     world's, whose numbers ruin a pretrained model; None if there is none."""
@@ -155,7 +148,9 @@ def _parse_flags(recipes, name, argv):
             raise
         raise InputError(" ".join(re.sub("[\u2500-\u257f|]|-{3,}", " ", box.getvalue()).split())) from None
     if unknown:
-        name = own_name(unknown[0].split("=")[0], defaults)
+        name = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
+        same = [word for line in SYNONYMS if name in line.split() for word in line.split()]
+        name = next((word for word in [name, *same] if hasattr(defaults, word)), name)
         near = difflib.get_close_matches(name, [*vars(given.script), *vars(given.every_command)], 1, 0.7)
         hint = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
         raise InputError(f"unknown argument {unknown[0]!r}: {ELSEWHERE.get(name.lower(), hint)}")

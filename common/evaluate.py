@@ -144,7 +144,8 @@ def length_controlled(won, differences) -> float:
     for the instruction). won: 0, 1/2 or 1 a prompt. The normal prior of a and b, of variance 1, keeps a
     one-sided comparison finite."""
     won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
-    x = torch.stack([torch.ones_like(d), torch.tanh(d / d.std(correction=0).clamp(min=1e-9))], 1)
+    deviation = d.std(correction=0)
+    x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
     return scorers.likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
 
 

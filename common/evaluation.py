@@ -72,12 +72,13 @@ class HeldOutDocuments:
             generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
 
     def __call__(self, model) -> dict[str, float]:
-        figures = {}
         if self.args.sample_prompts:
             self.samples = self.answers(model)
-        if self.documents:
-            figures["eval/nll"] = models.mean_nll(model, self.blocks, self.args.micro_batch_size)
-        return {**figures, **metrics.means(self.samples, FIGURES)}
+        return {**self.loss(model), **metrics.means(self.samples, FIGURES)}
+
+    def loss(self, model) -> dict[str, float]:
+        blocks, size = self.blocks, self.args.micro_batch_size
+        return {"eval/nll": models.mean_nll(model, blocks, size)} if blocks else {}
 
     def answers(self, model) -> list[dict]:
         """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""

@@ -50,6 +50,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
+        if not Path(chat_template).is_file():
+            raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     elif isinstance(tokenizer.chat_template, str):  # of a model that was trained here
         tokenizer.chat_template = CUT_TEMPLATE.sub(r"\1", tokenizer.chat_template)

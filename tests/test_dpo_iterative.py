@@ -776,7 +776,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
     source = inspect.getsource(dpo).replace(inspect.getsource(dpo.check), "")
     source = source.replace(inspect.getsource(dpo.Args), "")
     modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers)
-    read = {*re.findall(r"\bargs\.(\w+)", source + "".join(map(inspect.getsource, modules)))}
+    read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source + "".join(map(inspect.getsource, modules)))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 
 
