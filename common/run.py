@@ -211,7 +211,7 @@ class Run:
                 plot(self.folder)
             write_json(self.folder / "summary.json", summary)
             metrics.print_results(before, after, shown, samples)
-            hint = "" if self.dtype == torch.float32 else ": rounded; --save-dtype float32 keeps small updates"
+            hint = "" if self.dtype == torch.float32 else ": rounded, --save-dtype float32 keeps all of it"
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 

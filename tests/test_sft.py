@@ -229,7 +229,7 @@ def test_a_run_from_bfloat16_is_exported_so_and_its_held_out_loss_is_the_exports
     after = json.loads((folder / "summary.json").read_text())["after"]["eval/nll"]
     assert after == pytest.approx(plain_held_out_nll(folder / "model", small), abs=1e-6)
     out = capsys.readouterr().out
-    assert ("--save-dtype float32 keeps small updates" in out) == (save_dtype is None)
+    assert ("--save-dtype float32 keeps all of it" in out) == (save_dtype is None)
 
 
 def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tmp_path):
