@@ -119,15 +119,12 @@ def not_tiny(args, defaults):
         missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
         is_model = name in ("model", "policy") and value and not missing
         is_data = name.endswith(("dataset", "_data")) and value
-        if is_data and not data.is_tiny(value) or is_model and not _is_tiny_model(value):
+        files = [Path(str(value), "config.json"), Path(str(value), "model", "config.json")]
+        from_tiny = any(metrics.read_json(file).get("vocab_size") == len(tiny.WORDS) for file in files)
+        is_tiny_model = value == "tiny" or from_tiny  # the model itself, or what was trained from it
+        if is_data and not data.is_tiny(value) or is_model and not is_tiny_model:
             return f"--{name.replace('_', '-')} {value}"
     return None
-
-
-def _is_tiny_model(name) -> bool:
-    """True of the model tiny and of what was trained from it: a run's model/, its versions/N."""
-    configs = [metrics.read_json(path / "config.json") for path in (Path(name), Path(name, "model"))]
-    return name == "tiny" or any(config.get("vocab_size") == len(tiny.WORDS) for config in configs)
 
 
 def _parse_flags(recipes, name, argv):

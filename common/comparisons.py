@@ -10,7 +10,7 @@ import zlib
 import torch
 
 from common import data, dist, metrics, models
-from common.batches import RATINGS, Comparison, Document, Row, a_part, labelled_pairs, turns_key
+from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, turns_key
 from common.errors import InputError
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -196,20 +196,23 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     a ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
     are a pair without a label. ValueError says why there is none."""
     responses = values.get("responses")
+    if responses is None:
+        if not {"chosen", "rejected"} <= values.keys():
+            raise data.WrongColumns(values, "preference")
+        prompt, texts = _pair(values)
+        label = _number(values, "preference", 0, 1)
+        return prompt, texts, 1.0 if label is None else label
     objects = isinstance(responses, list) and all(isinstance(r, dict) for r in responses)
     if objects and not any("score" in r for r in responses):
         values = {**values, "responses": [{**r, "score": i} for i, r in enumerate(responses[:2])]}
         return *_ranking(values)[:2], None
-    c = _labelled(Row(where, values), min_score_gap=0.0)
-    if responses is None:
-        return c.prompt, c.texts, 1.0 if c.preference is None else c.preference
-    places = itertools.permutations(range(len(c.texts)), 2)
-    different = [(i, j) for i, j in places if c.texts[i].strip() != c.texts[j].strip()]
-    pairs = [(i, j) for i, j in different if c.grades[i] != c.grades[j]]
+    prompt, texts, grades = _ranking(values)
+    places = itertools.permutations(range(len(texts)), 2)
+    pairs = [(i, j) for i, j in places if grades[i] != grades[j] and texts[i].strip() != texts[j].strip()]
     if not pairs:
         raise ValueError("no response is better than another")
     i, j = pairs[zlib.crc32(where.encode()) % len(pairs)]
-    return c.prompt, [c.texts[i], c.texts[j]], float(c.grades[i] > c.grades[j])
+    return prompt, [texts[i], texts[j]], float(grades[i] > grades[j])
 
 
 def column(comparison, name) -> list | None:

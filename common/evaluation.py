@@ -148,7 +148,7 @@ class HeldOutComparisons:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
         figures = metrics.pair_figures(self.samples)
-        for (_, name), rows in metrics.parts_of(self.samples).items():
+        for (_, name), rows in metrics.parts_of(self.samples if figures["pairs"] else []).items():
             differences = [d for d, *_ in metrics.pairs_of(rows)]
             figures[f"accuracy/{name}"] = metrics.accuracy(differences)
             figures[f"pairs/{name}"] = float(len(differences))

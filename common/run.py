@@ -239,7 +239,7 @@ def find_run(args) -> str | None:
         return "resume"
     words = {name: x for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"}
     for name, value in words.items() if outputs else ():  # start_run removes the outputs
-        path = Path(value or "/").resolve()
+        path = Path("/" if value in ("", "sft", "last", "previous") else value).resolve()  # words of flags
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
             flag = f"--{name.replace('_', '-')} {value}"
             raise InputError(f"this run would remove {flag} before it is read: another --output-dir")

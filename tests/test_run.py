@@ -459,6 +459,13 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     assert find_run(args) == "finished"  # nothing is removed then
 
 
+@pytest.mark.parametrize("word", ["sft", "last"])
+def test_the_references_words_are_no_paths(word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    leave(tmp_path / word, *FINISHED)
+    assert find_run(Inputs(output_dir=word, overwrite=True, reference=word)) is None
+
+
 def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
     """A run that got no checkpoint is begun anew without a flag, and its files go."""
     leave(tmp_path / "run", "args.json", "rehearsal.jsonl")

@@ -3,9 +3,9 @@ reward, or as scorers on the same labelled pairs. Every arm and seed is a run of
 what it begins with in runs/; what is finished is not run again.
 
     python tests/benchmarks/experiments.py                     all, a night of one core
-    python tests/benchmarks/experiments.py dpo pool --seeds 3
+    python tests/benchmarks/experiments.py dpo pool --publish
 
-A group's table goes to docs/results/GROUP.md, and from there to where a page of docs/ has it.
+With --publish a group's table goes to docs/results/GROUP.md and to the pages that have a place for it.
 """
 
 import os
@@ -16,8 +16,10 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import peers
+import torch
 import tyro
 
 from common import loading, metrics, tiny
@@ -33,7 +35,8 @@ RUNS = {  # what arms begin with
     "runs/preference": "sft tiny --model runs/sft --dataset runs/pairs/train.jsonl --epochs 2 --lr 1e-3 "
     "--weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/pairs/held_out.jsonl",
 }
-LABELERS = {**os.environ, "PYTHONPATH": str(peers.ROOT / "tests")}  # where gold_labeler is found
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(peers.ROOT / "tests")}  # where gold_labeler is found
+FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
 
 
@@ -215,6 +218,7 @@ def prompts(file):
 
 def half(folder):
     """A model of random weights with half of the tiny one's hidden size."""
+    torch.manual_seed(0)
     config = tiny.model().config
     config.hidden_size //= 2
     config.intermediate_size //= 2
@@ -226,17 +230,20 @@ def half(folder):
 
 # -- runs ------------------------------------------------------------------------------------------
 def run(command, out, seed):
-    """Of a script, or of a program with -m; --resume leaves a finished one as it is."""
+    """Of a script, or of a program with -m; a file that is there, and a finished run, stay as they are."""
     words = shlex.split(command)
     if words[0] != "-m":
-        recipe = [] if words[1:2] == ["rest"] or words[1:2] == ["tiny"] else ["tiny"]
+        recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
         words = [f"{words[0]}.py", *recipe, *words[1:]]
-    if out.suffix == ".jsonl":
-        words += ["--output", str(out)]
-    else:
-        words += ["--output-dir", str(out)] + (["--resume"] if words[:2] != ["-m", "common.pairwise"] else [])
+    if out.exists() and (out.suffix == ".jsonl" or "common.pairwise" in words):
+        return
+    words += ["--output" if out.suffix == ".jsonl" else "--output-dir", str(out)]
+    if "common.evaluate" in words:
+        words.append("--overwrite")  # for other arms
+    elif out.suffix != ".jsonl" and "common.pairwise" not in words:
+        words.append("--resume")
     command = [sys.executable, *words, "--seed", str(seed)]
-    ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=LABELERS)
+    ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
         sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
 
@@ -245,35 +252,35 @@ def name_of(arm):
     return re.sub(r"\W+", "_", arm).strip("_")
 
 
-def place_of(arm, command, out) -> Path:
-    """Where the run of an arm is: `out` is the folder of its group and seed."""
-    group, slash, other = command.removeprefix("=").partition("/")
-    return out.parents[1] / group / out.name / other if command.startswith("=") else out / name_of(arm)
+def run_arm(name, arm, seed) -> Path:
+    """The folder of an arm's run."""
+    out, command = FOLDER / name / str(seed), GROUPS[name].arms[arm]
+    if command.startswith("="):
+        other, _, wanted = command[1:].partition("/")
+        return run_arm(other, next(arm for arm in GROUPS[other].arms if name_of(arm) == wanted), seed)
+    run(command.format(out=out), out / name_of(arm), seed)
+    print(f"{name}, seed {seed}: {arm}", flush=True)
+    return out / name_of(arm)
 
 
-def run_group(name, group, seed):
-    """The arms of one seed, and their answers, or their scores."""
-    out = peers.ROOT / "runs" / "experiments" / name / str(seed)
+def run_group(name, seed) -> list[str]:
+    """The arms of one seed, and their answers, or their scores. The commits that ran the arms."""
+    group, out = GROUPS[name], FOLDER / name / str(seed)
     out.mkdir(parents=True, exist_ok=True)
     for file, command in group.begin.items():
-        if (out / file).exists():
-            continue
         if command in ("prompts", "half"):
             {"prompts": prompts, "half": half}[command](out / file)
         else:
             run(command.format(out=out), out / file, seed)
-    arms = []
-    for arm, command in group.arms.items():
-        arms.append(f"{name_of(arm)}={place_of(arm, command, out)}")
-        if not command.startswith("="):
-            run(command.format(out=out), place_of(arm, command, out), seed)
-            print(f"{name}, seed {seed}: {arm}", flush=True)
+    folders = [run_arm(name, arm, seed) for arm in group.arms]
+    arms = [f"{name_of(arm)}={folder}" for arm, folder in zip(group.arms, folders)]
     if not group.first:
-        return run(f"-m common.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
-    for number, dataset in enumerate(group.prompts):
+        run(f"-m common.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
+    for number, dataset in enumerate(group.prompts if group.first else ()):
         command = f"-m common.evaluate --policies first={group.first} {shlex.join(arms)} --reference first "
         command += f"--scorer runs/reward --dataset {dataset} --max-length 128 --max-new-tokens 32"
         run(command, out / f"evaluate{number or ''}", seed)
+    return [metrics.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -281,7 +288,7 @@ def read(name, group, seeds, evaluation):
     """{(seed or "all", arm): its rows}: of responses, or of pairs with whether they were put in order."""
     rows, arms = {}, {name_of(arm): arm for arm in group.arms} | {"first": "first"}
     for seed in range(seeds):
-        path = peers.ROOT / "runs" / "experiments" / name / str(seed) / evaluation / "samples.jsonl"
+        path = FOLDER / name / str(seed) / evaluation / "samples.jsonl"
         for row in metrics.read_jsonl(path):
             if not group.first:
                 differences = [
@@ -326,47 +333,50 @@ def table(name, group, seeds, evaluation="evaluate"):
 def temperatures(name, group, seeds):
     """Those that a sweep chose before each iteration, by seed."""
     for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
-        run_folder = peers.ROOT / "runs" / "experiments" / name / str(seed) / name_of(arm)
-        versions = metrics.read_json(run_folder / "summary.json")["versions"].values()
+        summary = metrics.read_json(FOLDER / name / str(seed) / name_of(arm) / "summary.json")
+        versions = summary["versions"].values()
         chosen = [f"{row['sweep/temperature']:g}" for row in versions if "sweep/temperature" in row]
         print(f"{arm}, seed {seed}: temperatures {', '.join(chosen)}")
 
 
 def publish(name, lines, root=peers.ROOT):
     """docs/results/NAME.md, and the same lines between the two comments of a page that name it."""
-    text = "\n".join(lines) + "\n"
-    Path(root, "docs", "results", f"{name}.md").write_text(text)
+    text, places = "\n".join(lines) + "\n", 0
     place = re.compile(rf"(<!-- results/{name}\.md -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
     for page in (Path(root, "README.md"), *Path(root, "docs").glob("*.md")):
-        page.write_text(place.sub(lambda match: match[1] + text, page.read_text("utf-8")), "utf-8")
+        content, n = place.subn(lambda match: match[1] + text, page.read_text("utf-8"))
+        page.write_text(content, "utf-8")
+        places += n
+    if not places:
+        sys.exit(f"no page has <!-- results/{name}.md --> and <!-- end -->")
+    Path(root, "docs", "results", f"{name}.md").write_text(text)
 
 
 @dataclass
 class Args:
-    groups: tyro.conf.Positional[tuple[str, ...]] = tuple(GROUPS)
-    """Some of GROUPS."""
+    groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
     seeds: int = 3
-    """Seeds 0, 1, ... of prompts, samples and order; what arms begin with has seed 0."""
+    """Seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0."""
+    publish: bool = False
+    """Write the tables into docs/."""
 
 
 def main(args: Args):
     for path, command in RUNS.items():
-        if not Path(peers.ROOT, path).exists():
-            run(command, peers.ROOT / path, 0)
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=peers.ROOT, capture_output=True, text=True
-    )
+        run(command, peers.ROOT / path, 0)
     for name in args.groups:
-        group = GROUPS[name]
+        group, commits = GROUPS[name], {}
         for seed in range(args.seeds):
-            run_group(name, group, seed)
+            commits.update(dict.fromkeys(run_group(name, seed)))
         lines = []
         for number, dataset in enumerate(group.prompts):
             title = [f"On `{dataset}`:", ""] if len(group.prompts) > 1 else []
             lines += [*title, *table(name, group, args.seeds, f"evaluate{number or ''}"), ""]
         command = f"`python tests/benchmarks/experiments.py {name} --seeds {args.seeds}`"
-        publish(name, [*lines, f"{command}, measured at {commit.stdout.strip()}."])
+        lines.append(f"{command}, measured at {', '.join(commits)}.")
         print("\n".join(lines))
+        if args.publish:
+            publish(name, lines)
         if name == "temperature":
             temperatures(name, group, args.seeds)
 
