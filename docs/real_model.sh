@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
-seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model} dtype=${DTYPE:-bfloat16}
+seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
 task=tests/benchmarks/real_task.py
 
 step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends with is there
@@ -23,7 +23,7 @@ run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
     local name=$1 script=$2
     shift 2
     step "$name" "$out/$name/summary.json" python "$script" base --max-length 64 --seed "$seed" \
-        --save-dtype float32 --save-every 0 --compute-dtype "$dtype" --output-dir "$out/$name" --resume "$@"
+        --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
 }
 
 label() { # NAME POLICY PROMPTS FLIPPED: pairs of its answers, one right and one wrong; a share reversed
@@ -49,26 +49,26 @@ for seed in $seeds; do
     sample=(--dataset "$out/prompts.jsonl" --max-new-tokens 13 --slots 64 --score-batch-size 64)
     policy=("${sample[@]}" --model "$sft" --eval-prompts 0)
     dpo=(dpo_iterative.py "${policy[@]}" "${batch[@]}" --lora-rank 16 --beta 0.1 --lr 1e-5 --epochs 2)
-    dpo+=(--prompts-per-iteration 80 --n-samples 8)
+    dpo+=(--prompts-per-iteration 64 --n-samples 8)
     run dpo "${dpo[@]}" --iterations 0 --offline-data "$out/labels.jsonl"
 
     # policies that learn from the reward model's scores of their answers
     run best_of_n rejection_sampling.py "${policy[@]}" "${batch[@]}" --scorer "$out/reward" --iterations 1 \
-        --prompts-per-iteration 200 --n-samples 8 --temperatures 1 --sweep-prompts 0 --no-packing \
-        --epochs 2 --lr 3e-5
+        --prompts-per-iteration 160 --n-samples 8 --temperatures 1 --sweep-prompts 0 --no-packing \
+        --epochs 2 --lr 5e-5
     run iterative "${dpo[@]}" --scorer "$out/reward" --iterations 3
-    ppo=(ppo.py "${policy[@]}" --lora-rank 16 --iterations 12 --prompts-per-iteration 16 --n-samples 4)
-    ppo+=(--minibatch-size 32 --micro-batch-size 32 --epochs 2 --lr 1e-5 --value-lr 1e-5)
+    ppo=(ppo.py "${policy[@]}" --lora-rank 16 --iterations 8 --prompts-per-iteration 16 --n-samples 4)
+    ppo+=(--minibatch-size 32 --micro-batch-size 32 --epochs 2 --lr 2e-5 --value-lr 1e-5)
     ppo+=(--value-warmup-steps 4 --eval-every 0)
     run ppo "${ppo[@]}" --scorer "$out/reward"
     step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal "${sample[@]}" --max-length 64 \
         --model "$sft" --scorer "$out/advantage" --max-prompts 200 --clusters 4 --seed "$seed" \
-        --compute-dtype "$dtype" --output "$out/rehearsal.jsonl"
+        --output "$out/rehearsal.jsonl"
     run ppo_advantage "${ppo[@]}" --scorer "$out/advantage" --rehearsal-data "$out/rehearsal.jsonl"
 
     # a reward model that has seen the newest policy, and one more round with each of the two
     label labels_renewed "$out/iterative" renewed 0.1
-    run reward_renewed reward.py "${scorer[@]}" --model "$out/reward" --sft-model "$sft" \
+    run reward_renewed reward.py "${scorer[@]}" --model "$out/reward" --sft-model "$sft" --epochs 1 \
         --dataset "$out/labels_renewed.jsonl,$out/labels.jsonl"
     again=("${dpo[@]}" --model "$out/iterative" --reference "$sft" --iterations 1 --seed $((seed + 100)))
     run first_again "${again[@]}" --scorer "$out/reward"
@@ -81,6 +81,6 @@ for seed in $seeds; do
     done
     step answers "$out/answers/summary.json" python -m common.evaluate --policies "${policies[@]}" \
         --scorer "$out/reward" --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
-        --seed "$seed" --compute-dtype "$dtype" --output-dir "$out/answers"
+        --seed "$seed" --output-dir "$out/answers"
 done
 if [[ " all table " == *" $steps "* ]]; then python $task table "$folder" "$seeds"; fi

@@ -18,7 +18,7 @@ from common.batches import split
 from common.generate import load_prompts, sample_pairs
 
 # rows of data's files; no prompt is in two of them
-SIZES = {"sft": 160, "pairs": 600, "renewed": 200, "prompts": 400, "test": 300}
+SIZES = {"sft": 160, "pairs": 600, "renewed": 200, "prompts": 400, "test": 250}
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -108,9 +108,12 @@ def label(policy, prompts, flipped, seed, file):
     right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
     answers = [(prompt.question, text, r > 0) for (prompt, _), text, r in zip(sampled, texts, right) if text]
     pairs = labelled(answers, float(flipped), random.Random(f"{seed}/{Path(file).stem}"))
+    task_of = {prompt.question: prompt.category for prompt in prompts}
+    for pair in pairs:
+        pair["category"] = task_of[pair["prompt"]]
     metrics.write_jsonl(file, pairs)
     lines = []
-    for task in dict.fromkeys(prompt.category for prompt in prompts):
+    for task in dict.fromkeys(task_of.values()):
         rights = [of_4 for prompt, of_4 in zip(prompts, split(right, 4)) if prompt.category == task]
         right_ones, best = (statistics.fmean(map(f, rights)) for f in (statistics.fmean, max))
         lines.append({"task": task, "right": f"{right_ones:.1%}", "best of 4": f"{best:.1%}"})
