@@ -35,7 +35,7 @@ for seed in $seeds; do
     step data "$out/test.jsonl" python $task data "$tasks" "$seed" "$out"
     batch=(--batch-size 16 --micro-batch-size 16)
     run sft sft.py "${batch[@]}" --model "$model" --chat-template "$out/chat.jinja" --no-packing \
-        --dataset "$out/sft.jsonl" --lr 5e-5 --epochs 2 --sample-prompts 0 --eval-every 0
+        --dataset "$out/sft.jsonl" --lr 3e-5 --epochs 2 --sample-prompts 0 --eval-every 0
 
     # labels, and what learns from them alone
     label labels "$sft" pairs 0.1
@@ -55,7 +55,7 @@ for seed in $seeds; do
     # policies that learn from the reward model's scores of their answers
     run best_of_n rejection_sampling.py "${policy[@]}" "${batch[@]}" --scorer "$out/reward" --iterations 1 \
         --prompts-per-iteration 160 --n-samples 8 --temperatures 1 --sweep-prompts 0 --no-packing \
-        --epochs 2 --lr 5e-5
+        --epochs 2 --lr 3e-5
     run iterative "${dpo[@]}" --scorer "$out/reward" --iterations 3
     ppo=(ppo.py "${policy[@]}" --lora-rank 16 --iterations 8 --prompts-per-iteration 16 --n-samples 4)
     ppo+=(--minibatch-size 32 --micro-batch-size 32 --epochs 2 --lr 2e-5 --value-lr 1e-5)
