@@ -4,11 +4,11 @@
 #
 #     bash docs/real_model.sh                                       seed 0
 #     SEEDS="1 2 3" MODEL=path/to/SmolLM2-135M-Instruct bash docs/real_model.sh
-#     STEPS="sft labels dpo truth" bash docs/real_model.sh          these steps alone, in the order below
+#     STEPS="data sft labels dpo" bash docs/real_model.sh           these steps alone, in the order below
 set -euo pipefail
 cd "$(dirname "$0")/.."
-model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-add+subtract+extract}
-seeds=${SEEDS:-${SEED:-0}} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
+model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
+seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
 task=tests/benchmarks/real_task.py
 
 step() { # NAME FILE COMMAND...: unless it is left out, or the file that it ends with is there
@@ -26,66 +26,61 @@ run() { # NAME SCRIPT OPTIONS...: a script, whose run is $out/NAME
         --save-dtype float32 --save-every 0 --output-dir "$out/$name" --resume "$@"
 }
 
-label() { # NAME POLICY PROMPTS: pairs of its answers, one right and one wrong; 10 % reversed
-    step "$1" "$out/$1.jsonl" python $task label "$2" "$out/$3.jsonl" "$seed" "$out/$1.jsonl"
-}
-
-judge() { # NAME SCORER POLICIES...
-    local name=$1 scorer=$2
-    shift 2
-    step "$name" "$out/$name/summary.json" python -m common.evaluate --policies "$@" --scorer "$scorer" \
-        --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 8 --seed "$seed" \
-        --output-dir "$out/$name"
+label() { # NAME POLICY PROMPTS FLIPPED: pairs of its answers, one right and one wrong; a share reversed
+    step "$1" "$out/$1.jsonl" python $task label "$2" "$out/$3.jsonl" "$4" "$seed" "$out/$1.jsonl"
 }
 
 for seed in $seeds; do
-    out=$folder/$seed && mkdir -p "$out"
+    out=$folder/$seed sft=$folder/$seed/sft && mkdir -p "$out"
     step data "$out/test.jsonl" python $task data "$tasks" "$seed" "$out"
-    run sft sft.py --model "$model" --chat-template "$out/chat.jinja" --dataset "$out/sft.jsonl" \
-        --lora-rank 16 --lr 3e-5 --epochs 2 --no-packing --batch-size 16 --micro-batch-size 16 \
-        --sample-prompts 0 --eval-every 0
-    sft=$out/sft
-    label labels "$sft" pairs
-    label labels_test "$sft" test
+    batch=(--batch-size 16 --micro-batch-size 16)
+    run sft sft.py "${batch[@]}" --model "$model" --chat-template "$out/chat.jinja" --no-packing \
+        --dataset "$out/sft.jsonl" --lr 3e-5 --epochs 2 --sample-prompts 0 --eval-every 0
 
-    pairs=(--model "$sft" --dataset "$out/labels.jsonl" --epochs 2 --lr 3e-5 --batch-size 16 --eval-every 0)
-    pairs+=(--micro-batch-size 16 --length-prompts 0)
-    run reward reward.py "${pairs[@]}"
-    run advantage advantage_model.py "${pairs[@]}"
+    # labels, and what learns from them alone
+    label labels "$sft" pairs 0.1
+    label labels_test "$sft" test 0
+    scorer=("${batch[@]}" --epochs 2 --lr 3e-5 --eval-every 0 --length-prompts 0)
+    run reward reward.py "${scorer[@]}" --model "$sft" --dataset "$out/labels.jsonl"
+    run advantage advantage_model.py "${scorer[@]}" --model "$sft" --dataset "$out/labels.jsonl"
     step scorers "$out/scorers/summary.json" python -m common.evaluate --dataset "$out/labels_test.jsonl" \
         --scorers "reward=$out/reward" "advantage=$out/advantage" --output-dir "$out/scorers"
 
-    policy=(--model "$sft" --lora-rank 16 --dataset "$out/prompts.jsonl" --eval-prompts 0 --max-new-tokens 8)
-    policy+=(--slots 64 --score-batch-size 64)
-    dpo=(dpo_iterative.py "${policy[@]}" --beta 0.1 --lr 1e-5 --epochs 2 --batch-size 16)
-    dpo+=(--micro-batch-size 16)
-    ppo=(ppo.py "${policy[@]}" --iterations 15 --prompts-per-iteration 16 --n-samples 4 --minibatch-size 64)
-    ppo+=(--micro-batch-size 64 --epochs 2 --lr 1e-5 --value-lr 1e-5 --value-warmup-steps 4 --eval-every 0)
+    sample=(--dataset "$out/prompts.jsonl" --max-new-tokens 13 --slots 64 --score-batch-size 64)
+    policy=("${sample[@]}" --model "$sft" --eval-prompts 0)
+    dpo=(dpo_iterative.py "${policy[@]}" "${batch[@]}" --lora-rank 16 --beta 0.1 --lr 1e-5 --epochs 2)
+    dpo+=(--prompts-per-iteration 64 --n-samples 8)
     run dpo "${dpo[@]}" --iterations 0 --offline-data "$out/labels.jsonl"
-    run iterative "${dpo[@]}" --scorer "$out/reward" --iterations 3 --prompts-per-iteration 100 --n-samples 8
-    run best_of_n rejection_sampling.py --model "$sft" --scorer "$out/reward" --dataset "$out/prompts.jsonl" \
-        --iterations 1 --prompts-per-iteration 300 --n-samples 8 --temperatures 1 --sweep-prompts 0 \
-        --eval-prompts 0 --max-new-tokens 8 --slots 64 --score-batch-size 64 --epochs 2 --lr 3e-5 \
-        --no-packing --batch-size 16 --micro-batch-size 16
+
+    # policies that learn from the reward model's scores of their answers
+    run best_of_n rejection_sampling.py "${policy[@]}" "${batch[@]}" --scorer "$out/reward" --iterations 1 \
+        --prompts-per-iteration 160 --n-samples 8 --temperatures 1 --sweep-prompts 0 --no-packing \
+        --epochs 2 --lr 3e-5
+    run iterative "${dpo[@]}" --scorer "$out/reward" --iterations 3
+    ppo=(ppo.py "${policy[@]}" --lora-rank 16 --iterations 8 --prompts-per-iteration 16 --n-samples 4)
+    ppo+=(--minibatch-size 32 --micro-batch-size 32 --epochs 2 --lr 2e-5 --value-lr 1e-5)
+    ppo+=(--value-warmup-steps 4 --eval-every 0)
     run ppo "${ppo[@]}" --scorer "$out/reward"
-    step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal --model "$sft" \
-        --scorer "$out/advantage" --dataset "$out/prompts.jsonl" --max-prompts 200 --clusters 4 \
-        --max-new-tokens 8 --max-length 64 --seed "$seed" --output "$out/rehearsal.jsonl"
+    step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal "${sample[@]}" --max-length 64 \
+        --model "$sft" --scorer "$out/advantage" --max-prompts 200 --clusters 4 --seed "$seed" \
+        --output "$out/rehearsal.jsonl"
     run ppo_advantage "${ppo[@]}" --scorer "$out/advantage" --rehearsal-data "$out/rehearsal.jsonl"
 
-    label labels_renewed "$out/iterative" pairs # a reward model that has seen the newest policy, and one more round
-    run reward_renewed reward.py "${pairs[@]}" --model "$out/reward" --sft-model "$sft" \
+    # a reward model that has seen the newest policy, and one more round with each of the two
+    label labels_renewed "$out/iterative" renewed 0.1
+    run reward_renewed reward.py "${scorer[@]}" --model "$out/reward" --sft-model "$sft" --epochs 1 \
         --dataset "$out/labels_renewed.jsonl,$out/labels.jsonl"
-    again=("${dpo[@]}" --model "$out/iterative" --reference "$sft" --iterations 1 --seed $((seed + 100))
-        --prompts-per-iteration 100 --n-samples 8)
+    again=("${dpo[@]}" --model "$out/iterative" --reference "$sft" --iterations 1 --seed $((seed + 100)))
     run first_again "${again[@]}" --scorer "$out/reward"
     run renewed_again "${again[@]}" --scorer "$out/reward_renewed"
 
+    # every policy answers the same prompts; the score is the proxy, `table` adds the truth
     policies=()
-    for name in sft dpo iterative best_of_n ppo ppo_advantage first_again renewed_again; do
+    for name in sft dpo best_of_n iterative ppo ppo_advantage first_again renewed_again; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
-    judge truth $task:correct "${policies[@]}"
-    judge proxy "$out/reward" "${policies[@]}" --eval-prompts 250
+    step answers "$out/answers/summary.json" python -m common.evaluate --policies "${policies[@]}" \
+        --scorer "$out/reward" --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
+        --seed "$seed" --output-dir "$out/answers"
 done
-if [[ $steps == all ]]; then python $task table "$folder" "$seeds"; fi
+if [[ " all table " == *" $steps "* ]]; then python $task table "$folder" "$seeds"; fi

@@ -19,5 +19,5 @@ def test_only_the_answer_alone_is_right():
 
 def test_a_tenth_of_the_labels_is_wrong():
     answers = [(f"{i}", text, text == "yes") for i in range(2000) for text in ("no", "yes")]
-    pairs = real_task.labelled([*answers, ("alone", "yes", True)], random.Random(0))
+    pairs = real_task.labelled([*answers, ("alone", "yes", True)], 0.1, random.Random(0))
     assert len(pairs) == 2000 and 160 < sum(pair["chosen"] == "no" for pair in pairs) < 240

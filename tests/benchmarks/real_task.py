@@ -1,12 +1,11 @@
 """For docs/real_model.sh: tasks that a model of 135M parameters can learn and a function can check.
 
 python tests/benchmarks/real_task.py data TASKS SEED FOLDER
-python tests/benchmarks/real_task.py label POLICY PROMPTS SEED FILE
+python tests/benchmarks/real_task.py label POLICY PROMPTS FLIPPED SEED FILE
 python tests/benchmarks/real_task.py table FOLDER SEEDS
 
 and the check, as --scorer tests/benchmarks/real_task.py:correct"""
 
-import itertools
 import random
 import statistics
 import sys
@@ -19,8 +18,7 @@ from common.batches import split
 from common.generate import load_prompts, sample_pairs
 
 # rows of data's files; no prompt is in two of them
-SIZES = {"sft": 300, "pairs": 1000, "prompts": 600, "test": 500}
-FLIPPED = 0.1  # share of wrong labels
+SIZES = {"sft": 160, "pairs": 600, "renewed": 200, "prompts": 400, "test": 250}
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {{ message['content'] }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -49,7 +47,7 @@ def sort(rng):
 
 
 def upper(rng):
-    words = rng.sample(WORDS, 4)
+    words = rng.sample(WORDS, 3)
     return f"Write in capital letters: {' '.join(words)}", " ".join(words).upper()
 
 
@@ -87,32 +85,35 @@ def data(tasks, seed, folder):
     Path(folder, "chat.jinja").write_text(TEMPLATE)
 
 
-def labelled(answers, rng) -> list[dict]:
+def labelled(answers, flipped, rng) -> list[dict]:
     """Of the answers to each prompt, [(question, text, whether it is right)], a right and a wrong one, where
-    there are both: the last ones. A label is wrong with the probability FLIPPED."""
+    there are both: the last ones. A label is wrong with the probability `flipped`."""
     of_prompt, pairs = {}, []
     for question, text, right in answers:
         of_prompt.setdefault(question, {})[right] = text
     for question, by_truth in of_prompt.items():
         if len(by_truth) == 2:
-            chosen = rng.random() >= FLIPPED
+            chosen = rng.random() >= flipped
             pairs.append({"prompt": question, "chosen": by_truth[chosen], "rejected": by_truth[not chosen]})
     return pairs
 
 
-def label(policy, prompts, seed, file):
+def label(policy, prompts, flipped, seed, file):
     """Pairs of a policy's answers, four to each prompt; how many of them are right."""
     tokenizer = loading.load_tokenizer(policy)
     prompts = load_prompts(prompts, "train", tokenizer, max_tokens=56)
     model = loading.load_policy(policy, tokenizer).eval()
-    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=int(seed), max_new_tokens=8, slots=64)
+    sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=int(seed), max_new_tokens=13, slots=64)
     texts = [answer.text.strip() for _, answer in sampled]
     right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
     answers = [(prompt.question, text, r > 0) for (prompt, _), text, r in zip(sampled, texts, right) if text]
-    pairs = labelled(answers, random.Random(f"{seed}/{Path(file).stem}"))
+    pairs = labelled(answers, float(flipped), random.Random(f"{seed}/{Path(file).stem}"))
+    task_of = {prompt.question: prompt.category for prompt in prompts}
+    for pair in pairs:
+        pair["category"] = task_of[pair["prompt"]]
     metrics.write_jsonl(file, pairs)
     lines = []
-    for task in dict.fromkeys(prompt.category for prompt in prompts):
+    for task in dict.fromkeys(task_of.values()):
         rights = [of_4 for prompt, of_4 in zip(prompts, split(right, 4)) if prompt.category == task]
         right_ones, best = (statistics.fmean(map(f, rights)) for f in (statistics.fmean, max))
         lines.append({"task": task, "right": f"{right_ones:.1%}", "best of 4": f"{best:.1%}"})
@@ -122,23 +123,25 @@ def label(policy, prompts, seed, file):
 
 def table(folder, seeds):
     """Differences to SFT on the same held-out prompts: of the truth, and of the reward model's score (proxy).
-    The first six prompts of each task, with all answers."""
+    The first prompts of the first seed, with all answers."""
     rows, lines = {}, []
-    for seed, judge in itertools.product(seeds.split(), ("truth", "proxy")):
-        for row in metrics.read_jsonl(f"{folder}/{seed}/{judge}/samples.jsonl"):
-            for group in (judge, f"{judge}, seed {seed}", f"{judge}, {row['category']}"):
-                rows.setdefault((group, row["policy"]), []).append(row)
-    for policy in dict.fromkeys(policy for _, policy in rows):
-        truth = rows["truth", policy]
-        line = {"policy": policy, "right": f"{statistics.fmean(row['score'] for row in truth):.1%}"}
-        line["KL"] = f"{statistics.fmean(row['kl'] for row in truth):.2f}"
-        for group in sorted({group for group, _ in rows}):
-            gain = metrics.gains(rows[group, "sft"], rows[group, policy], {"gain": "score"})
-            line[group] = metrics.interval(gain, "gain", "+.3f")
+    for seed in seeds.split():
+        tests = {row["prompt"]: row for row in metrics.read_jsonl(f"{folder}/{seed}/test.jsonl")}
+        for row in metrics.read_jsonl(f"{folder}/{seed}/answers/samples.jsonl"):
+            [row["right"]] = correct([], [row["response"]], [tests[row["prompt"][-1]["content"]]])
+            for group in ("all", f"seed {seed}", row["category"]):
+                rows.setdefault((row["policy"], group), []).append(row)
+    for (policy, group), of_policy in rows.items():
+        line = {"policy": policy, "of": group, "n": str(len(of_policy))}
+        line["right"] = f"{statistics.fmean(row['right'] for row in of_policy):.1%}"
+        line["KL"] = f"{statistics.fmean(row['kl'] for row in of_policy):.2f}"
+        for column, key in (("right, over SFT", "right"), ("proxy, over SFT", "score")):
+            gain = metrics.gains(rows["sft", group], of_policy, {"gain": key})
+            line[column] = metrics.interval(gain, "gain", "+.3f")
         lines.append(line)
-    metrics.print_table(lines)
-    policies = [policy for group, policy in rows if group == "truth"]
-    for same in list(zip(*(rows["truth", policy] for policy in policies)))[:18]:
+    metrics.print_table(sorted(lines, key=lambda line: (line["of"] != "all", line["of"])))
+    policies = [policy for policy, group in rows if group == "all"]
+    for same in list(zip(*(rows[policy, "all"] for policy in policies)))[:12]:
         print(same[0]["prompt"][-1]["content"], {row["policy"]: row["response"] for row in same})
 
 
