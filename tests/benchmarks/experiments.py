@@ -201,10 +201,10 @@ GROUPS = {
             "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
             "`ppo.py`": "=ppo/the_recipe",
             "`ppo.py --safety-scorer`": "=ppo/safety_scorer_runs_reward_safety",
-            "`ppo.py`, Advantage Model, rehearsal": "ppo --scorer runs/advantage_model --reward-norm none "
+            "`ppo.py`, Advantage Model": "ppo --scorer runs/advantage_model --reward-norm none "
             "--rehearsal-data {out}/rehearsal.jsonl",
             "`dpo_iterative.py`": "=dpo/the_recipe",
-            "`dpo_iterative.py`, offline pairs": "=dpo/offline_DPO_as_many_pairs_1_480",
+            "`dpo_iterative.py`, offline": "=dpo/offline_DPO_as_many_pairs_1_480",
         },
         begin={"rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model"},
     ),
