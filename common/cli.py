@@ -119,9 +119,9 @@ def not_tiny(args, defaults):
         missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
         is_model = name in ("model", "policy") and value and not missing
         is_data = name.endswith(("dataset", "_data")) and value
-        files = [Path(str(value), "config.json"), Path(str(value), "model", "config.json")]
-        from_tiny = any(metrics.read_json(file).get("vocab_size") == len(tiny.WORDS) for file in files)
-        is_tiny_model = value == "tiny" or from_tiny  # the model itself, or what was trained from it
+        folders = [Path(value), Path(value, "model")] if is_model else []
+        sizes = [metrics.read_json(folder / "config.json").get("vocab_size") for folder in folders]
+        is_tiny_model = value == "tiny" or len(tiny.WORDS) in sizes  # itself, or what was trained from it
         if is_data and not data.is_tiny(value) or is_model and not is_tiny_model:
             return f"--{name.replace('_', '-')} {value}"
     return None

@@ -243,7 +243,10 @@ def compare_policies(args, run):
     path, kl = models.get(args.reference), {}  # none of the data set's answers
     reference = path and loading.load_frozen(path, tokenizer, args, device)
     for name in metrics.progress(len(models), 0, "evaluate", list(models)):
-        evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
+        if name == args.reference:
+            ask(reference, name)
+        else:
+            evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}

@@ -23,8 +23,7 @@ def masked_sum(x, mask, dim=None):
     x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
     Returns a tensor."""
     _same_shape(x=x, mask=mask)
-    kept = torch.where(mask, x, torch.zeros_like(x))
-    return kept.sum() if dim is None else kept.sum(dim)
+    return torch.where(mask, x, torch.zeros_like(x)).sum(dim)
 
 
 def masked_mean(x, mask, dim=None):

@@ -80,8 +80,7 @@ def oracle(name):
             where = torch.tensor([(i, len(prompt) - 1) for i, prompt in enumerate(prompts)]).T
             logprobs = models.next_token_logprobs(judge.model, ids, where.to(judge.device))[:, letters]
             p_first.append(logprobs.double().softmax(1)[:, 0])
-        p = (p_first[0] + 1 - p_first[1]) / 2
-        return p.logit(eps=1e-12).tolist()
+        return ((p_first[0] + 1 - p_first[1]) / 2).logit(eps=1e-12).tolist()
 
     log_odds.pairwise = True
     return log_odds
