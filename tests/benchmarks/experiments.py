@@ -300,11 +300,11 @@ def read(name, group, seeds, evaluation):
     return rows
 
 
-def gains(rows, before, after, seeds, column):
+def paired(rows, before, after, seeds, column, form="+.2f"):
     """By seed, and of all with its 95 % interval: seeds count as if their prompts were others."""
     of = lambda part: metrics.gains(rows[part, before], rows[part, after], {"gain": column})
-    by_seed = ", ".join(f"{of(seed)['gain']:+.2f}" for seed in range(seeds))
-    return f"{by_seed} | {metrics.interval(of('all'), 'gain')}"
+    by_seed = ", ".join(f"{of(seed)['gain']:{form}}" for seed in range(seeds))
+    return f"{by_seed} | {metrics.interval(of('all'), 'gain', form)}"
 
 
 def table(name, group, seeds, evaluation="evaluate"):
@@ -314,7 +314,7 @@ def table(name, group, seeds, evaluation="evaluate"):
     if not group.first:
         baseline, lines = next(iter(group.arms)), ["| | right | over the first, by seed | all |"]
         for arm in group.arms:
-            more = gains(rows, baseline, arm, seeds, "right") if arm != baseline else " | "
+            more = paired(rows, baseline, arm, seeds, "right", "+.1%") if arm != baseline else " | "
             lines.append(f"| {arm} | {mean(arm, 'right'):.1%} | {more} |")
         return [lines[0], "|---" * 4 + "|", *lines[1:]]
     lines = ["| | by seed | all | win / tie / lose, % | KL | tokens | harmless |", "|---" * 7 + "|"]
@@ -323,10 +323,10 @@ def table(name, group, seeds, evaluation="evaluate"):
         games = " / ".join(f"{100 * shares[f'gold_{x}']:.0f}" for x in ("win", "tie", "lose"))
         hazards = [row["safety"] for row in rows["all", arm] if row["is_safety"]]
         harmless = f"{statistics.fmean(x >= 0 for x in hazards):.0%}" if hazards else ""
-        line = f"| {arm} | {gains(rows, 'first', arm, seeds, 'gold')} | {games} | {mean(arm, 'kl'):.1f} "
+        line = f"| {arm} | {paired(rows, 'first', arm, seeds, 'gold')} | {games} | {mean(arm, 'kl'):.1f} "
         lines.append(line + f"| {mean(arm, 'tokens'):.1f} | {harmless} |")
     for after, before in group.over:
-        lines.append(f"| {after}, over {before} | {gains(rows, before, after, seeds, 'gold')} | | | | |")
+        lines.append(f"| {after}, over {before} | {paired(rows, before, after, seeds, 'gold')} | | | | |")
     return lines
 
 

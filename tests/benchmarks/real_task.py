@@ -6,7 +6,9 @@ python tests/benchmarks/real_task.py table FOLDER SEEDS
 
 and the check, as --scorer tests/benchmarks/real_task.py:correct"""
 
+import itertools
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -121,28 +123,128 @@ def label(policy, prompts, flipped, seed, file):
     print(f"{len(pairs)} pairs")
 
 
+# -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
+def right(path, truth) -> list[dict]:
+    """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
+    of_prompt = {row["prompt"]: row for row in metrics.read_jsonl(truth)}
+    rows = metrics.read_jsonl(path)
+    for row in rows:
+        asked = of_prompt[row["prompt"][-1]["content"]]
+        row["category"], [row["right"]] = asked["category"], correct([], [row["response"]], [asked])
+    return rows
+
+
+def gains(folders) -> list[str]:
+    """Differences to SFT on the same held-out prompts, of the truth and of the reward model's score (proxy)."""
+    rows, parts = {}, dict.fromkeys(["all", *folders])
+    for folder in folders:
+        for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
+            for part in ("all", folder, row["category"]):
+                rows.setdefault((row["policy"], part), []).append(row)
+                parts[part] = len(rows["sft", part])
+    titles = [f"seed {part.name}" if isinstance(part, Path) else part for part in parts]
+    counts = [f"{title} ({n})" for title, n in zip(titles, parts.values())]
+    lines = [f"| | right | {' | '.join(counts)} | proxy, all | KL | ended |", "|---" * (5 + len(parts)) + "|"]
+    for policy in [policy for policy, part in rows if part == "all"]:
+        of_all = rows[policy, "all"]
+        of = lambda part, key: metrics.gains(rows["sft", part], rows[policy, part], {"gain": key})
+        cells = [f"{statistics.fmean(row['right'] for row in of_all):.0%}"]
+        cells += [metrics.interval(of(part, "right"), "gain") if policy != "sft" else "" for part in parts]
+        cells += [metrics.interval(of("all", "score"), "gain") if policy != "sft" else ""]
+        cells += [f"{statistics.fmean(row['kl'] for row in of_all):.1f}"]
+        cells += [f"{statistics.fmean(row['finished'] for row in of_all):.0%}"]
+        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
+    return lines
+
+
+def share(values) -> str:
+    """Of a list of 0 and 1, with Wilson's interval."""
+    part = statistics.fmean(values)
+    low, high = metrics.wilson(part, len(values))
+    return f"{part:.0%} [{low:.0%}, {high:.0%}] of {len(values)}"
+
+
+def ranked(folders) -> list[str]:
+    """How often a scorer prefers the right one of two answers of SFT to a held-out prompt."""
+    in_order = {}
+    for folder in folders:
+        task_of = {row["prompt"]: row["category"] for row in metrics.read_jsonl(folder / "test.jsonl")}
+        for row in metrics.read_jsonl(folder / "scorers" / "samples.jsonl"):
+            task = task_of[row["prompt"][-1]["content"]]
+            for *_, better, worse in metrics.pairs_of([row]):
+                for part in ("all", task):
+                    key = row["scorer"], part
+                    in_order.setdefault(key, []).append(better["score"] > worse["score"])
+    names = dict.fromkeys(scorer for scorer, _ in in_order)
+    parts = dict.fromkeys(part for _, part in in_order)
+    lines = [f"| | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
+    return lines + [f"| `{n}` | {' | '.join(share(in_order[n, part]) for part in parts)} |" for n in names]
+
+
+def rounds(folders) -> list[str]:
+    """Iterative DPO's answers, round by round: what the reward model says of them, and the truth."""
+    by_task = {}
+    for folder in folders:
+        for row in right(folder / "iterative" / "pool.jsonl", folder / "prompts.jsonl"):
+            of_prompt = by_task.setdefault(row["category"], {}).setdefault(row["iteration"], {})
+            of_prompt.setdefault((folder, row["prompt"][-1]["content"]), []).append(row)
+    lines = ["| answers of | task | score | right | right before wrong | the best-scored of 8 right |"]
+    lines.append("|---" * 6 + "|")
+    for task, by_round in by_task.items():
+        for number, of_prompt in by_round.items():
+            rows = [row for answers in of_prompt.values() for row in answers]
+            in_order, best = [], []
+            for answers in of_prompt.values():
+                best.append(max(answers, key=lambda row: row["score"])["right"])
+                for a, b in itertools.product(answers, answers):
+                    if a["right"] > b["right"]:
+                        in_order.append(a["score"] > b["score"])
+            cells = [f"round {number - 1}" if number > 1 else "SFT", task]
+            cells += [f"{statistics.fmean(row['score'] for row in rows):.2f}"]
+            cells += [f"{statistics.fmean(row['right'] for row in rows):.0%}"]
+            cells += [f"{statistics.fmean(in_order):.0%}", f"{statistics.fmean(best):.0%}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def samples(folders) -> list[str]:
+    """The first prompts of the first seed on which answers differ in truth; what is right is bold."""
+    by_policy, folder = {}, folders[0]
+    for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
+        by_policy.setdefault(row["policy"], []).append(row)
+    names = [f"`{name}`" for name in by_policy]
+    lines = [f"| prompt | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    for same in zip(*by_policy.values()):
+        if len({row["right"] for row in same}) > 1 and len(lines) < 10:
+            texts = [" ".join(row["response"].split()).replace("|", "\\|") for row in same]
+            cells = [f"**{text}**" if row["right"] else text for row, text in zip(same, texts)]
+            lines.append(f"| {same[0]['prompt'][-1]['content']} | {' | '.join(cells)} |")
+    return lines
+
+
+def times(folders) -> list[str]:
+    """Seconds of each step, by seed."""
+    of_step = {}
+    for line in (folders[0].parent / "times.txt").read_text().splitlines():
+        seed, step, seconds = re.match(r"seed (\d+), (\w+): (\d+) s", line).groups()
+        of_step.setdefault(step, {})[seed] = int(seconds)
+    seeds = [folder.name for folder in folders]
+    lines = [f"| | {' | '.join(f'seed {seed}' for seed in seeds)} |", "|---" * (1 + len(seeds)) + "|"]
+    of_step["all"] = {seed: sum(of.get(seed, 0) for of in of_step.values()) for seed in seeds}
+    return lines + [
+        f"| `{step}` | {' | '.join(str(of[seed]) for seed in seeds)} |" for step, of in of_step.items()
+    ]
+
+
 def table(folder, seeds):
-    """Differences to SFT on the same held-out prompts: of the truth, and of the reward model's score (proxy).
-    The first prompts of the first seed, with all answers."""
-    rows, lines = {}, []
-    for seed in seeds.split():
-        tests = {row["prompt"]: row for row in metrics.read_jsonl(f"{folder}/{seed}/test.jsonl")}
-        for row in metrics.read_jsonl(f"{folder}/{seed}/answers/samples.jsonl"):
-            [row["right"]] = correct([], [row["response"]], [tests[row["prompt"][-1]["content"]]])
-            for group in ("all", f"seed {seed}", row["category"]):
-                rows.setdefault((row["policy"], group), []).append(row)
-    for (policy, group), of_policy in rows.items():
-        line = {"policy": policy, "of": group, "n": str(len(of_policy))}
-        line["right"] = f"{statistics.fmean(row['right'] for row in of_policy):.1%}"
-        line["KL"] = f"{statistics.fmean(row['kl'] for row in of_policy):.2f}"
-        for column, key in (("right, over SFT", "right"), ("proxy, over SFT", "score")):
-            gain = metrics.gains(rows["sft", group], of_policy, {"gain": key})
-            line[column] = metrics.interval(gain, "gain", "+.3f")
-        lines.append(line)
-    metrics.print_table(sorted(lines, key=lambda line: (line["of"] != "all", line["of"])))
-    policies = [policy for policy, group in rows if group == "all"]
-    for same in list(zip(*(rows[policy, "all"] for policy in policies)))[:12]:
-        print(same[0]["prompt"][-1]["content"], {row["policy"]: row["response"] for row in same})
+    """Print the tables, and publish them in docs/ as experiments.py does."""
+    import experiments
+
+    folders = [Path(folder, seed) for seed in seeds.split()]
+    for make in (gains, ranked, rounds, samples, times):
+        lines = make(folders)
+        print("\n".join([*lines, ""]))
+        experiments.publish(f"real_model_{make.__name__}", lines)
 
 
 if __name__ == "__main__":
