@@ -101,7 +101,7 @@ class Args:
 
 def main(args: Args):
     device = dist.setup()
-    check_flags(args)
+    check_flags(args, ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"))
     output = Path(args.output)
     if output.exists() or not output.absolute().parent.is_dir():
         raise InputError(f"--output {output}: {'is there already' if output.exists() else 'no such folder'}")
