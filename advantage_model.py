@@ -8,7 +8,7 @@ One head with two outputs: r is read at the response's end token, e, the expecte
 7), at the prompt's last token. K other policies wrote the responses; by default K = 0, and a = r - e. Eq. 6
 then sees r and e only through their difference, and pulls e to the middle between the better and the worse
 responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
-policy, which is what eq. 7 says. Only a is a score: r + c(x) and e + c(x) have the same loss for any c.
+policy, which is what eq. 7 says. Only a is a score: with K = 0, r + c(x) and e + c(x) have the same loss.
 
 Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/advantage_model: model/,
 metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights,

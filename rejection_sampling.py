@@ -12,10 +12,10 @@ What is trained on: of the pool's responses to each prompt the one with the high
 all that reach them. Differs from the paper: a response that did not end within max_new_tokens, has no words
 or holds a special token is never selected; of equal responses to a prompt one counts.
 
-Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response ever
-sampled), versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last one),
-metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is being
-trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
+Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response sampled
+to select from), versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last
+one), metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is
+being trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
 
     python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
     python rejection_sampling.py rest                        thresholds in place of the best

@@ -8,7 +8,7 @@ not forget (arXiv:2309.10202, section 3.2).
 It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
     python -m common.rehearsal --model runs/sft --scorer runs/reward --dataset tiny --output rehearsal.jsonl
-    python ppo.py --rehearsal-data rehearsal.jsonl
+    python ppo.py tiny --rehearsal-data rehearsal.jsonl
 """
 
 from dataclasses import dataclass
