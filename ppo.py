@@ -358,7 +358,7 @@ def main(args: Args):
     # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     for name in (args.model, args.reference or args.model):
-        generate.check_policy(name, tokenizer, args)
+        generate.check_policy(name, tokenizer, args, sampled=name == args.model)
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     extra_data, held_out_text = data.load_extra(args, tokenizer, held_out)
     if args.hold_out_rehearsed:
@@ -373,6 +373,8 @@ def main(args: Args):
     )
     for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
         layer.requires_grad_(False)
+    if not any(weight.requires_grad for weight in policy.parameters()):
+        raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
     policy = dist.shard(policy, run.device)
     reference = loading.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)

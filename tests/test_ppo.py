@@ -919,6 +919,7 @@ def test_arguments_outside_their_limits_are_named(words, options):
         ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
         ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
         ({"model": "reward"}, ["reward is a", "wanted a causal language model"]),
+        ({"lora_rank": 2, "freeze_layers": 9}, ["--freeze-layers 9", "--lora-rank"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
