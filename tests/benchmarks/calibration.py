@@ -116,7 +116,6 @@ def main():
     )
     parser.add_argument("--sft-model", default="runs/sft")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--more-seeds", type=int, default=1, help="of the arms after the first two")
     parser.add_argument("--epochs", type=float, default=47, help="of regime b: as many steps as regime a")
     parser.add_argument("--regimes", nargs="+", default=["a", "b"])
     parser.add_argument("--plot", help="write the calibration curves of all seeds to this file")
@@ -126,9 +125,9 @@ def main():
     metrics.write_jsonl(f"{folder}/few.jsonl", tiny.rows("preferences", "train")[:500])
     curves = {regime: {} for regime in args.regimes}
     for regime in args.regimes:
-        for number, arm in enumerate(ARMS):
+        for arm in ARMS:
             found = []
-            for seed in range(args.seeds if number < 2 else args.more_seeds):
+            for seed in range(args.seeds):
                 after, pairs = run(args, arm, regime, seed, folder)
                 found.append(after)
                 curves[regime].setdefault(arm, []).extend(pairs)
