@@ -35,7 +35,8 @@ RUNS = {  # what arms begin with
     "runs/preference": "sft tiny --model runs/sft --dataset runs/pairs/train.jsonl --epochs 2 --lr 1e-3 "
     "--weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/pairs/held_out.jsonl",
 }
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(peers.ROOT / "tests")}  # where gold_labeler is found
+PYTHONPATH = os.pathsep.join((str(peers.ROOT), str(peers.ROOT / "tests")))  # for cpl.py, and gold_labeler
+ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
 FOLDER = peers.ROOT / "runs" / "experiments"  # GROUP/SEED/ARM
 HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse+next+double"
 
@@ -43,8 +44,8 @@ HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse
 @dataclass
 class Group:
     arms: dict[str, str]
-    """A line of the table: its command, where {out} is the folder of this group and seed, or "=GROUP/FOLDER", an
-    arm of another group."""
+    """A line of the table: its command, where {out} is the folder of this group and {seed}, or "=GROUP/FOLDER",
+    an arm of another group."""
     over: tuple[tuple[str, str], ...] = ()
     """Two arms: the first one's true reward over the second one's, on the same prompts."""
     first: str = "runs/sft"
@@ -66,6 +67,14 @@ def tuned(flags=""):
 def margins(flags=""):
     arms = [f"--margin {margin}{flags}" for margin in ("none", "small", "large")]
     return {f"`{arm}`": f"reward --length-prompts 0 --eval-every 0 {arm}" for arm in arms}
+
+
+def others(flags=""):
+    return f"advantage_model --length-prompts 0 --eval-every 0 {flags}"
+
+
+def cpl(flags):
+    return f"{{out}}/cpl {flags}"
 
 
 def labels(labeler):
@@ -157,6 +166,28 @@ GROUPS = {
             ("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`"),
         ),
     ),
+    "cpl": Group(  # dpo_iterative.py with docs/cpl.patch
+        {
+            "offline DPO": "=dpo/offline_DPO_as_many_pairs_1_480",
+            "offline CPL, α 0.1, λ 1": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 1"),
+            "γ 0.9": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 1 --gamma 0.9"),
+            "λ 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 0.5"),
+            "α 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.5 --lam 1"),
+            "α 0.5, λ 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.5 --lam 0.5"),
+            "iterative DPO": "=dpo/the_recipe",
+            "iterative CPL, α 0.1, λ 1": cpl("--alpha 0.1 --lam 1"),
+            "one iteration": cpl("--alpha 0.1 --lam 1 --iterations 1"),
+        },
+        over=(("γ 0.9", "offline CPL, α 0.1, λ 1"),),
+        begin={"cpl.py": "cpl"},
+    ),
+    "others": Group(  # the Advantage Model with K other policies, whose ratios nobody knows afterwards
+        {"K = 0": others(), "K = 1": others("--n-others 1"), "K = 2": others("--n-others 2")}, first=""
+    ),
+    "ppo_others": Group(
+        {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
+        over=(("K = 1", "K = 0"), ("K = 2", "K = 0")),
+    ),
     "margin": Group(margins() | margins(" --max-steps 100"), first=""),
     "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
         {
@@ -228,6 +259,17 @@ def half(folder):
     loading.load_tokenizer("tiny").save_pretrained(folder)
 
 
+def patched(file):
+    """dpo_iterative.py, changed into cpl.py."""
+    subprocess.run(
+        ["patch", "-s", "-o", file, peers.ROOT / "dpo_iterative.py", peers.ROOT / "docs" / "cpl.patch"],
+        check=True,
+    )
+
+
+MADE_HERE = {"prompts": prompts, "half": half, "cpl": patched}
+
+
 # -- runs ------------------------------------------------------------------------------------------
 def run(command, out, seed):
     """Of a script, or of a program with -m; a file that is there, and a finished run, stay as they are."""
@@ -258,7 +300,7 @@ def run_arm(name, arm, seed) -> Path:
     if command.startswith("="):
         other, _, wanted = command[1:].partition("/")
         return run_arm(other, next(arm for arm in GROUPS[other].arms if name_of(arm) == wanted), seed)
-    run(command.format(out=out), out / name_of(arm), seed)
+    run(command.format(out=out, seed=seed), out / name_of(arm), seed)
     print(f"{name}, seed {seed}: {arm}", flush=True)
     return out / name_of(arm)
 
@@ -268,8 +310,8 @@ def run_group(name, seed) -> list[str]:
     group, out = GROUPS[name], FOLDER / name / str(seed)
     out.mkdir(parents=True, exist_ok=True)
     for file, command in group.begin.items():
-        if command in ("prompts", "half"):
-            {"prompts": prompts, "half": half}[command](out / file)
+        if command in MADE_HERE:
+            MADE_HERE[command](out / file)
         else:
             run(command.format(out=out), out / file, seed)
     folders = [run_arm(name, arm, seed) for arm in group.arms]

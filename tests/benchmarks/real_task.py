@@ -124,6 +124,12 @@ def label(policy, prompts, flipped, seed, file):
 
 
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
+def markdown(titles, lines) -> list[str]:
+    """A table. lines: of each its cells."""
+    line = lambda cells: "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+    return [line(titles), "|---" * len(titles) + "|", *map(line, lines)]
+
+
 def right(path, truth) -> list[dict]:
     """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
     of_prompt = {row["prompt"]: row for row in metrics.read_jsonl(truth)}
@@ -142,43 +148,42 @@ def gains(folders) -> list[str]:
             for part in ("all", folder, row["category"]):
                 rows.setdefault((row["policy"], part), []).append(row)
                 parts[part] = len(rows["sft", part])
-    titles = [f"seed {part.name}" if isinstance(part, Path) else part for part in parts]
-    counts = [f"{title} ({n})" for title, n in zip(titles, parts.values())]
-    lines = [f"| | right | {' | '.join(counts)} | proxy, all | KL | ended |", "|---" * (5 + len(parts)) + "|"]
+    named = {part: f"seed {part.name}" if isinstance(part, Path) else part for part in parts}
+    titles = [
+        "",
+        "right",
+        *(f"{named[part]} ({n})" for part, n in parts.items()),
+        "proxy, all",
+        "KL",
+        "ended",
+    ]
+    lines = []
     for policy in [policy for policy, part in rows if part == "all"]:
-        of_all = rows[policy, "all"]
-        of = lambda part, key: metrics.gains(rows["sft", part], rows[policy, part], {"gain": key})
-        cells = [f"{statistics.fmean(row['right'] for row in of_all):.0%}"]
-        cells += [metrics.interval(of(part, "right"), "gain") if policy != "sft" else "" for part in parts]
-        cells += [metrics.interval(of("all", "score"), "gain") if policy != "sft" else ""]
-        cells += [f"{statistics.fmean(row['kl'] for row in of_all):.1f}"]
-        cells += [f"{statistics.fmean(row['finished'] for row in of_all):.0%}"]
-        lines.append(f"| `{policy}` | {' | '.join(cells)} |")
-    return lines
-
-
-def share(values) -> str:
-    """Of a list of 0 and 1, with Wilson's interval."""
-    part = statistics.fmean(values)
-    low, high = metrics.wilson(part, len(values))
-    return f"{part:.0%} [{low:.0%}, {high:.0%}] of {len(values)}"
+        mean = lambda key: statistics.fmean(row[key] for row in rows[policy, "all"])
+        gained = [""] * (len(parts) + 1)
+        if policy != "sft":
+            of = lambda part, key: metrics.gains(rows["sft", part], rows[policy, part], {"gain": key})
+            figures = [*(of(part, "right") for part in parts), of("all", "score")]
+            gained = [metrics.interval(of_part, "gain") for of_part in figures]
+        means = [f"{mean('kl'):.1f}", f"{mean('finished'):.0%}"]
+        lines.append([f"`{policy}`", f"{mean('right'):.0%}", *gained, *means])
+    return markdown(titles, lines)
 
 
 def ranked(folders) -> list[str]:
     """How often a scorer prefers the right one of two answers of SFT to a held-out prompt."""
-    in_order = {}
+    rows = {}
     for folder in folders:
-        task_of = {row["prompt"]: row["category"] for row in metrics.read_jsonl(folder / "test.jsonl")}
         for row in metrics.read_jsonl(folder / "scorers" / "samples.jsonl"):
-            task = task_of[row["prompt"][-1]["content"]]
-            for *_, better, worse in metrics.pairs_of([row]):
-                for part in ("all", task):
-                    key = row["scorer"], part
-                    in_order.setdefault(key, []).append(better["score"] > worse["score"])
-    names = dict.fromkeys(scorer for scorer, _ in in_order)
-    parts = dict.fromkeys(part for _, part in in_order)
-    lines = [f"| | {' | '.join(parts)} |", "|---" * (1 + len(parts)) + "|"]
-    return lines + [f"| `{n}` | {' | '.join(share(in_order[n, part]) for part in parts)} |" for n in names]
+            for part in ("all", row["category"]):
+                rows.setdefault((row["scorer"], part), []).append(row)
+    names, parts = ([*dict.fromkeys(of)] for of in zip(*rows))
+    lines = []
+    for name in names:
+        figures = [metrics.pair_figures(rows[name, part]) for part in parts]
+        cells = [f"{metrics.interval(of, 'accuracy', '.0%')} of {of['pairs']:.0f}" for of in figures]
+        lines.append([f"`{name}`", *cells])
+    return markdown(["", *parts], lines)
 
 
 def rounds(folders) -> list[str]:
@@ -188,23 +193,21 @@ def rounds(folders) -> list[str]:
         for row in right(folder / "iterative" / "pool.jsonl", folder / "prompts.jsonl"):
             of_prompt = by_task.setdefault(row["category"], {}).setdefault(row["iteration"], {})
             of_prompt.setdefault((folder, row["prompt"][-1]["content"]), []).append(row)
-    lines = ["| answers of | task | score | right | right before wrong | the best-scored of 8 right |"]
-    lines.append("|---" * 6 + "|")
+    lines = []
     for task, by_round in by_task.items():
         for number, of_prompt in by_round.items():
             rows = [row for answers in of_prompt.values() for row in answers]
-            in_order, best = [], []
+            differences, best = [], []
             for answers in of_prompt.values():
                 best.append(max(answers, key=lambda row: row["score"])["right"])
-                for a, b in itertools.product(answers, answers):
-                    if a["right"] > b["right"]:
-                        in_order.append(a["score"] > b["score"])
+                pairs = itertools.product(answers, answers)
+                differences += [a["score"] - b["score"] for a, b in pairs if a["right"] > b["right"]]
             cells = [f"round {number - 1}" if number > 1 else "SFT", task]
             cells += [f"{statistics.fmean(row['score'] for row in rows):.2f}"]
             cells += [f"{statistics.fmean(row['right'] for row in rows):.0%}"]
-            cells += [f"{statistics.fmean(in_order):.0%}", f"{statistics.fmean(best):.0%}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+            lines.append([*cells, f"{metrics.accuracy(differences):.0%}", f"{statistics.fmean(best):.0%}"])
+    titles = ["answers of", "task", "score", "right", "right before wrong", "the best-scored of 8 right"]
+    return markdown(titles, lines)
 
 
 def samples(folders) -> list[str]:
@@ -212,14 +215,13 @@ def samples(folders) -> list[str]:
     by_policy, folder = {}, folders[0]
     for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
         by_policy.setdefault(row["policy"], []).append(row)
-    names = [f"`{name}`" for name in by_policy]
-    lines = [f"| prompt | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    lines = []
     for same in zip(*by_policy.values()):
-        if len({row["right"] for row in same}) > 1 and len(lines) < 10:
+        if len({row["right"] for row in same}) > 1 and len(lines) < 8:
             texts = [" ".join(row["response"].split()).replace("|", "\\|") for row in same]
             cells = [f"**{text}**" if row["right"] else text for row, text in zip(same, texts)]
-            lines.append(f"| {same[0]['prompt'][-1]['content']} | {' | '.join(cells)} |")
-    return lines
+            lines.append([same[0]["prompt"][-1]["content"], *cells])
+    return markdown(["prompt", *(f"`{name}`" for name in by_policy)], lines)
 
 
 def times(folders) -> list[str]:
@@ -229,11 +231,9 @@ def times(folders) -> list[str]:
         seed, step, seconds = re.match(r"seed (\d+), (\w+): (\d+) s", line).groups()
         of_step.setdefault(step, {})[seed] = int(seconds)
     seeds = [folder.name for folder in folders]
-    lines = [f"| | {' | '.join(f'seed {seed}' for seed in seeds)} |", "|---" * (1 + len(seeds)) + "|"]
     of_step["all"] = {seed: sum(of.get(seed, 0) for of in of_step.values()) for seed in seeds}
-    return lines + [
-        f"| `{step}` | {' | '.join(str(of[seed]) for seed in seeds)} |" for step, of in of_step.items()
-    ]
+    lines = [[f"`{step}`", *(str(of.get(seed, "")) for seed in seeds)] for step, of in of_step.items()]
+    return markdown(["", *(f"seed {seed}" for seed in seeds)], lines)
 
 
 def table(folder, seeds):
