@@ -237,14 +237,14 @@ def times(folders) -> list[str]:
 
 
 def table(folder, seeds):
-    """Print the tables, and publish them in docs/ as experiments.py does."""
+    """Print the tables; those of seeds that docs/real_model.md has a place for are published there."""
     import experiments
 
     folders = [Path(folder, seed) for seed in seeds.split()]
     for make in (gains, ranked, rounds, samples, times):
         lines = make(folders)
         print("\n".join([*lines, ""]))
-        experiments.publish(f"real_model_{make.__name__}", lines)
+        experiments.publish("_".join(("real_model", make.__name__, *seeds.split())), lines)
 
 
 if __name__ == "__main__":
