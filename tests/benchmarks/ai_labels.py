@@ -25,6 +25,10 @@ class Args:
     """So many of them."""
     thoughts: tuple[bool, ...] = (False, True)
     """Without and with chain of thought, whose rationales cost most of the time."""
+    chains: int = 1
+    """Rationales to a pair, whose answers are averaged (self-consistency)."""
+    constitution: str | None = None
+    """A file of principles, of which one is asked for in place of base and detailed."""
     max_new_tokens: int = 64
     """Longest rationale."""
     compute_dtype: str = "float32"
@@ -55,11 +59,14 @@ def main(args: Args):
     table = []
     Path(args.folder).mkdir(parents=True, exist_ok=True)
     dataset = pairs_of(args.dataset, Path(args.folder, "pairs.jsonl"))
-    for thoughts, preamble, examples in itertools.product(args.thoughts, ("base", "detailed"), (0, 2)):
-        out = Path(args.folder, f"{preamble}_{examples}{'_thoughts' * thoughts}")
+    preambles = ("principle",) if args.constitution else ("base", "detailed")
+    for thoughts, preamble, examples in itertools.product(args.thoughts, preambles, (0, 2)):
+        out = Path(args.folder, f"{preamble}_{examples}" + f"_thoughts_{args.chains}" * thoughts)
         flags = ["label", "--model", args.model, "--dataset", dataset, "--max-rows", args.rows]
-        flags += ["--preamble", preamble, "--examples", examples, "--compute-dtype", args.compute_dtype]
-        flags += ["--chain-of-thought", "--max-new-tokens", args.max_new_tokens] if thoughts else []
+        flags += ["--examples", examples, "--compute-dtype", args.compute_dtype]
+        flags += ["--constitution", args.constitution] if args.constitution else ["--preamble", preamble]
+        if thoughts:
+            flags += ["--chain-of-thought", "--chains", args.chains, "--max-new-tokens", args.max_new_tokens]
         figures = peers.tool("common.ai_feedback", out, flags)
         line = {"prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples"}
         line |= {"alignment": metrics.interval(figures, "alignment", ".1%"), "n": figures["alignment/n"]}

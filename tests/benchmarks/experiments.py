@@ -88,7 +88,8 @@ def labels(labeler):
 FEEDBACK = "-m common.ai_feedback"
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 SWEEP = "rejection_sampling --temperatures 0.2 0.4 0.6 0.8 1.0 1.3 1.6 2.0 --sweep-prompts 200"
-OFFLINE = "--offline-data tiny --offline-pairs 1480"
+PAIRS = "--offline-data tiny --offline-pairs 1480"
+OFFLINE = f"dpo_iterative --iterations 0 {PAIRS}"
 GROUPS = {
     "rejection_sampling": Group(
         {
@@ -147,10 +148,10 @@ GROUPS = {
     "dpo": Group(
         {
             "the recipe": "dpo_iterative",
-            "offline DPO, as many pairs (1,480)": f"dpo_iterative --iterations 0 {OFFLINE}",
+            "offline DPO, as many pairs (1,480)": OFFLINE,
             "`--start-from sft`": "dpo_iterative --start-from sft",
             "`--reference last`": "dpo_iterative --reference last",
-            "offline pairs in the first iteration": f"dpo_iterative {OFFLINE}",
+            "offline pairs in the first iteration": f"dpo_iterative {PAIRS}",
             "`--enhancer previous`": "dpo_iterative --enhancer previous",
             "the true reward as oracle": "dpo_iterative --scorer common.tiny:gold_scorer",
             "the Advantage Model as oracle": "dpo_iterative --scorer runs/advantage_model",
@@ -169,11 +170,11 @@ GROUPS = {
     "cpl": Group(  # dpo_iterative.py with docs/cpl.patch
         {
             "offline DPO": "=dpo/offline_DPO_as_many_pairs_1_480",
-            "offline CPL, α 0.1, λ 1": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 1"),
-            "γ 0.9": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 1 --gamma 0.9"),
-            "λ 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.1 --lam 0.5"),
-            "α 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.5 --lam 1"),
-            "α 0.5, λ 0.5": cpl(f"--iterations 0 {OFFLINE} --alpha 0.5 --lam 0.5"),
+            "offline CPL, α 0.1, λ 1": cpl(f"--iterations 0 {PAIRS} --alpha 0.1 --lam 1"),
+            "γ 0.9": cpl(f"--iterations 0 {PAIRS} --alpha 0.1 --lam 1 --gamma 0.9"),
+            "λ 0.5": cpl(f"--iterations 0 {PAIRS} --alpha 0.1 --lam 0.5"),
+            "α 0.5": cpl(f"--iterations 0 {PAIRS} --alpha 0.5 --lam 1"),
+            "α 0.5, λ 0.5": cpl(f"--iterations 0 {PAIRS} --alpha 0.5 --lam 0.5"),
             "iterative DPO": "=dpo/the_recipe",
             "iterative CPL, α 0.1, λ 1": cpl("--alpha 0.1 --lam 1"),
             "one iteration": cpl("--alpha 0.1 --lam 1 --iterations 1"),
@@ -197,6 +198,26 @@ GROUPS = {
             "first the worse ones": tuned("--model {out}/worse_pairs_alone"),
         },
         first="",
+    ),
+    "frontier": Group(  # DPO's figure 2: reward against the KL
+        {
+            "offline DPO, β 0.05": f"{OFFLINE} --beta 0.05",
+            "offline DPO, β 0.15": f"{OFFLINE} --beta 0.15",
+            "offline DPO, β 0.5": "=dpo/offline_DPO_as_many_pairs_1_480",
+            "offline DPO, β 2": f"{OFFLINE} --beta 2",
+            "iterative DPO, β 0.05": "dpo_iterative --beta 0.05",
+            "iterative DPO, β 0.15": "dpo_iterative --beta 0.15",
+            "iterative DPO, β 0.5": "=dpo/the_recipe",
+            "iterative DPO, β 2": "dpo_iterative --beta 2",
+            "PPO, `--kl-coef 0.05`": "ppo --kl-coef 0.05",
+            "PPO, `--kl-coef 0.1`": "ppo --kl-coef 0.1",
+            "PPO, `--kl-coef 0.3`": "=ppo/the_recipe",
+            "PPO, `--kl-coef 1`": "ppo --kl-coef 1",
+        },
+        over=(
+            ("offline DPO, β 2", "PPO, `--kl-coef 1`"),
+            ("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
+        ),
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
         {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.tiny:gold_scorer"},
@@ -342,34 +363,40 @@ def read(name, group, seeds, evaluation):
     return rows
 
 
-def paired(rows, before, after, seeds, column, form="+.2f"):
+def paired(rows, before, after, seeds, column, form="+.2f") -> list[str]:
     """By seed, and of all with its 95 % interval: seeds count as if their prompts were others."""
     of = lambda part: metrics.gains(rows[part, before], rows[part, after], {"gain": column})
     by_seed = ", ".join(f"{of(seed)['gain']:{form}}" for seed in range(seeds))
-    return f"{by_seed} | {metrics.interval(of('all'), 'gain', form)}"
+    return [by_seed, metrics.interval(of("all"), "gain", form)]
 
 
-def table(name, group, seeds, evaluation="evaluate"):
-    """The lines of a table in markdown."""
-    rows = read(name, group, seeds, evaluation)
+def table(name, group, seeds, evaluation="evaluate") -> list[str]:
+    rows, lines = read(name, group, seeds, evaluation), []
     mean = lambda arm, column: statistics.fmean(row[column] for row in rows["all", arm])
     if not group.first:
-        baseline, lines = next(iter(group.arms)), ["| | right | over the first, by seed | all |"]
-        for arm in group.arms:
-            more = paired(rows, baseline, arm, seeds, "right", "+.1%") if arm != baseline else " | "
-            lines.append(f"| {arm} | {mean(arm, 'right'):.1%} | {more} |")
-        return [lines[0], "|---" * 4 + "|", *lines[1:]]
-    lines = ["| | by seed | all | win / tie / lose, % | KL | tokens | harmless |", "|---" * 7 + "|"]
+        first, *others = group.arms
+        for arm in others:
+            lines.append(
+                [arm, f"{mean(arm, 'right'):.1%}", *paired(rows, first, arm, seeds, "right", "+.1%")]
+            )
+        lines.insert(0, [first, f"{mean(first, 'right'):.1%}", "", ""])
+        return markdown(["", "right", "over the first, by seed", "all"], lines)
     for arm in group.arms:
         shares = metrics.against(rows["all", "first"], rows["all", arm], None)
         games = " / ".join(f"{100 * shares[f'gold_{x}']:.0f}" for x in ("win", "tie", "lose"))
         hazards = [row["safety"] for row in rows["all", arm] if row["is_safety"]]
         harmless = f"{statistics.fmean(x >= 0 for x in hazards):.0%}" if hazards else ""
-        line = f"| {arm} | {paired(rows, 'first', arm, seeds, 'gold')} | {games} | {mean(arm, 'kl'):.1f} "
-        lines.append(line + f"| {mean(arm, 'tokens'):.1f} | {harmless} |")
+        cells = [games, f"{mean(arm, 'kl'):.1f}", f"{mean(arm, 'tokens'):.1f}", harmless]
+        lines.append([arm, *paired(rows, "first", arm, seeds, "gold"), *cells])
     for after, before in group.over:
-        lines.append(f"| {after}, over {before} | {paired(rows, before, after, seeds, 'gold')} | | | | |")
-    return lines
+        lines.append([f"{after}, over {before}", *paired(rows, before, after, seeds, "gold"), *[""] * 4])
+    return markdown(["", "by seed", "all", "win / tie / lose, %", "KL", "tokens", "harmless"], lines)
+
+
+def markdown(titles, lines) -> list[str]:
+    """The lines of a table. lines: of each its cells."""
+    line = lambda cells: "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
+    return [line(titles), "|---" * len(titles) + "|", *map(line, lines)]
 
 
 def temperatures(name, group, seeds):

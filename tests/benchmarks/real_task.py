@@ -13,7 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
-import peers  # noqa: F401, it lets common be found
+from experiments import markdown, publish
 
 from common import loading, metrics
 from common.batches import split
@@ -124,12 +124,6 @@ def label(policy, prompts, flipped, seed, file):
 
 
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
-def markdown(titles, lines) -> list[str]:
-    """A table. lines: of each its cells."""
-    line = lambda cells: "".join(f"| {cell} " if cell else "| " for cell in cells) + "|"
-    return [line(titles), "|---" * len(titles) + "|", *map(line, lines)]
-
-
 def right(path, truth) -> list[dict]:
     """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
     of_prompt = {row["prompt"]: row for row in metrics.read_jsonl(truth)}
@@ -238,13 +232,11 @@ def times(folders) -> list[str]:
 
 def table(folder, seeds):
     """Print the tables; those of seeds that docs/real_model.md has a place for are published there."""
-    import experiments
-
     folders = [Path(folder, seed) for seed in seeds.split()]
     for make in (gains, ranked, rounds, samples, times):
         lines = make(folders)
         print("\n".join([*lines, ""]))
-        experiments.publish("_".join(("real_model", make.__name__, *seeds.split())), lines)
+        publish("_".join(("real_model", make.__name__, *seeds.split())), lines)
 
 
 if __name__ == "__main__":
