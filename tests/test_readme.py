@@ -103,17 +103,18 @@ def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
     )
     loop = "for x in 1 2; do\n    python a.py \\\n        --x $x\ndone"
     pythons = ["python - <<'END'\nn = 1\nEND", "python - <<'END'\nn = 1\nn += 1\nEND"]
-    assert reproduce.commands(page) == [
-        "python tests/benchmarks/kl.py A",
-        "S=1",
-        loop,
-        "python b.py",
-        *pythons,
-    ]
+    blocks = ["S=1", loop, "python b.py", *pythons]
+    assert reproduce.commands(page) == [*blocks, "python tests/benchmarks/kl.py A"]
     left_out = [
         bool(reproduce.LEFT_OUT.search(x)) for x in ("pip install x", "python a.py ORG/MODEL", "python b.py")
     ]
     assert left_out == [True, True, False] and {ROOT / name for name in reproduce.PAGES.split()} <= set(PATHS)
+    # no two of them write into one folder, or all of them could not be run in one clone
+    made = {
+        command for name in reproduce.PAGES.split() for _, command, file in reproduce.of_page(name) if file
+    }
+    folders = [folder for command in made for folder in re.findall(r"--output(?:-dir)? (\S+)", command)]
+    assert len(folders) > 30 and sorted(set(folders)) == sorted(folders)
 
 
 def test_cells_of_tables_are_short():

@@ -1,6 +1,6 @@
 """Experiments on the tiny world: arms that differ in one thing, compared on the same held-out prompts by the true
-reward, or as scorers on the same labelled pairs. Every arm and seed is a run of its own in runs/experiments, and
-what it begins with in runs/; what is finished is not run again.
+reward, or as scorers on the same labelled pairs. Every arm and seed is a run of its own in runs/experiments;
+they begin with the quickstart's runs and those of runs/begin; what is finished is not run again.
 
     python tests/benchmarks/experiments.py                     all, a night of one core
     python tests/benchmarks/experiments.py dpo pool --publish
@@ -29,11 +29,11 @@ RUNS = {  # what arms begin with
     "runs/reward": "reward",
     "runs/advantage_model": "advantage_model",
     "runs/rejection_sampling": "rejection_sampling",
-    "runs/reward_biased": "reward --dataset tiny:length_bias=0.6",
-    "runs/reward_safety": "reward --dataset tiny:label=safety",
-    "runs/pairs": "-m common.pairwise --model runs/sft",
-    "runs/preference": "sft tiny --model runs/sft --dataset runs/pairs/train.jsonl --epochs 2 --lr 1e-3 "
-    "--weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/pairs/held_out.jsonl",
+    "runs/begin/reward_biased": "reward --dataset tiny:length_bias=0.6",
+    "runs/begin/reward_safety": "reward --dataset tiny:label=safety",
+    "runs/begin/pairs": "-m common.pairwise --model runs/sft",
+    "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
+    "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
 PYTHONPATH = os.pathsep.join((str(peers.ROOT), str(peers.ROOT / "tests")))  # for cpl.py, and gold_labeler
 ENVIRONMENT = {**os.environ, "PYTHONPATH": PYTHONPATH}
@@ -109,13 +109,13 @@ GROUPS = {
     "ppo": Group(
         {
             "the recipe": "ppo",
-            "`--safety-scorer runs/reward_safety`": "ppo --safety-scorer runs/reward_safety",
+            "`--safety-scorer runs/reward_safety`": "ppo --safety-scorer runs/begin/reward_safety",
             "`--top-p 0.9`": "ppo --top-p 0.9",
             "`--ptx-dataset tiny:kind=text --ptx-coef 0.1`": "ppo --ptx-dataset tiny:kind=text --ptx-coef 0.1",
             "`--reward-norm whiten`": "ppo --reward-norm whiten",
             "`--value-warmup-steps 0`": "ppo --value-warmup-steps 0",
             "`--prompts-per-iteration 128 --n-samples 1`": "ppo --prompts-per-iteration 128 --n-samples 1",
-            "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/reward_biased --kl-coef 0",
+            "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/begin/reward_biased --kl-coef 0",
         },
         over=(
             ("`--top-p 0.9`", "the recipe"),
@@ -127,7 +127,7 @@ GROUPS = {
     "ppo_from_rejection_sampling": Group(
         {
             "PPO": "ppo --model runs/rejection_sampling",
-            "`--safety-scorer`": "ppo --model runs/rejection_sampling --safety-scorer runs/reward_safety",
+            "`--safety-scorer`": "ppo --model runs/rejection_sampling --safety-scorer runs/begin/reward_safety",
         },
         first="runs/rejection_sampling",
     ),
@@ -155,9 +155,9 @@ GROUPS = {
             "`--enhancer previous`": "dpo_iterative --enhancer previous",
             "the true reward as oracle": "dpo_iterative --scorer common.tiny:gold_scorer",
             "the Advantage Model as oracle": "dpo_iterative --scorer runs/advantage_model",
-            "the pairwise preference model": "dpo_iterative --scorer common.pairwise:oracle=runs/preference",
-            "a reward model of `tiny:length_bias=0.6`": "dpo_iterative --scorer runs/reward_biased",
-            "the same, `--length-penalty 0.1`": "dpo_iterative --scorer runs/reward_biased --length-penalty 0.1",
+            "the pairwise preference model": "dpo_iterative --scorer common.pairwise:oracle=runs/begin/preference",
+            "a reward model of `tiny:length_bias=0.6`": "dpo_iterative --scorer runs/begin/reward_biased",
+            "the same, `--length-penalty 0.1`": "dpo_iterative --scorer runs/begin/reward_biased --length-penalty 0.1",
         },
         over=(
             ("the recipe", "offline DPO, as many pairs (1,480)"),

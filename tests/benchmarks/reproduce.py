@@ -3,6 +3,7 @@
     python tests/benchmarks/reproduce.py                              PAGES below, all night
     python tests/benchmarks/reproduce.py README.md docs/kl.md         these
     python tests/benchmarks/reproduce.py --list docs/kl.md            what would be run
+    python tests/benchmarks/reproduce.py --log                        into docs/claims.md: what has run
 
 What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
 again. Left out, and said: installation, torchrun, and commands with a name to fill in (ORG/MODEL, rows.jsonl).
@@ -27,8 +28,8 @@ ALONE = re.compile(r"`(python (?:tests/benchmarks/|[^`]*--output-dir )[^`]*)`") 
 
 
 def commands(page) -> list[str]:
-    """Of a page's sentences, then of its blocks of bash and python, in their order; a loop is one."""
-    found, python = [" ".join(command.split()) for command in ALONE.findall(page)], ""
+    """Of a page's blocks of bash and python, in their order (a loop is one), then of its sentences."""
+    found, python = [], ""
     for language, block in re.findall(r"```(bash|python)\n(.*?)```", page, re.DOTALL):
         if language == "python":  # what the blocks before it imported and named holds
             python += block
@@ -41,37 +42,68 @@ def commands(page) -> list[str]:
             if whole and subprocess.run(["bash", "-n", "-c", command], capture_output=True).returncode == 0:
                 found.append(command.strip())
                 command = ""
+    found += [" ".join(command.split()) for command in ALONE.findall(page)]
     return [command for command in found if command and not command.startswith("#")]
 
 
-def run(name, only_list):
-    page, before = (ROOT / name).read_text(), ""
-    for command in commands(page):
+def of_page(name):
+    """The commands of a page, each with what is set before it, and the file of what it printed; None: left out."""
+    before = ""
+    for command in commands((ROOT / name).read_text()):
         title = re.sub(r"\W+", "_", command)[:60]
         file = ROOT / "runs" / "reproduce" / f"{title}_{zlib.crc32(command.encode()):08x}.txt"
-        if LEFT_OUT.search(command):
-            print(f"left out: {command.splitlines()[0]}")
-        elif SETS.fullmatch(command):
+        if SETS.fullmatch(command):
             before += command + "\n"
+        else:
+            yield before, command, None if LEFT_OUT.search(command) else file
+
+
+def run(name, only_list):
+    for before, command, file in of_page(name):
+        if file is None:
+            print(f"left out: {command.splitlines()[0]}")
         elif only_list:
             print(command)
         elif not file.exists():
             begun = time.time()
             script = f"set -euo pipefail\n{before}{command}"
             ended = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
-            seconds = f"{time.time() - begun:.0f} s"
-            print(
-                f"{name}, {seconds}, exit code {ended.returncode}: {command.splitlines()[0]}",
-                flush=True,
-            )
+            took = f"{time.time() - begun:.0f} s"
+            print(f"{name}, {took}, exit code {ended.returncode}: {command.splitlines()[0]}", flush=True)
             if ended.returncode:
                 print(ended.stderr[-2000:])
             else:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(f"{command}\n\n{ended.stdout}\n{seconds}\n")
+                file.write_text(f"{command}\n\n{ended.stdout}\n{took} | {commit()}\n")
+
+
+def commit():
+    git = ["git", "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def log(names):
+    """Time and commit of the commands that have ended well, here or, if it stands in the log, elsewhere."""
+    from experiments import markdown, publish
+
+    path = ROOT / "docs" / "results" / "reproduce.md"
+    known = dict(line.split("` | ") for line in path.read_text().splitlines()[2:]) if path.exists() else {}
+    lines = []
+    for name in names:
+        for _, command, file in of_page(name):
+            text = " ".join(command.split()).replace("|", "/")
+            text = f"{name}: `{text if len(text) < 80 else f'{text[:45]} ... {text[-30:]}'}"
+            if file and file.exists():
+                known[f"| {text}"] = f"{file.read_text().splitlines()[-1]} |"
+            if file:
+                lines.append([f"{text}`", *known.get(f"| {text}", "not run | |").split(" | ")])
+    publish("reproduce", markdown(["command", "time", "commit"], lines))
 
 
 if __name__ == "__main__":
-    given = [name for name in sys.argv[1:] if name != "--list"]
-    for name in given or PAGES.split():
-        run(name, "--list" in sys.argv)
+    given = [name for name in sys.argv[1:] if not name.startswith("--")] or PAGES.split()
+    if "--log" in sys.argv:
+        log(given)
+    else:
+        for name in given:
+            run(name, "--list" in sys.argv)
