@@ -51,6 +51,7 @@ for seed in $seeds; do
     dpo=(dpo_iterative.py "${policy[@]}" "${batch[@]}" --lora-rank 16 --beta 0.1 --lr 1e-5 --epochs 2)
     dpo+=(--prompts-per-iteration 64 --n-samples 8)
     run dpo "${dpo[@]}" --iterations 0 --offline-data "$out/labels.jsonl"
+    run dpo_beta "${dpo[@]}" --iterations 0 --offline-data "$out/labels.jsonl" --beta 0.3
 
     # policies that learn from the reward model's scores of their answers
     run best_of_n rejection_sampling.py "${policy[@]}" "${batch[@]}" --scorer "$out/reward" --iterations 1 \
@@ -76,7 +77,7 @@ for seed in $seeds; do
 
     # every policy answers the same prompts; the score is the proxy, `table` adds the truth
     policies=()
-    for name in sft dpo best_of_n iterative ppo ppo_advantage first_again renewed_again; do
+    for name in sft dpo dpo_beta best_of_n iterative ppo ppo_advantage first_again renewed_again; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
     step answers "$out/answers/summary.json" python -m common.evaluate --policies "${policies[@]}" \
