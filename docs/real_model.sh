@@ -83,5 +83,6 @@ for seed in $seeds; do
     step answers "$out/answers/summary.json" python -m common.evaluate --policies "${policies[@]}" \
         --scorer "$out/reward" --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
         --seed "$seed" --output-dir "$out/answers"
+    step likely "$out/likely.jsonl" python $task likely "$out" sft dpo dpo_beta
 done
 if [[ " all table " == *" $steps "* ]]; then python $task table "$folder" "$seeds"; fi

@@ -2,17 +2,20 @@
 
 python tests/benchmarks/real_task.py data TASKS SEED FOLDER
 python tests/benchmarks/real_task.py label POLICY PROMPTS FLIPPED SEED FILE
+python tests/benchmarks/real_task.py likely FOLDER NAMES...
 python tests/benchmarks/real_task.py table FOLDER SEEDS
 
 and the check, as --scorer tests/benchmarks/real_task.py:correct"""
 
 import itertools
+import math
 import random
 import re
 import statistics
 import sys
 from pathlib import Path
 
+import torch
 from experiments import markdown, publish
 
 from common import loading, metrics
@@ -123,6 +126,25 @@ def label(policy, prompts, flipped, seed, file):
     print(f"{len(pairs)} pairs")
 
 
+def likely(folder, *names):
+    """FOLDER/likely.jsonl: how probable policies find the right answers to held-out prompts, and the end after
+    them."""
+    found, tokenizer = [], loading.load_tokenizer(f"{folder}/sft")
+    for name in names:
+        model = loading.load_policy(f"{folder}/{name}", tokenizer).eval()
+        for row in metrics.read_jsonl(f"{folder}/test.jsonl"):
+            messages = [{"role": "user", "content": row["prompt"]}]
+            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            answer = tokenizer(row["completion"], add_special_tokens=False).input_ids
+            input_ids = torch.tensor([[*prompt, *answer, tokenizer.eos_token_id]])
+            is_answer = torch.arange(1, input_ids.shape[1])[None] >= len(prompt)
+            with torch.no_grad():
+                logprobs = model.token_logprobs(input_ids, is_answer)[is_answer]
+            *words, end = logprobs.exp().tolist()
+            found.append({"policy": name, "category": row["category"], "words": math.prod(words), "end": end})
+    metrics.write_jsonl(f"{folder}/likely.jsonl", found)
+
+
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
 def right(path, truth) -> list[dict]:
     """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
@@ -218,6 +240,21 @@ def samples(folders) -> list[str]:
     return markdown(["prompt", *(f"`{name}`" for name in by_policy)], lines)
 
 
+def likelihood(folders) -> list[str]:
+    """Mean probabilities of the right words, and of the end after them."""
+    found = {}
+    for folder in folders:
+        for row in metrics.read_jsonl(folder / "likely.jsonl"):
+            of_task = found.setdefault((folder.name, row["policy"]), {})
+            of_task.setdefault(row["category"], []).append((row["words"], row["end"]))
+    lines = []
+    for (seed, policy), of_task in found.items():
+        means = [statistics.fmean(column) for rows in of_task.values() for column in zip(*rows)]
+        lines.append([seed, f"`{policy}`", *(f"{mean:.2f}" for mean in means)])
+    titles = [f"{task}: {what}" for task in of_task for what in ("right words", "end after them")]
+    return markdown(["seed", "", *titles], lines)
+
+
 def times(folders) -> list[str]:
     """Seconds of each step, by seed."""
     of_step = {}
@@ -233,7 +270,7 @@ def times(folders) -> list[str]:
 def table(folder, seeds):
     """Print the tables whose steps have run; docs/real_model.md gets those of seeds that it has a place for."""
     folders = [Path(folder, seed) for seed in seeds.split()]
-    for make in (gains, ranked, rounds, samples, times):
+    for make in (gains, ranked, rounds, samples, likelihood, times):
         try:
             lines = make(folders)
         except FileNotFoundError as missing:
@@ -244,4 +281,4 @@ def table(folder, seeds):
 
 
 if __name__ == "__main__":
-    {"data": data, "label": label, "table": table}[sys.argv[1]](*sys.argv[2:])
+    {"data": data, "label": label, "likely": likely, "table": table}[sys.argv[1]](*sys.argv[2:])
