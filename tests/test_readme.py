@@ -82,7 +82,15 @@ def test_all_scripts_and_programs_are_among_the_commands():
 def test_flags_in_the_text_are_those_of_a_program():
     fields = {name for program in PROGRAMS for name in importlib.import_module(program).Args.__annotations__}
     flags = re.findall(r"(?<![\w-])--(?:no-)?([a-z][\w-]*)", "\n".join(PROSE.values()))
-    others = {"help", "max_restarts", "only", "seeds", "logdir", "flag"}  # of other programs, or of none
+    others = {
+        "help",
+        "max_restarts",
+        "only",
+        "seeds",
+        "log",
+        "logdir",
+        "flag",
+    }  # of other programs, or of none
     fields |= {*vars(cli.EveryCommand()), *" ".join(cli.SYNONYMS).split(), *cli.ELSEWHERE}
     assert len(flags) > 60 and {flag.replace("-", "_") for flag in flags} <= fields | others
 
@@ -109,12 +117,14 @@ def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
         bool(reproduce.LEFT_OUT.search(x)) for x in ("pip install x", "python a.py ORG/MODEL", "python b.py")
     ]
     assert left_out == [True, True, False] and {ROOT / name for name in reproduce.PAGES.split()} <= set(PATHS)
-    # no two of them write into one folder, or all of them could not be run in one clone
-    made = {
-        command for name in reproduce.PAGES.split() for _, command, file in reproduce.of_page(name) if file
-    }
-    folders = [folder for command in made for folder in re.findall(r"--output(?:-dir)? (\S+)", command)]
+    # no two of them write into one folder, or all of them could not be run in one clone; the log has them all
+    made = {(name, x): file for name in reproduce.PAGES.split() for _, x, file in reproduce.of_page(name)}
+    commands = {command for (_, command), file in made.items() if file}
+    folders = [folder for command in commands for folder in re.findall(r"--output(?:-dir)? (\S+)", command)]
     assert len(folders) > 30 and sorted(set(folders)) == sorted(folders)
+    log = (ROOT / "docs" / "results" / "reproduce.txt").read_text("utf-8").splitlines()
+    listed = [reproduce.in_short(*place) for place, file in made.items() if file]
+    assert [line.split("\t")[0] for line in log] == listed
 
 
 def test_cells_of_tables_are_short():

@@ -267,17 +267,24 @@ def times(folders) -> list[str]:
     return markdown(["", *(f"seed {seed}" for seed in seeds)], lines)
 
 
+TABLES = {  # what makes them, and the last file of each seed that it reads
+    gains: "answers/samples.jsonl",
+    ranked: "scorers/samples.jsonl",
+    rounds: "iterative/pool.jsonl",
+    samples: "answers/samples.jsonl",
+    likelihood: "likely.jsonl",
+    times: "test.jsonl",
+}
+
+
 def table(folder, seeds):
     """Print the tables whose steps have run; docs/real_model.md gets those of seeds that it has a place for."""
     folders = [Path(folder, seed) for seed in seeds.split()]
-    for make in (gains, ranked, rounds, samples, likelihood, times):
-        try:
+    for make, file in TABLES.items():
+        if all((folder / file).exists() for folder in folders):
             lines = make(folders)
-        except FileNotFoundError as missing:
-            print(f"no table of {make.__name__}: {missing.filename} is not there\n")
-            continue
-        print("\n".join([*lines, ""]))
-        publish("_".join(("real_model", make.__name__, *seeds.split())), lines)
+            print("\n".join([*lines, ""]))
+            publish("_".join(("real_model", make.__name__, *seeds.split())), lines)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def run(name, only_list):
                 print(ended.stderr[-2000:])
             else:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(f"{command}\n\n{ended.stdout}\n{took} | {commit()}\n")
+                file.write_text(f"{command}\n\n{ended.stdout}\n{took}\t{commit()}\n")
 
 
 def commit():
@@ -82,28 +82,31 @@ def commit():
     return subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def log(names):
-    """Time and commit of the commands that have ended well, here or, if it stands in the log, elsewhere."""
-    from experiments import markdown, publish
+def in_short(name, command):
+    text = " ".join(command.replace("\\\n", " ").split())
+    return f"{name}: {text if len(text) < 90 else f'{text[:45]} ... {text[-40:].lstrip()}'}"
 
-    path = ROOT / "docs" / "results" / "reproduce.md"
-    known = dict(line.split("` | ") for line in path.read_text().splitlines()[2:]) if path.exists() else {}
-    lines = []
-    for name in names:
+
+def log():
+    """docs/results/reproduce.txt: time and commit of the commands that have ended well, here, or elsewhere if
+    the log has them."""
+    path, known, lines = ROOT / "docs" / "results" / "reproduce.txt", {}, {}
+    if path.exists():
+        known = dict(line.split("\t", 1) for line in path.read_text().splitlines())
+    for name in PAGES.split():
         for _, command, file in of_page(name):
-            text = " ".join(command.split()).replace("|", "/")
-            text = f"{name}: `{text if len(text) < 80 else f'{text[:45]} ... {text[-30:]}'}"
+            begin = in_short(name, command)
             if file and file.exists():
-                known[f"| {text}"] = f"{file.read_text().splitlines()[-1]} |"
+                known[begin] = file.read_text().splitlines()[-1]
             if file:
-                lines.append([f"{text}`", *known.get(f"| {text}", "not run | |").split(" | ")])
-    publish("reproduce", markdown(["command", "time", "commit"], lines))
+                lines[f"{begin}\t{known.get(begin, 'not run')}\n"] = None
+    path.write_text("".join(lines))
 
 
 if __name__ == "__main__":
-    given = [name for name in sys.argv[1:] if not name.startswith("--")] or PAGES.split()
+    given = [name for name in sys.argv[1:] if not name.startswith("--")]
     if "--log" in sys.argv:
-        log(given)
+        log()
     else:
-        for name in given:
+        for name in given or PAGES.split():
             run(name, "--list" in sys.argv)
