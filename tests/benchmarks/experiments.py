@@ -375,11 +375,10 @@ def table(name, group, seeds, evaluation="evaluate") -> list[str]:
     mean = lambda arm, column: statistics.fmean(row[column] for row in rows["all", arm])
     if not group.first:
         first, *others = group.arms
+        lines.append([first, f"{mean(first, 'right'):.1%}", "", ""])
         for arm in others:
-            lines.append(
-                [arm, f"{mean(arm, 'right'):.1%}", *paired(rows, first, arm, seeds, "right", "+.1%")]
-            )
-        lines.insert(0, [first, f"{mean(first, 'right'):.1%}", "", ""])
+            gained = paired(rows, first, arm, seeds, "right", "+.1%")
+            lines.append([arm, f"{mean(arm, 'right'):.1%}", *gained])
         return markdown(["", "right", "over the first, by seed", "all"], lines)
     for arm in group.arms:
         shares = metrics.against(rows["all", "first"], rows["all", arm], None)

@@ -3,7 +3,7 @@
     python tests/benchmarks/reproduce.py                              PAGES below, all night
     python tests/benchmarks/reproduce.py README.md docs/kl.md         these
     python tests/benchmarks/reproduce.py --list docs/kl.md            what would be run
-    python tests/benchmarks/reproduce.py --log                        into docs/claims.md: what has run
+    python tests/benchmarks/reproduce.py --log                        into docs/results/reproduce.txt: what has run
 
 What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
 again. Left out, and said: installation, torchrun, and commands with a name to fill in (ORG/MODEL, rows.jsonl).
