@@ -7,7 +7,7 @@
 
 What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
 again. Left out, and said: installation, torchrun, GPUs, this program, and commands with a name to fill in
-(ORG/MODEL, rows.jsonl).
+(ORG/MODEL, GROUP, rows.jsonl).
 """
 
 import re
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = """README.md docs/rejection_sampling.md docs/reward.md docs/advantage_model.md docs/ppo.md docs/dpo_iterative.md
 docs/evaluate.md docs/kl.md docs/ai_feedback.md docs/cpl.md docs/claims.md docs/renewed_reward.md docs/benchmarks.md"""
 LEFT_OUT = re.compile(
-    r"\b(ORG|DIR|RUN|STUDENT|TEACHER_RUN|FOLDER|PAIRS|ME)\b|^(pip|git|python3|torchrun|vllm|llama|hf|cp)\b|SmolLM2"
+    r"\b(ORG|DIR|RUN|GROUP|STUDENT|TEACHER_RUN|FOLDER|PAIRS|ME)\b|^(pip|git|python3|torchrun|vllm|llama|hf|cp)\b|SmolLM2"
     r"|(?<![/\w])(rows|pairs|prompts|held_out|clean|my\w+|hh_\w+|rankings)\.\w+|common.sampler|gpu.py|reproduce.py"
 )
 SETS = re.compile(r"(export )?\w+=\S+$")  # holds for the commands after it
