@@ -2,7 +2,7 @@
 reward, or as scorers on the same labelled pairs. Every arm and seed is a run of its own in runs/experiments;
 they begin with the quickstart's runs and those of runs/begin; what is finished is not run again.
 
-    python tests/benchmarks/experiments.py                     all, a night of one core
+    python tests/benchmarks/experiments.py                     all, 4 to 5 hours of a core
     python tests/benchmarks/experiments.py dpo pool --publish
 
 With --publish a group's table goes to docs/results/GROUP.md and to the pages that have a place for it.

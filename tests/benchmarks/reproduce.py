@@ -1,6 +1,6 @@
 """Run the commands that stand in the docs, page by page, so that every figure beside them can be made again.
 
-    python tests/benchmarks/reproduce.py                              PAGES below, all night
+    python tests/benchmarks/reproduce.py                              PAGES below, 6 to 7 hours of a core
     python tests/benchmarks/reproduce.py README.md docs/kl.md         these
     python tests/benchmarks/reproduce.py --list docs/kl.md            what would be run
     python tests/benchmarks/reproduce.py --log                        into docs/results/reproduce.txt: what has run
