@@ -388,8 +388,9 @@ def main(args: Args):
     state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
-    if args.patience and "best_version" not in state:  # the first policy, until another one is better
-        state["best_version"] = {"score": state["before"].get("eval/score", 0.0), "evaluations_since": 0}
+    if args.patience and "best_version" not in state:  # this policy, until another one is better
+        score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
+        state["best_version"] = {"score": score, "evaluations_since": 0}
         dist.save_checkpoint(best, state["step"], only_policy, {"iteration": state["step"]})
 
     for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them

@@ -75,8 +75,7 @@ class Question(NamedTuple):
 
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
-    """A causal LM on this rank's device, whole. A question that does not fit, or that its chat template
-    refuses, has no answer."""
+    """A causal LM, whole on this rank. A question too long, or refused by its template, has no answer."""
 
     def __init__(self, name, device, args):
         from transformers import AutoModelForCausalLM

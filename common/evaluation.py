@@ -61,8 +61,7 @@ def oracle_scores(oracle, pairs, opponents, size) -> list[float]:
 
 
 class HeldOutDocuments:
-    """What sft.py evaluates: the held-out loss, and `samples`, answers to the prompts of held-out
-    documents."""
+    """What sft.py evaluates: the held-out loss, and `samples`, answers to held-out documents' prompts."""
 
     def __init__(self, documents, tokenizer, args):
         self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []

@@ -83,8 +83,7 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 
 
 def prompt_turns(row: dict) -> list[dict]:
-    """The messages that a response to a row's prompt follows, the column `system` before them. ValueError
-    says why there are none."""
+    """The messages that a response follows, the column `system` first. ValueError: why there are none."""
     turns = row.get("messages") or row.get("context_messages")
     if not turns and data.question(row) is not None:
         turns = data.turns(data.question(row), "user")

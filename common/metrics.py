@@ -73,8 +73,7 @@ def report_to(kind: str):
 
 
 def read_jsonl(path) -> list[dict]:
-    """The rows of a .jsonl file that were written whole: a last line that a crash cut short is left out. No
-    file: no rows."""
+    """The rows of a .jsonl file but a last line that a crash cut short. No file: no rows."""
     rows = []
     with contextlib.suppress(FileNotFoundError, ValueError):
         for line in filter(None, Path(path).read_text("utf-8", "replace").split("\n")):
@@ -219,8 +218,7 @@ def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dic
 
 
 def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
-    """What each prompt's game gives: 1 a win, 1/2 a tie, 0 a defeat. A difference of the margin itself ties,
-    whatever its rounding."""
+    """Each game: 1 a win, 1/2 a tie, 0 a defeat; a difference of the margin ties, however rounded."""
     least = tie_margin + 1e-9
     return [(1 + (a - b > least) - (a - b < -least)) / 2 for a, b in zip(scores, opponents, strict=True)]
 
@@ -271,8 +269,7 @@ def correlation(x, y) -> float:
 # A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}, and for
 # a model that sees two responses at once "differences", one for each pair, in place of the scores.
 def pairs_of(rows) -> list[tuple]:
-    """(score difference better - worse, row number, better response, worse response) of every labelled
-    pair."""
+    """(score difference better - worse, row number, better, worse response) of every labelled pair."""
     pairs = []
     for number, row in enumerate(rows):
         responses = row["responses"]
@@ -302,37 +299,41 @@ def accuracy(differences) -> float:
 
 def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
-    expected calibration error. A row's pairs hang together: the interval of the accuracy is that of so many
-    independent pairs as tell as much, that of the ECE a bootstrap over rows. The floor is the mean ECE of a
-    perfectly calibrated model with these confidences: what sampling alone gives."""
+    expected calibration error. A prompt's pairs hang together: the accuracy's interval is that of so many
+    independent pairs as vary as much over prompts, the ECE's a bootstrap over prompts. The floor is the mean
+    ECE of a perfectly calibrated model with these confidences: what sampling alone gives."""
     pairs = pairs_of(rows)
     if not pairs:
         return {"pairs": 0}
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
         return {"pairs": len(pairs), "nll": math.nan}
-    row = torch.tensor([pair[1] for pair in pairs])
+    prompts = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs]
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    prompt = torch.tensor([numbers[prompt] for prompt in prompts])
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
-    gaps = torch.zeros(len(rows), n_bins, dtype=torch.float64)  # in each row and bin, of correct - confidence
-    gaps.index_put_((row, bins), correct - confidence, accumulate=True)
-    sizes = torch.bincount(row, minlength=len(rows))
+    gaps = torch.zeros(len(numbers), n_bins).double()  # of each prompt and bin: of correct - confidence
+    gaps.index_put_((prompt, bins), correct - confidence, accumulate=True)
+    sizes = torch.bincount(prompt)
     generator, resampled, floor = torch.Generator().manual_seed(0), [], []
-    for times in resamples(len(rows), n_bootstrap, generator):
-        resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes).clamp(min=1))
+    for times in resamples(len(numbers), n_bootstrap, generator):
+        resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes))
     low, high = percentiles(torch.stack(resampled))
     for _ in range(200):
         label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
         floor.append(gap.abs().sum() / n)
-    right, n_independent = correct.mean().item(), n**2 / (sizes**2).sum().item()
+    right, all_alike = correct.mean().item(), n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
+    varies = torch.zeros(len(numbers)).double().index_add_(0, prompt, correct - right).square().sum().item()
+    n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (varies + 1e-9)))
     figures = {
         "pairs": n,
-        **with_interval("accuracy", right, *wilson(right, n_independent), round(n_independent)),
+        **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),
         "nll": -torch.nn.functional.logsigmoid(difference).mean(),
         "brier": ((1 - probability) ** 2).mean(),
-        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(rows)),
+        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(numbers)),
         "ece_floor": torch.stack(floor).mean(),
     }
     return {key: float(value) for key, value in figures.items()}

@@ -202,8 +202,7 @@ class Versions:
         return self.start if version == self.first else str(self.folder / str(version))
 
     def load(self, name: str):
-        """The policy of this name, sharded. Who calls this must hold no more the one that was loaded before:
-        its memory is let go first."""
+        """The policy of this name, sharded. Hold the one before it no more: its memory is let go first."""
         if self.loaded != name:
             self.loaded = self.policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
@@ -255,7 +254,7 @@ class Versions:
         yield from run.steps(n_steps)
         self.step += n_steps
         dist.save_model(self.policy, self.tokenizer, self.path(version))
-        self.loaded = self.path(version)
+        self.loaded = None if getattr(self.args, "lora_rank", 0) else self.path(version)  # merged there
         self.made.append(version)
         run.modules = {}  # the optimiser's memory
 

@@ -269,6 +269,9 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     if resume and before.get("held_out", fingerprint) != fingerprint:
         what = "; ".join(changed) or "its rows"
         raise InputError(f"--resume: {folder} began with another held-out set ({what}): try --overwrite")
+    misfit = [what for what in changed if what.startswith(("lora_rank:", "freeze_layers:"))]
+    if resume and misfit:  # the checkpoint has the weights that learnt
+        raise InputError(f"--resume: {folder} began with another {misfit[0]}: try --overwrite")
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:

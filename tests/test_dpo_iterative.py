@@ -604,6 +604,17 @@ def test_offline_dpo_killed_at_any_moment_resumes_to_the_same_bits(small, offlin
     assert_same_result(tmp_path, offline.folder)
 
 
+def test_adapters_begin_anew_in_each_iteration_also_of_a_killed_run(small, tmp_path):
+    """versions/1 has them in its weights: a resumed run has no others to go on with."""
+    folder, killed, options = tmp_path / "run", tmp_path / "killed", {"lora_rank": 4, "epochs": 1}
+    succeeds(run(small, folder, moment="copy version 1", **options))
+    as_killed(folder, "version 1", killed)
+    other_rank = run(small, killed, "--resume", **{**options, "lora_rank": 8})
+    assert_error(other_rank, "began with another lora_rank: 4 -> 8")
+    succeeds(run(small, killed, "--resume", **options))
+    assert_same_result(killed, folder)
+
+
 OTHER_MOMENTS = ["row 4", "pool 17", "pairs 2", "studied 2"]
 
 

@@ -702,16 +702,12 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
 
 def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
     """Wilson of 15 of 20, by scipy.stats.binomtest(15, 20).proportion_ci(method="wilson"); four of the pairs
-    in each of five rankings tell no more than 20**2 / (5 * 4**2) = 5 pairs."""
-    pair = lambda d: {
-        "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}],
-        "source": "",
-        "category": "",
-    }
-    found = metrics.pair_figures([pair(1)] * 15 + [pair(-1)] * 5)
+    in each of five rankings tell, where they are all right, no more than 20**2 / (5 * 4**2) = 5 pairs."""
+    pair = lambda d, n: {"prompt": n, "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]}
+    found = metrics.pair_figures([pair(1 if n < 15 else -1, n) for n in range(20)])
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
-    ranking = {**pair(1), "responses": [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]}  # four pairs
-    assert metrics.pair_figures([ranking] * 5)["accuracy_n"] == 5
+    four = [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]  # pairs
+    assert metrics.pair_figures([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
 
 
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):

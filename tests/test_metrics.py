@@ -13,16 +13,18 @@ from common import metrics
 from common.batches import Comparison, Row, labelled_pairs
 
 LOG3 = math.log(3)  # sigmoid 3/4
+NEW = itertools.count()
 
 
-def row(*scores, ranks=None, source="s", category="c", **columns):
-    """A row of these scores, best first; columns: one value a response."""
+def row(*scores, ranks=None, source="s", category="c", prompt=None, **columns):
+    """A row of these scores, best first, to a prompt of its own; columns: one value a response."""
+    prompt = [{"role": "user", "content": str(next(NEW))}] if prompt is None else prompt
     ranks = range(len(scores)) if ranks is None else ranks
     responses = [{"text": "t", "tokens": 1, "rank": r, "score": s} for s, r in zip(scores, ranks)]
     for name, values in columns.items():
         for response, value in zip(responses, values):
             response[name] = value
-    return {"prompt": [], "source": source, "category": category, "responses": responses}
+    return {"prompt": prompt, "source": source, "category": category, "responses": responses}
 
 
 def pair(difference, **more):
@@ -187,6 +189,43 @@ def test_interval_is_a_bootstrap_over_rows():
     p = sum(s > 0 for s in signs) / 100
     width = 2 * 1.96 * math.sqrt(p * (1 - p) / 100)
     assert a["ece_high"] - a["ece_low"] == pytest.approx(width, rel=0.2)
+
+
+def test_the_interval_of_an_accuracy_has_the_spread_of_samples_of_prompts():
+    """Of 100 rankings of 4, each with a 60 % of its own of pairs as labelled: 6 pairs that are all alike in half
+    of the rankings and drawn alone in the others. The interval's width is that of 300 samples' accuracies, not
+    that of 100 pairs, nor that of 600."""
+    rng = random.Random(4)
+
+    def sample():
+        rows = []
+        for number in range(100):
+            signs = [1 if rng.random() < 0.6 else -1 for _ in range(6)]
+            signs = signs[:1] * 6 if number % 2 else signs
+            rows.append({**row(0.0, 0.0, 0.0, 0.0), "differences": signs})
+        return rows
+
+    found = [metrics.pair_figures(sample(), n_bootstrap=2) for _ in range(300)]
+    spread = 2 * 1.96 * statistics.stdev(figures["accuracy"] for figures in found)
+    width = statistics.fmean(figures["accuracy_high"] - figures["accuracy_low"] for figures in found)
+    assert width == pytest.approx(spread, rel=0.15)
+    for wrong in (100, 600):
+        low, high = metrics.wilson(0.6, wrong)
+        assert not 0.8 < (high - low) / spread < 1.25
+
+
+def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
+    rng, rankings, pairs = random.Random(5), [], []
+    for _ in range(40):
+        sign = 1 if rng.random() < 0.7 else -1
+        ranking = row(*(sign * (3 - i) for i in range(4)))
+        rankings.append(ranking)
+        pairs += [pair(d, prompt=ranking["prompt"]) for d, *_ in metrics.pairs_of([ranking])]
+    assert metrics.pair_figures(rankings) == pytest.approx(metrics.pair_figures(pairs))
+    alone = metrics.pair_figures([{**one, "prompt": number} for number, one in enumerate(pairs)])
+    width = lambda figures, key: figures[f"{key}_high"] - figures[f"{key}_low"]  # noqa: E731
+    for key in ("accuracy", "ece"):
+        assert width(alone, key) < 0.6 * width(metrics.pair_figures(pairs), key)
 
 
 # -- what the tiny world knows -------------------------------------------------------------------
