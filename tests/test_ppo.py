@@ -865,6 +865,12 @@ def test_with_patience_the_best_held_out_version_is_exported_also_by_a_killed_ru
     assert same_weights(best, one) and same_weights(killed, one) and len(metrics_rows(best)) == 4
     succeeds(run(small, best, "--overwrite", **{**options, "iterations": 2, "patience": 0}))
     assert not same_weights(best, one) and not (best / "best").exists()
+    # patience from iteration 2 on: nobody knows that policy's score, so the first one that has one is better
+    options |= {"iterations": 3, "patience": 0}
+    succeeds(run(small, tmp_path / "late", moment="copy row 12", **options))
+    as_killed(tmp_path / "late", "row 12", killed)
+    succeeds(run(small, killed, "--resume", **{**options, "patience": 9}))
+    assert read_json(killed / "summary.json")["exported_iteration"] == 3
 
 
 def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, tmp_path, monkeypatch):
