@@ -29,7 +29,7 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypa
     def figures_of(*pairs):
         """(score difference, data set, category)s"""
         both = lambda d: [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]
-        rows = [{"responses": both(d), "source": source, "category": c} for d, source, c in pairs]
+        rows = [{"prompt": c, "responses": both(d), "source": source, "category": c} for d, source, c in pairs]
         monkeypatch.setattr(evaluation, "scores_of_each", lambda *_: [])
         monkeypatch.setattr(evaluation, "scored_rows", lambda *_: rows)
         return evaluation.HeldOutComparisons([], None)(None)
