@@ -326,8 +326,8 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
         floor.append(gap.abs().sum() / n)
     right, all_alike = correct.mean().item(), n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
-    varies = torch.zeros(len(numbers)).double().index_add_(0, prompt, correct - right).square().sum().item()
-    n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (varies + 1e-9)))
+    spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # from prompt to prompt
+    n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (spread + 1e-9)))
     figures = {
         "pairs": n,
         **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),

@@ -254,7 +254,7 @@ class Versions:
         yield from run.steps(n_steps)
         self.step += n_steps
         dist.save_model(self.policy, self.tokenizer, self.path(version))
-        self.loaded = None if getattr(self.args, "lora_rank", 0) else self.path(version)  # merged there
+        self.loaded = None if hasattr(self.policy, "merged") else self.path(version)  # adapters: see lora.py
         self.made.append(version)
         run.modules = {}  # the optimiser's memory
 

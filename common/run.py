@@ -263,15 +263,15 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     before = dist.gather([read_json(folder / "args.json")])[0]
     old, new = {**before.get("args", {}), **before.get("data", {})}, {**now, **hashes}
     names = sorted(old.keys() & new.keys() - {"resume", "overwrite", "output_dir"})
-    changed = [f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]]
+    changed = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
     if resume and before.get("stage", stage) != stage:
         raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
     if resume and before.get("held_out", fingerprint) != fingerprint:
-        what = "; ".join(changed) or "its rows"
+        what = "; ".join(changed.values()) or "its rows"
         raise InputError(f"--resume: {folder} began with another held-out set ({what}): try --overwrite")
-    misfit = [what for what in changed if what.startswith(("lora_rank:", "freeze_layers:"))]
-    if resume and misfit:  # the checkpoint has the weights that learnt
-        raise InputError(f"--resume: {folder} began with another {misfit[0]}: try --overwrite")
+    for name in ("lora_rank", "freeze_layers"):  # the checkpoint has the weights that learnt
+        if resume and name in changed:
+            raise InputError(f"--resume: {folder} began with another {changed[name]}: try --overwrite")
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -280,7 +280,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
                 (folder / name).unlink(missing_ok=True)
             for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        for what in changed if resume else ():
+        for what in changed.values() if resume else ():
             print(f"resuming with another {what}")
         failed, head = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse --verify HEAD")
         packages = "torch transformers datasets tokenizers numpy".split()

@@ -3,7 +3,7 @@
 # step says how long it took; what is finished is not run again:
 #
 #     bash docs/real_model.sh                                       seed 0
-#     SEEDS="1 2 3" MODEL=path/to/SmolLM2-135M-Instruct bash docs/real_model.sh
+#     SEEDS="3 4 5" MODEL=path/to/SmolLM2-135M-Instruct bash docs/real_model.sh
 #     STEPS="data sft labels dpo" bash docs/real_model.sh           these steps alone, in the order below
 set -euo pipefail
 cd "$(dirname "$0")/.."
