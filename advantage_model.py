@@ -30,7 +30,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, metrics, models, plots
+from common import comparisons, dist, loading, metrics, models, plots, reward_evaluation
 from common.batches import labelled_pairs, my_comparison_batches, to_device
 from common.cli import check_flags
 from common.errors import InputError
@@ -205,9 +205,9 @@ def main(args: Args):
 
     # data: comparisons, the same on every rank; with K > 0 each response has its ratios to K other policies
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
-    policy = evaluation.check_sft_model(args.policy, tokenizer, args)
+    policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
-    train, ratio_figures = evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
+    train, ratio_figures = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -221,7 +221,7 @@ def main(args: Args):
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)
-    evaluate = evaluation.HeldOutComparisons(held_out, args)
+    evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin(modules={"advantage": (model, optimizer)}, held_out=[comparison.row for comparison in held_out])
@@ -253,7 +253,7 @@ def main(args: Args):
     # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy do as well
     run.round_weights(model)
     after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
-    figures = evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
+    figures = reward_evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
     loading.read_at_end_token(model, tokenizer)
     run.finish(
         model,

@@ -28,12 +28,13 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, data, dist, evaluation, generate, loading, models, plots, scorers
+from common import comparisons, data, dist, generate, loading, models, plots, scorers
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
-from common.pool import Pool, Versions, write_pairs
+from common.pool import Pool, pairing_figures, write_pairs
 from common.run import Run, launch
+from common.versions import Answers, Versions
 
 
 @dataclass
@@ -293,6 +294,7 @@ def main(args: Args):
     run = Run(args, "dpo_iterative", check, PLOTS)
     if run.finished:
         return
+    scorers.try_functions(args)  # a mistake in one of yours costs seconds
 
     # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -314,8 +316,7 @@ def main(args: Args):
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)
-    evaluate = evaluation.Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
-    versions.evaluate = evaluate
+    versions.evaluate = evaluate = Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
 
     run.begin(held_out=evaluate.fingerprint)  # only now is an old run replaced
     versions.begin()
@@ -339,7 +340,7 @@ def main(args: Args):
             # 3. pair: of each prompt the best against the worst
             new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
             pairs = pairs + new_pairs
-            row = {**pool.parts, **evaluation.pairing_figures(pool.rows, new_pairs, dropped, iteration)}
+            row = {**pool.parts, **pairing_figures(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):

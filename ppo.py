@@ -354,6 +354,7 @@ def main(args: Args):
     run = Run(args, "ppo", check, PLOTS)
     if run.finished:
         return
+    scorers.try_functions(args)  # a mistake in one of yours costs seconds
 
     # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -459,9 +460,8 @@ def main(args: Args):
 
     exported = dist.load_checkpoint(best, only_policy)["iteration"] if args.patience else state["step"]
     run.round_weights(policy)
-    after = evaluate(policy)
     run.finish(
-        policy, tokenizer, after, evaluate.samples,
+        policy, tokenizer, after=evaluate(policy), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},
         shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
     )  # fmt: skip

@@ -32,12 +32,13 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, models, plots, scorers
+from common import data, dist, generate, loading, models, plots, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_flags
 from common.losses import sft_loss
-from common.pool import Pool, Versions, answers, take
+from common.pool import Pool, answers, selection_figures, take
 from common.run import Run, launch
+from common.versions import Sweep, Versions
 
 
 @dataclass
@@ -217,6 +218,7 @@ def main(args: Args):
     run = Run(args, "rejection_sampling", check, PLOTS)
     if run.finished:
         return
+    scorers.try_functions(args)  # a mistake in one of yours costs seconds
 
     # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -233,7 +235,7 @@ def main(args: Args):
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     versions = Versions(run, tokenizer, policy)
-    versions.evaluate = evaluation.Sweep(held_out, scorer, tokenizer, args)
+    versions.evaluate = Sweep(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, for a line that comes after hours of sampling comes late
         args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
@@ -261,7 +263,7 @@ def main(args: Args):
         # 3. select: of each prompt the best, or with thresholds (ReST) for each all that reach it
         thresholds = args.threshold or [None]
         selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
-        row = {**pool.parts, **evaluation.selection_figures(pool.rows, selected[0], iteration)}
+        row = {**pool.parts, **selection_figures(pool.rows, selected[0], iteration)}
         selected = [rows for rows in selected if rows]  # thresholds rise: only the last may be out of reach
         if len(selected) < len(thresholds):
             why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)

@@ -28,7 +28,7 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, evaluation, loading, metrics, models, plots, scorers
+from common import comparisons, dist, loading, metrics, models, plots, reward_evaluation, scorers
 from common.batches import my_comparison_batches, to_device
 from common.losses import bradley_terry_loss, ranking_loss
 from common.run import Run, launch
@@ -155,7 +155,7 @@ def main(args: Args):
 
     # data: comparisons, the same on every rank
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
-    sft_model = evaluation.check_sft_model(args.sft_model, tokenizer, args)
+    sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = comparisons.with_margins(train, args.margin)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
@@ -166,7 +166,7 @@ def main(args: Args):
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)  # or says so
-    evaluate = evaluation.HeldOutComparisons(held_out, args)
+    evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
     run.begin(modules={"reward": (model, optimizer)}, held_out=[comparison.row for comparison in held_out])
@@ -196,7 +196,7 @@ def main(args: Args):
     # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
     run.round_weights(model)
     after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
-    length_figures = evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
+    length_figures = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None: nor what an earlier stage had
     loading.read_at_end_token(model, tokenizer)

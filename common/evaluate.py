@@ -22,7 +22,8 @@ from pathlib import Path
 
 import torch
 
-from common import comparisons, data, dist, evaluation, generate, loading, metrics, plots, scorers
+from common import comparisons, data, dist, evaluation, generate, loading, metrics, plots, reward_evaluation
+from common import scorers
 from common.batches import a_part, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
@@ -246,7 +247,7 @@ def compare_policies(args, run):
         if name == args.reference:
             ask(reference, name)
         else:
-            evaluation.ask_policy(models[name], tokenizer, args, device, ask, name)
+            loading.ask_policy(models[name], tokenizer, args, device, ask, name)
 
     # scores and figures
     samples, results = [], {}
@@ -254,7 +255,7 @@ def compare_policies(args, run):
         opponents, rows = [response for _, response in of_policy[args.reference]], {}
         for name, pairs in of_policy.items():
             against = opponents if name != args.reference else None
-            scores = evaluation.oracle_scores(oracle, pairs, against, args.score_batch_size)
+            scores = scorers.oracle_scores(oracle, pairs, against, args.score_batch_size)
             columns = {"score": scores, "kl": kl.get((temperature, name))}
             if safety_scorer:
                 columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size)
@@ -289,7 +290,7 @@ def load_pairs(paths, args):
 
 
 def score_rows(scorer, held_out, args) -> list[dict]:
-    """The comparisons as rows of samples.jsonl (evaluation.scored_rows)."""
+    """The comparisons as rows of samples.jsonl (reward_evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
         prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
@@ -299,7 +300,7 @@ def score_rows(scorer, held_out, args) -> list[dict]:
         duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
     ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
     values = ask(scorer, texts, args.score_batch_size)
-    return evaluation.scored_rows(held_out, values, scorer.pairwise)
+    return reward_evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
 def pair_table(results) -> list[dict]:
@@ -341,6 +342,7 @@ def main(args: Args):
     run = Run(args, "evaluate", check)
     if run.finished:
         return
+    scorers.try_functions(args)
     compare = compare_scorers if args.scorers else compare_policies
     samples, summary = compare(args, run)
     if dist.is_main():

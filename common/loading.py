@@ -5,6 +5,7 @@ A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a fold
 or a name on the hub.
 """
 
+import gc
 import re
 import types
 from pathlib import Path
@@ -113,6 +114,14 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
 def load_frozen(name, tokenizer, args, device):
     """A policy that does not learn, sharded."""
     return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
+
+
+def ask_policy(name, tokenizer, args, device, forward, *inputs):
+    """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
+    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights: what was there before
+    values = forward(load_frozen(name, tokenizer, args, device), *inputs)
+    gc.collect()
+    return values
 
 
 def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):

@@ -1,7 +1,6 @@
-"""What rejection sampling and iterative DPO share: a pool of scored responses that outlives a crash, and the
-versions of a policy that were made from it.
+"""The pool of rejection sampling and iterative DPO: scored responses that outlive a crash, and figures of them.
 
-The pool is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
+It is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
 
     {"prompt": messages, "response": text, "response_ids": [...], "finished": it ended, and holds no special
      token before its end, "iteration", "model", "temperature": what it was drawn from, "chunk": number,
@@ -9,17 +8,12 @@ The pool is a list of rows, the same on every rank, and the file `output_dir`/po
 """
 
 import collections
-import gc
 import itertools
-import json
 from pathlib import Path
 
-from common import data, dist, evaluation, formats, generate, loading, metrics, scorers
+from common import data, dist, formats, generate, metrics, scorers
 from common.batches import Row, split, turns_key
-from common.metrics import write_json
 
-# -- the pool --------------------------------------------------------------------------------------
-SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
 COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
 
@@ -149,131 +143,38 @@ def write_pairs(folder, pairs, iteration):
     metrics.write_jsonl(folder / "pairs.jsonl", rows)
 
 
-# -- the versions -----------------------------------------------------------------------------------
-class Versions:
-    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
-    its study, what `evaluate` found that it does. Version `first` is the model that all began from.
+# -- figures of an iteration -----------------------------------------------------------------------
+def pool_figures(rows) -> dict[str, float]:
+    """Of an iteration's responses, means: over them, and over their prompts of the best and the worst."""
+    by_prompt = {}
+    for row in rows:
+        by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
+    values = {
+        "pool/score": [row["score"] for row in rows],
+        "pool/best": [max(scores) for scores in by_prompt.values()],
+        "pool/worst": [min(scores) for scores in by_prompt.values()],
+        "pool/finished": [row["finished"] for row in rows],
+        "pool/length": [len(row["response_ids"]) for row in rows],
+        "pool/characters": [len(row["response"]) for row in rows],
+    }
+    return {key: sum(x) / len(x) for key, x in values.items() if x}
 
-    What a resumed run does again is decided here: no version or study that is there. The last checkpoint
-    holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
-    steps, "first_step": all steps before, "logged_rows"}.
 
-    evaluate: an object of evaluation.py. step: the optimiser steps of all versions so far."""
+def selection_figures(rows, selected, iteration) -> dict[str, float]:
+    """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
+    new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
+    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
+    if selected:
+        figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
+    return {**figures, **pool_figures(new), **metrics.means(selected, {"pool/selected_score": "score"})}
 
-    def __init__(self, run, tokenizer, start: str):
-        """start: the name of the model that is the first version."""
-        self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
-        self.folder, self.loaded, self.policy = run.folder / "versions", None, None
 
-    def begin(self, first: int = 0):
-        """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
-        number of the first version; a resumed run has one already."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        studies, made, rows = {}, [], []
-        if dist.is_main():
-            studies = {int(path.stem): json.loads(path.read_text()) for path in self.folder.glob("*.json")}
-            made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
-            rows = metrics.read_jsonl(self.run.folder / "metrics.jsonl")
-        studies, self.made, rows = dist.gather([(studies, made, rows)])[0]  # as rank 0 sees them
-        self.studies = dict(sorted(studies.items()))
-        self.first = min(self.studies, default=first)
-        newest = max([*studies, *self.made], default=-1)
-        kept = [row for row in rows if row["iteration"] <= newest]
-        if newest not in studies:  # all of the newest version but its study's row
-            kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
-        self.step = kept[-1]["step"] if kept else 0
-        saved = dist.checkpoint_state(self.run.checkpoint)
-        if saved.get("iteration") == newest + 1:
-            kept = rows[: saved["logged_rows"]]
-            self.step = saved["first_step"]
-        self.run.metrics = metrics.Metrics(self.run.folder, keep_rows=len(kept))
-
-    def iterations(self, n: int):
-        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the
-        version before each of them. The last version is studied by finish."""
-        self.last = self.first + n
-        for iteration in range(self.first + 1, self.last + 1):
-            self.study(iteration - 1)
-            if iteration not in self.made:
-                self.run.begin_round()
-                yield iteration
-
-    def path(self, version: int) -> str:
-        return self.start if version == self.first else str(self.folder / str(version))
-
-    def load(self, name: str):
-        """The policy of this name, sharded. Hold the one before it no more: its memory is let go first."""
-        if self.loaded != name:
-            self.loaded = self.policy = None
-            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-            args, rank = self.args, getattr(self.args, "lora_rank", 0)
-            policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed, rank)
-            self.loaded, self.policy = name, dist.shard(policy, self.run.device)
-        return self.policy
-
-    def with_reference(self, pairs, name: str, pair_logprobs) -> list:
-        """The pairs with log pi_0 of both responses, as pair_logprobs(model, pairs, args) gives them for the
-        policy of this name, which is loaded for it and freed."""
-        if not pairs:
-            return []
-        args, device = self.args, self.run.device
-        found = evaluation.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
-        return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
-
-    def study(self, version: int):
-        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures
-        are logged and printed."""
-        if version not in self.studies:
-            policy = self.load(self.path(version))
-            if version == self.last:
-                self.run.round_weights(policy)  # its figures are those of what is exported
-            self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
-            self.run.log(self.figures(version), self.step, version)
-            if dist.is_main():
-                write_json(self.folder / f"{version}.json", self.studies[version])
-        if dist.is_main():
-            figures = self.figures(version)
-            shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
-            print(f"version {version}: {shown}")
-
-    def figures(self, version: int) -> dict[str, float]:
-        return self.evaluate.figures(self.studies, version)
-
-    def began_training(self, version: int) -> bool:
-        """Whether the last checkpoint is of this version: then what led to it is logged already."""
-        return dist.checkpoint_state(self.run.checkpoint).get("iteration") == version
-
-    def train(self, version: int, n_steps: int, optimizer):
-        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
-        it becomes versions/N, in float32 whatever is exported in the end."""
-        run = self.run
-        run.modules = {"policy": (self.policy, optimizer)}
-        run.state = {"iteration": version, "step": 0, "first_step": self.step}
-        if self.began_training(version):
-            run.state = dist.load_checkpoint(run.checkpoint, run.modules)
-        yield from run.steps(n_steps)
-        self.step += n_steps
-        dist.save_model(self.policy, self.tokenizer, self.path(version))
-        self.loaded = None if hasattr(self.policy, "merged") else self.path(version)  # adapters: see lora.py
-        self.made.append(version)
-        run.modules = {}  # the optimiser's memory
-
-    def skip(self, why: str) -> dict[str, int]:
-        """run.skip of an iteration, whose version is then the one before."""
-        in_a_row = sum(study["step"] == self.step for study in self.studies.values())
-        return self.run.skip(why, in_a_row)
-
-    def finish(self, summary: dict):
-        """Study the last version, and write what a finished run holds (run.write_results)."""
-        self.study(self.last)
-        rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
-        curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
-        if curves and dist.is_main():
-            metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)
-        figures = {str(v): self.figures(v) for v in self.studies}
-        is_first_comparable = self.first in evaluation.comparable(self.studies, self.last)
-        before = figures[str(self.first)] if is_first_comparable else {}
-        summary = {**summary, "steps": self.step, "versions": figures}
-        model, after = self.load(self.path(self.last)), figures[str(self.last)]
-        self.run.write_results(model, self.tokenizer, rows, summary, before, after)
-        dist.barrier()
+def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
+    """Of an iteration's responses, and of the pairs made of them."""
+    rows = [row for row in rows if row["iteration"] == iteration]
+    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_figures(rows)}
+    figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
+    for i, side in enumerate(("chosen", "rejected") if pairs else ()):
+        figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
+    return figures

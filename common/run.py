@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import data, dist, loading, metrics, scorers
+from common import data, dist, loading, metrics
 from common.cli import check_flags, parse
 from common.errors import InputError, NotFinite
 from common.metrics import read_json, write_json
@@ -94,8 +94,6 @@ class Run:
             check(args)
         self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
-        if not self.finished:
-            scorers.try_functions(args)
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
         self.state, self.laps = {"step": 0}, {}

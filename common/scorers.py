@@ -241,6 +241,13 @@ def log_odds(scorer, duels, batch_size) -> list[float]:
     return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 
+def oracle_scores(oracle, pairs, opponents, size) -> list[float]:
+    """The oracle's score of each (prompt, response); of one that compares the probability that it beats the
+    opponents' response to the same prompt, 1/2 where there are none."""
+    others = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
+    return score(oracle, [*pairs, *others], size)[: len(pairs)]
+
+
 def _round_robin(scorer, pairs, batch_size):
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):

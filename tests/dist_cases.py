@@ -36,8 +36,8 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, evaluation, generate, loading, lora, metrics, models, pairwise, pool, scorers,
-    tiny,
+    comparisons, data, dist, evaluate, generate, loading, lora, metrics, models, pairwise, reward_evaluation,
+    scorers, tiny, versions,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
@@ -307,8 +307,8 @@ def answers(folder):
         return [[*x.tolist(), e] for x, e in zip(rewards.split(batch.sizes), expected.tolist())]
 
     return {
-        "scores": evaluation.scores_of_each(scorer(1)[0], loaded, args),
-        "one_score": evaluation.scores_of_each(scorer(1)[0], loaded[:1], args),
+        "scores": reward_evaluation.scores_of_each(scorer(1)[0], loaded, args),
+        "one_score": reward_evaluation.scores_of_each(scorer(1)[0], loaded[:1], args),
         "outputs": of_each_comparison(outputs, scorer(2)[0], loaded, 2, True),
         "logprobs": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded, 2)],
         "one_logprob": [x.tolist() for x in comparisons.seq_logprobs(llm, loaded[:1], 2)],
@@ -343,8 +343,8 @@ def dpo_reference(folder):
     model = policy(folder / "tied")[0]
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
     run = SimpleNamespace(folder=folder, args=args, device=CPU)
-    versions = pool.Versions(run, TOKENIZER, "tiny")
-    learnt = versions.with_reference(pairs, str(folder / "tied"), dpo_iterative.pair_logprobs)
+    made = versions.Versions(run, TOKENIZER, "tiny")
+    learnt = made.with_reference(pairs, str(folder / "tied"), dpo_iterative.pair_logprobs)
     out["learnt"] = [pair.ref_logprobs for pair in learnt]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
@@ -644,10 +644,10 @@ def samples(folder):
     options = {"n": 3, "max_new_tokens": 5, "seed": 4}
     with mock.patch.object(generate, "sample", echo):
         out = {
-            "echo": evaluation.policy_samples(model, some, TOKENIZER, **options),
-            "one": evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
+            "echo": reward_evaluation.policy_samples(model, some, TOKENIZER, **options),
+            "one": reward_evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
         }
-    out["real"] = evaluation.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
+    out["real"] = reward_evaluation.policy_samples(model, some, TOKENIZER, **{**options, "max_new_tokens": 60})
     out["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     as_lists = lambda found: [[ids.tolist() for ids in of_one] for of_one in found]
     return dist.gather([{k: v if isinstance(v, bool) else as_lists(v) for k, v in out.items()}])
@@ -659,9 +659,9 @@ def saved_scorer(folder):
     dist.save_model(model, TOKENIZER, folder / "scorer of two")
     plain = AutoModelForSequenceClassification.from_pretrained(folder / "scorer of two")
     some, args = pairs(folder)[:2], reward.Args(micro_batch_size=2)
-    got = evaluation.scores_of_each(model, some, args)
+    got = reward_evaluation.scores_of_each(model, some, args)
     again, _ = scorer(1, folder / "scorer of two")
-    loaded = evaluation.scores_of_each(again, some, args)
+    loaded = reward_evaluation.scores_of_each(again, some, args)
     share = sum(p.to_local().numel() for p in again.parameters()) / plain.num_parameters()
     out = {"same": same(plain.state_dict(), state(model)), "scores": got, "loaded": loaded, "share": share}
     return dist.gather([{**out, "head": str(model.score.weight.dtype)}])

@@ -17,7 +17,7 @@ from transformers import (
     DeepseekV32ForCausalLM, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
 
-from common import comparisons, data, dist, evaluation, generate, loading, scorers, tiny
+from common import comparisons, data, dist, generate, loading, scorers, tiny, versions
 from common.batches import Document, Row
 from common.metrics import read_jsonl
 
@@ -379,7 +379,7 @@ def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypat
 
         return call
 
-    for kind in (evaluation.Sweep, evaluation.Answers):
+    for kind in (versions.Sweep, versions.Answers):
         monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     script.main(script.Args(**{**options, **files}))
     assert rounded == [True, False, True]  # the source, what version 2 starts from, what is exported

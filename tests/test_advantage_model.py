@@ -18,7 +18,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
-from common import evaluation, generate, loading, tiny
+from common import generate, loading, reward_evaluation, tiny
 from common.batches import Comparison, Row
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -190,7 +190,7 @@ def test_the_regression_brings_e_to_the_mean_reward_of_the_samples(tmp_path):
 def ratios_of(loaded, policy="tiny", **options):
     """(ratios of each comparison, share that is clipped)"""
     args = advantage_model.Args(policy=policy, **options)
-    batch, figures = evaluation.with_policy_answers(loaded, policy, TOKENIZER, args, CPU)
+    batch, figures = reward_evaluation.with_policy_answers(loaded, policy, TOKENIZER, args, CPU)
     return [c.ratios for c in batch], figures["ratio/clipped"]
 
 
@@ -251,11 +251,11 @@ def test_rankings_have_their_ratios_in_the_order_of_the_responses(tmp_path):
 def test_of_more_columns_than_k_the_first_ones_count(tmp_path):
     """The tiny world's rows have two log probabilities."""
     loaded = comparisons_of(tmp_path, ROWS[:3])
-    columns = evaluation.behavior_columns(loaded, advantage_model.Args(n_others=1))
+    columns = reward_evaluation.behavior_columns(loaded, advantage_model.Args(n_others=1))
     want = [[ROWS[i][f"{side}_behavior_logprobs"][:1] for side in ("chosen", "rejected")] for i in range(3)]
     assert [x.tolist() for x in columns] == [[[pytest.approx(v)] for (v,) in of_row] for of_row in want]
     with pytest.raises(InputError, match="3 numbers"):
-        evaluation.behavior_columns(loaded, advantage_model.Args(n_others=3))
+        reward_evaluation.behavior_columns(loaded, advantage_model.Args(n_others=3))
 
 
 # -- samples of the policy, and e --------------------------------------------------------
@@ -263,13 +263,13 @@ def test_policy_samples_end_in_the_templates_end_token(tmp_path, monkeypatch):
     ended = [generate.Response([20, 3], "", True), generate.Response([20, 21], "", False)]
     monkeypatch.setattr(generate, "sample_pairs", lambda *_, **__: [(None, r) for r in ended])
     prompts, policy = comparisons_of(tmp_path, ROWS[:1]), loading.load_policy("tiny", TOKENIZER)
-    [[sample]] = evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
+    [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
     assert sample.tolist() == [20, TOKENIZER.eos_token_id]
 
 
 def test_policy_samples_gives_the_responses_that_ended(tmp_path, capsys):
     prompts, policy = comparisons_of(tmp_path, ROWS[:2]), loading.load_policy("tiny", TOKENIZER)
-    drawn = lambda seed: evaluation.policy_samples(policy, prompts, TOKENIZER, 8, 60, seed=seed)
+    drawn = lambda seed: reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 8, 60, seed=seed)
     one, again, other = map(drawn, (1, 1, 2))
     n = sum(map(len, one))
     assert 0 < n < 16 and f"{n} of 16 samples ended within 60 tokens" in capsys.readouterr().out
@@ -305,17 +305,17 @@ def test_expected_reward_figures_by_hand(e, wanted, monkeypatch):
         prompt = Comparison(turns, [""], torch.zeros(1), [], torch.zeros(0), "x", row)
         sampled.append(prompt._replace(samples=tuple(samples)))
     outputs = [(torch.tensor([0.1, 0.2]), torch.tensor(x)) for x in e]
-    monkeypatch.setattr(evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
-    monkeypatch.setattr(evaluation, "of_each_comparison", lambda *_: outputs)
+    monkeypatch.setattr(reward_evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
+    monkeypatch.setattr(reward_evaluation, "of_each_comparison", lambda *_: outputs)
     rest = (SimpleNamespace(device=CPU), "policy", sampled, TOKENIZER)
-    figures = evaluation.expected_reward_figures(*rest, advantage_model.Args())
+    figures = reward_evaluation.expected_reward_figures(*rest, advantage_model.Args())
     assert figures["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)
     errors, deviation = [x - 0.15 for x in e], math.sqrt(0.005)
     rmse = math.sqrt(sum(x**2 for x in errors) / 3 - 0.0025)
     assert figures["expected/bias"] == pytest.approx(sum(errors) / 3 / deviation, rel=1e-4)
     assert figures["expected/rmse"] == pytest.approx(rmse / deviation, rel=1e-4)
     other = advantage_model.Args(dataset="rows.jsonl")  # no true reward is known
-    assert "gold/expected_correlation" not in evaluation.expected_reward_figures(*rest, other)
+    assert "gold/expected_correlation" not in reward_evaluation.expected_reward_figures(*rest, other)
 
 
 # -- variants as commands ----------------------------------------------------------------

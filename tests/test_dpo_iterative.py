@@ -28,7 +28,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM
 
 import dpo_iterative as dpo
-from common import comparisons, data, dist, evaluation, generate, loading, models, pool, scorers, tiny
+from common import comparisons, data, dist, evaluation, generate, loading, models, pool, scorers, tiny, versions
 from common import run as run_module
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -786,7 +786,7 @@ def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(s
 def test_every_argument_is_read_somewhere_beside_its_check():
     source = inspect.getsource(dpo).replace(inspect.getsource(dpo.check), "")
     source = source.replace(inspect.getsource(dpo.Args), "")
-    modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers)
+    modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers, versions)
     read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source + "".join(map(inspect.getsource, modules)))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 

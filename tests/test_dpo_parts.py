@@ -12,7 +12,7 @@ import torch
 from scorers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
-from common import comparisons, dist, evaluation, loading, losses, pool, tiny
+from common import comparisons, dist, loading, losses, pool, tiny, versions
 from common.batches import Comparison, Row
 from common.errors import NotFinite
 from common.metrics import read_jsonl
@@ -262,7 +262,7 @@ def ids_of(pair):
 def referenced(pairs, seed=0, **options):
     """The pairs' log probabilities under the tiny model of this seed, (pairs, 2)."""
     run = SimpleNamespace(args=make_args(seed=seed, **options), device=CPU, folder=Path())
-    found = pool.Versions(run, TOKENIZER, "tiny").with_reference(pairs, "tiny", dpo.pair_logprobs)
+    found = versions.Versions(run, TOKENIZER, "tiny").with_reference(pairs, "tiny", dpo.pair_logprobs)
     assert [pair._replace(ref_logprobs=None) for pair in found] == pairs
     return torch.stack([torch.zeros(2), *(pair.ref_logprobs for pair in found)])[1:]
 
@@ -412,7 +412,7 @@ def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
     assert write(1, "ant", "cat") == [first]
 
 
-# -- evaluation.Answers, pairing_figures -------------------------------------------------
+# -- versions.Answers, pairing_figures -------------------------------------------------
 def sample(score, gold, tokens=4, finished=True, kl=0.0):
     columns = {"score": score, "gold": gold, "perfect": 2.0, "tokens": tokens, "finished": finished, "kl": kl}
     return {**columns, "category": None}
@@ -434,7 +434,7 @@ STUDIES = {
 
 def figures(studies, version, pairwise=False):
     scorer = SimpleNamespace(pairwise=pairwise)
-    return evaluation.Answers([], [], None, scorer, TOKENIZER, make_args()).figures(studies, version)
+    return versions.Answers([], [], None, scorer, TOKENIZER, make_args()).figures(studies, version)
 
 
 def test_figures_of_the_first_version_are_means_without_a_comparison():
@@ -488,4 +488,4 @@ def test_figures_of_the_pool_by_hand():
         "pairs/chosen_score": 0.5, "pairs/rejected_score": -1.5,
         "pairs/chosen_length": 2.5, "pairs/rejected_length": 2.0,
     }  # fmt: skip
-    assert evaluation.pairing_figures(rows, made, {**dropped, "same": 4}, 2) == pytest.approx(wanted)
+    assert pool.pairing_figures(rows, made, {**dropped, "same": 4}, 2) == pytest.approx(wanted)

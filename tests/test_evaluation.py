@@ -1,4 +1,5 @@
-"""common/evaluation.py: rows of samples.jsonl. (What its objects say of a model: the tests of the scripts.)"""
+"""common/evaluation.py and reward_evaluation.py: rows of samples.jsonl, figures. (What their objects say of a
+model: the tests of the scripts.)"""
 
 from types import SimpleNamespace
 
@@ -6,7 +7,7 @@ import pytest
 import reward
 from scorers import TOKENIZER, prompt
 
-from common import evaluation, generate
+from common import evaluation, generate, reward_evaluation
 from common.batches import Row
 
 
@@ -30,9 +31,9 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypa
         """(score difference, data set, category)s"""
         both = lambda d: [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]
         rows = [{"prompt": c, "responses": both(d), "source": source, "category": c} for d, source, c in pairs]
-        monkeypatch.setattr(evaluation, "scores_of_each", lambda *_: [])
-        monkeypatch.setattr(evaluation, "scored_rows", lambda *_: rows)
-        return evaluation.HeldOutComparisons([], None)(None)
+        monkeypatch.setattr(reward_evaluation, "scores_of_each", lambda *_: [])
+        monkeypatch.setattr(reward_evaluation, "scored_rows", lambda *_: rows)
+        return reward_evaluation.HeldOutComparisons([], None)(None)
 
     figures = figures_of((1, "a", "c"), (-1, "a", "c"), (0, "b", "c"), (3, "b", "c"))
     assert figures["eval/accuracy"] == 2.5 / 4
@@ -50,21 +51,21 @@ def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():
     lengths = [[10, 20, 30], [3, 2, 1], [1, 2, 3], [1, 2], [7, 7, 7], [1, 2, 3]]
     scores = [[1, 2, 3], [3, 2, 1], [1, 0, 1], [1, 2], [1, 2, 3], [2, 2, 2]]
     sampled = [SimpleNamespace(samples=[range(n) for n in of_prompt]) for of_prompt in lengths]
-    figures = evaluation.length_figures(sampled, scores)
+    figures = reward_evaluation.length_figures(sampled, scores)
     found = {"length/correlation": 2 / 3, "length/prompts": 3}
     assert figures == pytest.approx({**found, "length/correlation_n": 3})
-    figures = evaluation.length_figures(4 * sampled, 4 * scores)
+    figures = reward_evaluation.length_figures(4 * sampled, 4 * scores)
     interval = {"length/correlation_low": 0.3881, "length/correlation_high": 0.9453}
     assert figures == pytest.approx({**found, **interval, "length/prompts": 12}, abs=1e-4)
-    assert evaluation.length_figures(sampled[3:], scores[3:]) == {}
+    assert reward_evaluation.length_figures(sampled[3:], scores[3:]) == {}
 
 
 def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monkeypatch):
     held_out, train = ([SimpleNamespace(key=key) for key in keys] for keys in ("abb", "cd"))
     asked, args = [], reward.Args(length_prompts=3)
     samples = lambda _, prompts, *__: asked.extend(c.key for c in prompts) or [()] * len(prompts)
-    monkeypatch.setattr(evaluation, "policy_samples", samples)
-    monkeypatch.setattr(evaluation.loading, "load_frozen", lambda *_: None)
-    monkeypatch.setattr(evaluation.comparisons, "seq_logprobs", lambda *_: [])
-    evaluation.length_bias(SimpleNamespace(device=None), "policy", train, held_out, TOKENIZER, args)
+    monkeypatch.setattr(reward_evaluation, "policy_samples", samples)
+    monkeypatch.setattr(reward_evaluation.loading, "load_frozen", lambda *_: None)
+    monkeypatch.setattr(reward_evaluation.comparisons, "seq_logprobs", lambda *_: [])
+    reward_evaluation.length_bias(SimpleNamespace(device=None), "policy", train, held_out, TOKENIZER, args)
     assert asked == ["a", "b", "c"]

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rejection_sampling as rs
-from common import data, dist, evaluation, generate, loading, models, tiny
+from common import data, dist, generate, loading, models, tiny, versions
 from common.batches import collate, make_blocks
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -153,7 +153,7 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 
     monkeypatch.setattr(generate, "sample_pairs", sample_pairs)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
-    sweep = evaluation.Sweep([A, B, C], scorer_that_notes([]), TOKENIZER, args)
+    sweep = versions.Sweep([A, B, C], scorer_that_notes([]), TOKENIZER, args)
     study = sweep(tiny_policy(), 0, {})
     assert study["temperature"] == 0.7 and study["samples"] == []
     assert [c["chosen"] for c in study["curves"]] == [False, True]
@@ -164,7 +164,7 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 def test_versions_that_other_scorers_scored_are_not_compared():
     """--resume may bring another scorer, whose scores say nothing beside the first one's."""
     samples = [[{"score": x} for x in scores] for scores in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
-    sweep = evaluation.Sweep([], scorer_that_notes([]), TOKENIZER, make_args())
+    sweep = versions.Sweep([], scorer_that_notes([]), TOKENIZER, make_args())
 
     def figures(*scorers):
         studies = [{"samples": x, "curves": [], "scorer": scorer} for x, scorer in zip(samples, scorers)]

@@ -21,11 +21,10 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
     "loading",
     "comparisons",
     "generate",
-    "scorers",
-    "evaluation",
+    "scorers evaluation reward_evaluation",
     "cli",
     "run",
-    "pool",
+    "pool versions",
     "rehearsal ai_feedback evaluate",
     "pairwise",
 ]

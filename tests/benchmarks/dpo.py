@@ -46,10 +46,10 @@ def trl_offline(args):
 def offline(args, share_prompt=True):
     """Pairs per second of the counted steps, each with its share of the reference's time."""
     import dpo_iterative
-    from common import pool
+    from common import versions
 
     folder, seconds = tempfile.mkdtemp(), []
-    add = pool.Versions.with_reference
+    add = versions.Versions.with_reference
 
     def timed(versions, pairs, *inputs):
         start = time.perf_counter()
@@ -57,7 +57,7 @@ def offline(args, share_prompt=True):
         seconds.append((time.perf_counter() - start) / len(pairs))
         return pairs
 
-    pool.Versions.with_reference = timed
+    versions.Versions.with_reference = timed
     dpo_iterative.main(
         dpo_iterative.Args(
             model=f"{args.models}/policy", offline_data=f"{args.models}/pairs.jsonl", iterations=0, epochs=1,

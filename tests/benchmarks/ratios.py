@@ -8,7 +8,7 @@ import torch
 from calibration import category_spread
 
 import advantage_model
-from common import batches, comparisons, dist, evaluation, loading, metrics, models
+from common import batches, comparisons, dist, loading, metrics, models, reward_evaluation
 from common.losses import advantage_score
 
 device = torch.device("cpu")
@@ -17,7 +17,7 @@ for name in sys.argv[1:]:
     model = dist.shard(loading.load_scorer(name, tokenizer, 2), device)
     args = advantage_model.Args(n_others=model.config.advantage_model["n_others"])
     held_out = comparisons.load("tiny", "test", tokenizer, args.max_length)
-    held_out, clipped = evaluation.with_policy_answers(held_out, "runs/sft", tokenizer, args, device)
+    held_out, clipped = reward_evaluation.with_policy_answers(held_out, "runs/sft", tokenizer, args, device)
 
     def scores(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
@@ -28,7 +28,7 @@ for name in sys.argv[1:]:
 
     values = torch.cat(batches.of_each_comparison(scores, model, held_out, 32, True))
     for ratios, of_all in zip(("true", "1"), values.T.tolist()):
-        rows = evaluation.scored_rows(held_out, of_all)
+        rows = reward_evaluation.scored_rows(held_out, of_all)
         figures = {**metrics.pair_figures(rows), **metrics.known_figures(rows), **clipped}
         figures["spread"] = category_spread(rows)
         shown = "accuracy ece ece_low ece_high nll gold/correlation ratio/clipped spread".split()

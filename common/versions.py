@@ -1,0 +1,255 @@
+"""The versions of a policy that rejection sampling and iterative DPO make, one an iteration, and what is found
+out of each on held-out prompts."""
+
+import gc
+import json
+from functools import partial
+
+import torch
+
+from common import dist, evaluation, generate, loading, metrics, scorers
+from common.batches import a_part
+from common.metrics import write_json
+
+SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
+
+
+class Versions:
+    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
+    its study, what `evaluate` found that it does. Version `first` is the model that all began from.
+
+    What a resumed run does again is decided here: no version or study that is there. The last checkpoint
+    holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
+    steps, "first_step": all steps before, "logged_rows"}.
+
+    evaluate: a Sweep or Answers, below. step: the optimiser steps of all versions so far."""
+
+    def __init__(self, run, tokenizer, start: str):
+        """start: the name of the model that is the first version."""
+        self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
+        self.folder, self.loaded, self.policy = run.folder / "versions", None, None
+
+    def begin(self, first: int = 0):
+        """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
+        number of the first version; a resumed run has one already."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        studies, made, rows = {}, [], []
+        if dist.is_main():
+            studies = {int(path.stem): json.loads(path.read_text()) for path in self.folder.glob("*.json")}
+            made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            rows = metrics.read_jsonl(self.run.folder / "metrics.jsonl")
+        studies, self.made, rows = dist.gather([(studies, made, rows)])[0]  # as rank 0 sees them
+        self.studies = dict(sorted(studies.items()))
+        self.first = min(self.studies, default=first)
+        newest = max([*studies, *self.made], default=-1)
+        kept = [row for row in rows if row["iteration"] <= newest]
+        if newest not in studies:  # all of the newest version but its study's row
+            kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
+        self.step = kept[-1]["step"] if kept else 0
+        saved = dist.checkpoint_state(self.run.checkpoint)
+        if saved.get("iteration") == newest + 1:
+            kept = rows[: saved["logged_rows"]]
+            self.step = saved["first_step"]
+        self.run.metrics = metrics.Metrics(self.run.folder, keep_rows=len(kept))
+
+    def iterations(self, n: int):
+        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the
+        version before each of them. The last version is studied by finish."""
+        self.last = self.first + n
+        for iteration in range(self.first + 1, self.last + 1):
+            self.study(iteration - 1)
+            if iteration not in self.made:
+                self.run.begin_round()
+                yield iteration
+
+    def path(self, version: int) -> str:
+        return self.start if version == self.first else str(self.folder / str(version))
+
+    def load(self, name: str):
+        """The policy of this name, sharded. Hold the one before it no more: its memory is let go first."""
+        if self.loaded != name:
+            self.loaded = self.policy = None
+            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+            args, rank = self.args, getattr(self.args, "lora_rank", 0)
+            policy = loading.load_policy(name, self.tokenizer, args.gradient_checkpointing, args.seed, rank)
+            self.loaded, self.policy = name, dist.shard(policy, self.run.device)
+        return self.policy
+
+    def with_reference(self, pairs, name: str, pair_logprobs) -> list:
+        """The pairs with log pi_0 of both responses, as pair_logprobs(model, pairs, args) gives them for the
+        policy of this name, which is loaded for it and freed."""
+        if not pairs:
+            return []
+        args, device = self.args, self.run.device
+        found = loading.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
+        return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
+
+    def study(self, version: int):
+        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures
+        are logged and printed."""
+        if version not in self.studies:
+            policy = self.load(self.path(version))
+            if version == self.last:
+                self.run.round_weights(policy)  # its figures are those of what is exported
+            self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
+            self.run.log(self.figures(version), self.step, version)
+            if dist.is_main():
+                write_json(self.folder / f"{version}.json", self.studies[version])
+        if dist.is_main():
+            figures = self.figures(version)
+            shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
+            print(f"version {version}: {shown}")
+
+    def figures(self, version: int) -> dict[str, float]:
+        return self.evaluate.figures(self.studies, version)
+
+    def began_training(self, version: int) -> bool:
+        """Whether the last checkpoint is of this version: then what led to it is logged already."""
+        return dist.checkpoint_state(self.run.checkpoint).get("iteration") == version
+
+    def train(self, version: int, n_steps: int, optimizer):
+        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
+        it becomes versions/N, in float32 whatever is exported in the end."""
+        run = self.run
+        run.modules = {"policy": (self.policy, optimizer)}
+        run.state = {"iteration": version, "step": 0, "first_step": self.step}
+        if self.began_training(version):
+            run.state = dist.load_checkpoint(run.checkpoint, run.modules)
+        yield from run.steps(n_steps)
+        self.step += n_steps
+        dist.save_model(self.policy, self.tokenizer, self.path(version))
+        self.loaded = None if hasattr(self.policy, "merged") else self.path(version)  # adapters: see lora.py
+        self.made.append(version)
+        run.modules = {}  # the optimiser's memory
+
+    def skip(self, why: str) -> dict[str, int]:
+        """run.skip of an iteration, whose version is then the one before."""
+        in_a_row = sum(study["step"] == self.step for study in self.studies.values())
+        return self.run.skip(why, in_a_row)
+
+    def finish(self, summary: dict):
+        """Study the last version, and write what a finished run holds (run.write_results)."""
+        self.study(self.last)
+        rows = [{"version": v, **row} for v, study in self.studies.items() for row in study["samples"]]
+        curves = [curve for study in self.studies.values() for curve in study.get("curves", ())]
+        if curves and dist.is_main():
+            metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)
+        figures = {str(v): self.figures(v) for v in self.studies}
+        is_first_comparable = self.first in comparable(self.studies, self.last)
+        before = figures[str(self.first)] if is_first_comparable else {}
+        summary = {**summary, "steps": self.step, "versions": figures}
+        model, after = self.load(self.path(self.last)), figures[str(self.last)]
+        self.run.write_results(model, self.tokenizer, rows, summary, before, after)
+        dist.barrier()
+
+
+# -- what is found out of a version ----------------------------------------------------------------
+def comparable(studies, version) -> dict:
+    """{version: its samples} of those that one scorer scored, for --resume may bring another."""
+    scorer = studies[version].get("scorer")
+    return {v: study["samples"] for v, study in studies.items() if study.get("scorer") == scorer}
+
+
+def gains_over(studies, version, names: dict) -> dict[str, float]:
+    """The paired differences of score and true reward to other versions. names: {name: version}."""
+    same, samples, figures = comparable(studies, version), studies[version]["samples"], {}
+    for name, other in names.items():
+        if other in same and other != version:
+            keys = {f"eval/score_over_{name}": "score", f"gold/score_over_{name}": "gold"}
+            figures.update(metrics.gains(same[other], samples, keys))
+    return figures
+
+
+class Sweep:
+    """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each
+    at temperature 1, "curves": the expected largest and median score among N responses at each temperature,
+    and the best of K that can be selected, "temperature": the one where that is highest, "scorer": its
+    version}."""
+
+    def __init__(self, held_out, scorer, tokenizer, args):
+        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
+        self.prompts = a_part(held_out, args.eval_prompts)
+        self.swept = a_part(held_out, args.sweep_prompts) if args.n_samples else []
+        self.fingerprint = [prompt.key for prompt in self.prompts]
+
+    def __call__(self, policy, version, studies) -> dict:
+        args, k = self.args, self.args.n_samples
+        sample = partial(generate.answers, policy, self.tokenizer, args=args)
+        score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
+        seed = partial(dist.seed_of, args.seed, "study", version)
+        rounds, first = [], 1 if self.prompts else 0
+        with dist.consolidated(policy):  # the weights are gathered once
+            pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
+            for i, t in enumerate(args.temperatures if self.swept else (), first):
+                rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
+        samples = evaluation.describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
+        curves, scored = [], [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
+        # A response that would not be selected counts, for the choice, as the worst of all
+        lowest = min((scores.min().item() for scores in scored), default=0.0)
+        for temperature, answers, scores in zip(args.temperatures, rounds, scored):
+            largest, median = metrics.best_of_n(scores)
+            usable = [r.finished and r.clean and bool(r.text.strip()) for _, r in answers]
+            selectable = torch.where(torch.tensor(usable).view(-1, k), scores, lowest)
+            curves.append({
+                "policy": f"version {version}", "scorer": self.scorer.version,
+                "finished": sum(response.finished for _, response in answers) / len(answers),
+                "temperature": temperature, "max": largest, "median": median,
+                "best": metrics.best_of_n(selectable)[0][-1],
+            })  # fmt: skip
+        chosen = max(curves, key=lambda curve: curve["best"], default={"temperature": args.temperatures[0]})
+        curves = [{**curve, "chosen": curve is chosen} for curve in curves]
+        study = {"samples": samples, "curves": curves, "temperature": chosen["temperature"]}
+        return {**study, "scorer": self.scorer.version}
+
+    def figures(self, studies, version) -> dict[str, float]:
+        """Means of a version's samples, its sweep at the temperature taken, and paired differences to the
+        first version and to the one before."""
+        study = studies[version]
+        figures = metrics.means(study["samples"], evaluation.FIGURES)
+        for curve in [curve for curve in study["curves"] if curve["chosen"]]:
+            figures.update({f"sweep/{key}": curve[key][-1] for key in ("max", "median")})
+            figures["sweep/temperature"] = curve["temperature"]
+        return {**figures, **gains_over(studies, version, {"first": min(studies), "before": version - 1})}
+
+
+class Answers:
+    """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
+    held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}.
+    A pairwise oracle's score is the probability that a response beats version 0's."""
+
+    def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
+        """scorer: None where there are no --eval-prompts."""
+        self.prompts = a_part(held_out, args.eval_prompts)
+        self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
+        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
+        self.fingerprint = [*(prompt.key for prompt in self.prompts), *(pair.row for pair in held_out_pairs)]
+
+    def __call__(self, policy, version, studies) -> dict:
+        pairs = self.held_out_pairs
+        figures = self.pair_figures(policy, pairs, self.args) if pairs else {}
+        samples = self.answer(policy, version, studies) if self.prompts else []
+        return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
+
+    def answer(self, policy, version, studies) -> list[dict]:
+        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        size, device = args.score_batch_size, policy.device
+        pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
+        first = studies[0]["samples"] if version else []
+        opponents = [generate.Response([], row["response"], row["finished"]) for row in first]
+        scores, kl = scorers.oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
+        if version:
+            kl = loading.ask_policy(args.model, self.tokenizer, args, device, partial(evaluation.kl_of, policy), pairs, size)
+        return evaluation.describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
+
+    def figures(self, studies, version) -> dict[str, float]:
+        """Means of a version's samples, its figures on the held-out pairs, and its samples against those of
+        the first version and of the one before."""
+        samples = studies[version]["samples"]
+        figures = {**studies[version]["pairs"], **metrics.means(samples, evaluation.FIGURES)}
+        same = comparable(studies, version)
+        if version and samples and 0 in same:
+            tie_margin = 0.1 if self.scorer.pairwise else None  # of probabilities; None: of their spread
+            figures.update(metrics.against(same[0], samples, tie_margin, "sft/"))
+        if version > 1:
+            figures.update(gains_over(studies, version, {"before": version - 1}))
+        return figures
