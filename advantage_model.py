@@ -134,6 +134,7 @@ def check(args):
 
 
 def n_policies(args):
+    """N of eq. 8."""
     return args.n_others + 1 if args.n_policies is None else args.n_policies
 
 
@@ -150,15 +151,13 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
     expected = expected.repeat_interleave(sizes, output_size=len(rewards))
     advantages = advantage_score(rewards, expected, ratios, n_policies(args))
     single = []  # the comparisons of one pair, which go through one call
-    for c, of_responses in zip(batch.comparisons, advantages.split(batch.sizes)):
+    for c, of_c in zip(batch.comparisons, advantages.split(batch.sizes)):
         pairs = labelled_pairs(c)
         if len(pairs) == 1:
-            single.append(torch.stack([of_responses[place] for place in pairs[0]]))
+            single.append(torch.stack([of_c[place] for place in pairs[0]]))
         elif pairs:
             better, worse = to_device(torch.tensor(pairs), device).T
-            mean_loss, loss_metrics = advantage_model_loss(
-                of_responses[better], of_responses[worse], args.bound
-            )
+            mean_loss, loss_metrics = advantage_model_loss(of_c[better], of_c[worse], args.bound)
             loss = loss + mean_loss / n
             sums.add(loss_metrics)
     if single:
@@ -173,8 +172,8 @@ def regression_loss(rewards, expected, batch, n):
     """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7. A
     comparison without samples has none."""
     squared_error = expected.sum() * 0
-    for c, of_responses, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
-        of_samples = of_responses[len(c.response_ids) :]
+    for c, of_c, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
+        of_samples = of_c[len(c.response_ids) :]  # they stand behind the labelled ones
         if len(of_samples):
             squared_error = squared_error + (e - of_samples.mean()) ** 2
     return squared_error / n
@@ -193,6 +192,7 @@ def update(model, optimizer, batch, args):
         sums.add({"loss": loss, "regression": regression})
     totals = sums.over_ranks()
     whole_loss = totals["loss"] + totals["regression"]
+    # clips, and takes no step where loss or gradient are not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], whole_loss, args.max_grad_norm)
     accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
     return totals["loss"], totals["regression"], accuracy, grad_norm
@@ -203,7 +203,8 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank; with K > 0 each response has its ratios to K other policies
+    # data: comparisons, the same on every rank (equal, tied or contradicting ones are left out), with their
+    # responses' ratios to K other policies, and --expected-reward-samples responses of the policy
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
@@ -250,11 +251,11 @@ def main(args: Args):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
-    # beside accuracy: is e(x) what the policy is expected to get, and do length and the policy do as well
-    run.round_weights(model)
+    # after training: is e(x) the policy's mean reward; do length or its log probability rank as well
+    run.round_weights(model)  # to the dtype of model/: what is evaluated is what is exported
     after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
     figures = reward_evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
-    loading.read_at_end_token(model, tokenizer)
+    loading.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,

@@ -1,15 +1,15 @@
-"""Iterative DPO: sample n responses to a prompt, take the best against the worst, prefer one to the other.
+"""Iterative DPO: sample K responses to a prompt, take the best against the worst, prefer one to the other.
 
-    h(x, y)    = beta (log pi_theta(y | x) - log pi_0(y | x))         the reward that the policy implies
-    L(theta)   = -(1/n) sum log sigmoid(h(x, y_w) - h(x, y_l))        over the n pairs of an optimiser step
-    y_w, y_l   = argmax, argmin over k of r(x, y_k) - lambda |y_k|,   y_1 .. y_n ~ pi_t(. | x)
+    r_theta(x, y) = beta (log pi_theta(y | x) - log pi_0(y | x))         the reward that the policy implies
+    L(theta)      = -(1/n) sum log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))    over the n pairs of a step
+    y_w, y_l      = argmax, argmin over k of r(x, y_k) - lambda |y_k|,   y_1 .. y_K ~ pi_t(. | x)
 
 (DPO, arXiv:2305.18290, eq. 7; "RLHF Workflow: From Reward Modeling to Online RLHF", arXiv:2405.07863, section
 3.) In each iteration the newest policy pi_t answers fresh prompts at several temperatures, an oracle r scores
 the answers, and the policy learns one pair for each prompt, the best against the worst (|y|: characters);
-none if all have one text or one score, or if the best did not end (the paper has no such rule). Optimiser and
-learning rate begin anew in each iteration, as in the authors' scripts. `--iterations 0` takes given pairs.
-pi_0, the SFT model, stays the reference: its log probabilities are computed once for each pair.
+none if all have one text or one score, or if the best has no words, did not end or holds a special token (a
+rule of ours; a worst that was cut stays, without an end token). Optimiser and learning rate begin anew each
+time, as in the authors' scripts. pi_0, the SFT model, stays the reference. `--iterations 0`: given pairs.
 
 Reads a policy, an oracle (--scorer) and prompts; writes runs/dpo_iterative: pool.jsonl (every response
 sampled), pairs.jsonl, versions/ (each iteration's model and held-out answers), model/ (the last one),
@@ -65,7 +65,7 @@ class Args:
     prompts_per_iteration: int | None = 500
     """Prompts of a round, that no round before had. None: an equal part of all."""
     n_samples: int = 8
-    """Responses to a prompt, divided equally among samplers and temperatures."""
+    """K: responses to a prompt, divided equally among samplers and temperatures."""
     temperatures: tuple[float, ...] = (1.0, 0.7)
     """Of the samples."""
     enhancer: str | None = None
@@ -130,11 +130,11 @@ class Args:
 
 
 def check(args):
-    """What can be known to be wrong before anything is loaded."""
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     ways = len(args.temperatures) * (2 if args.enhancer else 1)
-    own = args.offline_data and not data.is_tiny(args.offline_data)
-    astray = own and not args.iterations and args.eval_prompts and data.is_tiny(args.dataset)
+    own_pairs = args.offline_data and not data.is_tiny(args.offline_data)
+    astray = own_pairs and not args.iterations and args.eval_prompts and data.is_tiny(args.dataset)
     check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
@@ -156,7 +156,7 @@ def samplers(versions, iteration, args):
         names.append(previous if args.enhancer == "previous" else args.enhancer)
     shares = []
     for i, name in enumerate(names):
-        of_model = len(range(i, args.n_samples, len(names)))
+        of_model = len(range(i, args.n_samples, len(names)))  # of n_samples dealt in turn, the i-th one's
         for j, temperature in enumerate(args.temperatures):
             shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
     return [share for share in shares if share[2]]
@@ -179,7 +179,7 @@ def best_against_worst(rows, prompts, iteration, args):
             dropped["same"] += 1
         elif scores.max() == scores.min():
             dropped["tied"] += 1
-        elif best["response"].strip() == worst["response"].strip():
+        elif best["response"].strip() == worst["response"].strip():  # one text can have two scores
             dropped["same"] += 1
         elif not best["finished"] or not best["response"].strip():
             dropped["unfinished"] += 1  # it would teach not to end
@@ -216,14 +216,14 @@ def plan_steps(pairs, iteration, args):
 
 
 def pair_logprobs(model, pairs, args):
-    """log pi(y | x), a sum over tokens, of both responses of each pair: a list of (2,), on every rank."""
-    rows = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
-    return of_each_comparison(rows, model, pairs, args.micro_batch_size, args.share_prompt)
+    """log pi(y | x), sums over tokens, of both responses of each pair: (2,), no gradient; on all ranks."""
+    two = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
+    return of_each_comparison(two, model, pairs, args.micro_batch_size, args.share_prompt)
 
 
 def pairs_loss(logprobs, pairs, n, args):
     """losses.dpo_loss of pairs with known reference log probabilities, over the step's n pairs. logprobs:
-    (2 pairs,), of the policy: chosen, rejected, chosen, rejected, ..."""
+    (2 * pairs,), of the policy: chosen, rejected, chosen, rejected, ..."""
     chosen, rejected = logprobs.view(-1, 2).T
     references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
     ref_chosen, ref_rejected = to_device(references, logprobs.device).view(-1, 2).T
@@ -248,7 +248,7 @@ def update(model, optimizer, pairs, args):
     pairs and computes its share of them."""
     n, sums = len(pairs), dist.Sums()
     for batch in my_comparison_batches(pairs, model, args.micro_batch_size, args.share_prompt):
-        logprobs = models.response_logprobs(model, batch)  # (2 pairs of this rank,)
+        logprobs = models.response_logprobs(model, batch)  # (2 * pairs of this rank,), sums over tokens
         loss, loss_metrics = pairs_loss(logprobs, batch.comparisons, n, args)
         dist.backward(loss)
         chosen, rejected = logprobs.view(-1, 2).sum(0)
@@ -294,7 +294,7 @@ def main(args: Args):
     run = Run(args, "dpo_iterative", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # a mistake in one of yours costs seconds
+    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -307,9 +307,9 @@ def main(args: Args):
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
-    fresh_prompts = generate.deal_prompts(prompts, args)
+    prompts_of = generate.deal_prompts(prompts, args)  # {iteration: its prompts}
 
-    # models: the oracle stays, policies and the reference come and go
+    # models, sharded over the ranks: the oracle stays, policies and the reference come and go
     scorer = None
     if sampled:
         scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length, pairwise=True)
@@ -322,18 +322,18 @@ def main(args: Args):
     versions.begin()
     pool = Pool(run)
     evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
-    pairs_of, with_pi_0 = {}, {}  # iteration: its pairs; (iteration, name of pi_0): they, with log pi_0
+    pairs_of, with_pi_0 = {}, {}  # {iteration: pairs}, {(iteration, pi_0): the same with ref_logprobs}
 
-    for iteration in versions.iterations(max(1, args.iterations)):
+    for iteration in versions.iterations(max(1, args.iterations)):  # evaluates the version before it
         latest = versions.path(iteration - 1)
         pairs = offline if iteration == 1 else []
         if args.iterations:
             # 1. sample: responses to fresh prompts from the newest policy, into the pool
-            fresh = fresh_prompts[iteration]
+            fresh = prompts_of[iteration]
             pool.sample(samplers(versions, iteration, args), fresh, iteration, versions)
             run.lap("sample")
 
-            # 2. score what this oracle has not scored yet
+            # 2. score what this oracle has not scored yet, of any iteration
             pool.score(scorer, prompts)
             run.lap("score")
 
@@ -343,17 +343,17 @@ def main(args: Args):
             row = {**pool.parts, **pairing_figures(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why_none(dropped, iteration)))
-            if not versions.began_training(iteration):
+            if not versions.began_training(iteration):  # else logged already, before --resume
                 run.log(row, versions.step, iteration)
 
-        # 4. train the newest policy on the new pairs, or --model on all so far; log pi_0 once for each pair
+        # 4. train the newest policy on the new pairs, or --model on all so far; pi_0 is asked once, and freed
         start = args.model if args.start_from == "sft" and pairs else latest
         iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
         pi_0 = latest if args.reference == "last" else reference
         pairs_of[iteration] = pairs
         for i in iterations:
             if i not in pairs_of:  # they were made before this run was resumed
-                again, _ = best_against_worst(pool.rows, fresh_prompts[i], i, args)
+                again, _ = best_against_worst(pool.rows, prompts_of[i], i, args)
                 pairs_of[i] = offline + again if i == 1 else again
             if (i, pi_0) not in with_pi_0:
                 with_pi_0[i, pi_0] = versions.with_reference(pairs_of[i], pi_0, pair_logprobs)

@@ -47,7 +47,7 @@ class Args:
     reference: str | None = None
     """pi_0, from which the KL penalty is counted. None: the first policy."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
+    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function (docs/scorers.md)."""
     safety_scorer: str | None = None
     """Llama 2's second reward model, whose score counts for prompts tagged is_safety and unsafe responses."""
     safety_threshold: float = 0.15
@@ -61,7 +61,7 @@ class Args:
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     max_length: int = 128
-    """Tokens of a prompt with its response, and of a text; of a row that holds several of them."""
+    """Longest prompt with its response, or text, in tokens; and longest row that holds several of them."""
     # the rollout
     iterations: int = 30
     """Rollouts."""
@@ -81,11 +81,11 @@ class Args:
     """Responses of a forward of a scorer on one rank."""
     # the reward
     reward_norm: Literal["none", "whiten", "mean", "mean_std"] = "mean_std"
-    """Of the scores: whitened within a rollout (Llama 2), less the running mean of all so far (Qwen), or that
-    divided by the running deviation."""
+    """Of the scores. whiten: within a rollout (Llama 2); mean: less the running mean of all so far (Qwen);
+    mean_std: that, over the running deviation."""
     missing_eos_penalty: float = 1.0
     """Taken off the score of a response that did not end, after normalisation; a rollout in which none ended
-    is skipped. 0: responses are scored as they are."""
+    is skipped. 0: a cut response is scored as if it had ended there."""
     kl_coef: float = 0.3
     """beta, of the KL penalty in the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
@@ -113,7 +113,7 @@ class Args:
     rehearsal_data: str | None = None
     """Rows in sft.py's formats whose negative log likelihood joins the loss (eq. 9)."""
     rehearsal_coef: float = 0.01
-    """gamma of eq. 9."""
+    """c_sr above, gamma of eq. 9."""
     rehearsal_batch_size: int = 16
     """Rehearsal rows of an optimiser step, over all ranks."""
     rehearsal_norm: Literal["sum", "mean"] = "sum"
@@ -169,7 +169,7 @@ class Args:
 
 
 def check(args):
-    """What can be known to be wrong before anything is loaded."""
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
     size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
     divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
     divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
@@ -195,12 +195,12 @@ class Rollout:
     """B responses, the same on every rank. What is known of each token is (B, R), R the longest response, and
     0 where `mask` is False."""
 
-    pairs: list[tuple[generate.Prompt, generate.Response]]
+    pairs: list[tuple[generate.Prompt, generate.Response]]  # no preference pairs
     documents: list[Document]  # a prompt with its response, as ids; `number` is its row in what follows
     mask: torch.Tensor  # (B, R) bool
     finished: torch.Tensor  # (B,) bool: the response ended with an end token
     scores: torch.Tensor | None = None  # (B,) of whole responses, as the scorer gives them
-    rewards: torch.Tensor | None = None  # (B,) r(x, y): the same normalised, less the penalty
+    response_rewards: torch.Tensor | None = None  # (B,) r(x, y): scores normalised, less the penalty
     old_logprobs: torch.Tensor | None = None  # log pi_old, as all below (B, R)
     entropies: torch.Tensor | None = None  # of pi_old
     ref_logprobs: torch.Tensor | None = None  # log pi_0
@@ -209,15 +209,15 @@ class Rollout:
     returns: torch.Tensor | None = None  # R = A, not whitened, + V_old
 
     def in_batch(self, x, batch):
-        """The (B, R) of the documents of a batch, laid out as the batch has them: (B', T-1)."""
+        """x, (B, R), of the documents of a batch, token by token where the batch has them: (B', T-1)."""
         rows = [document.number for document in batch.documents]
         of_tokens = to_device(x[rows][self.mask[rows]], batch.input_ids.device)
         return of_tokens.new_zeros(batch.action_mask.shape).masked_scatter(batch.action_mask, of_tokens)
 
 
-def blocks_of(documents, rows, args):
-    """The documents of some rows, packed into rows of at most --max-length tokens."""
-    return make_blocks([documents[i] for i in sorted(rows)], args.max_length, args.packing)
+def blocks_of(documents, numbers, args):
+    """The documents of these numbers, packed into rows of at most --max-length tokens."""
+    return make_blocks([documents[i] for i in sorted(numbers)], args.max_length, args.packing)
 
 
 def normalise(scores, statistics, kind):
@@ -246,10 +246,10 @@ def minibatches_of(n_responses, iteration, args):
 def estimate_advantages(rollout, args):
     """Fill in advantages and returns. Returns the mean KL to the reference, nats a response."""
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
-    rewards = -args.kl_coef * kl
+    token_rewards = -args.kl_coef * kl
     last = rollout.mask.sum(1) - 1  # the end token, or the last one before the cut
-    rewards[torch.arange(len(last)), last] += rollout.rewards
-    advantages, rollout.returns = gae(rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
+    token_rewards[torch.arange(len(last)), last] += rollout.response_rewards
+    advantages, rollout.returns = gae(token_rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
     if args.whiten_advantages:
         advantages = whiten(advantages, rollout.mask)  # every rank has the whole rollout
     rollout.advantages = torch.where(rollout.mask, advantages, 0.0)
@@ -257,9 +257,9 @@ def estimate_advantages(rollout, args):
 
 
 def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args):
-    """One optimiser step of the value model and, if it learns already, of the policy, over all ranks. extra:
-    {"ptx" or "rehearsal": documents}. Returns sums over tokens and the gradient norms, by name. Where a loss
-    or a gradient is not finite neither model moves, and the run stops."""
+    """One optimiser step of the value model and, if it learns already, of the policy, over all ranks; each
+    has the whole rollout and computes its share. extra: {"ptx" or "rehearsal": documents}. Returns sums over
+    tokens and the gradient norms, by name. Where a loss or a gradient is not finite the run stops."""
     n = int(rollout.mask[minibatch].sum())  # response tokens of all micro-batches and ranks
     blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
@@ -282,9 +282,9 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
         for name, documents in extra.items():
             nll_backward(policy, name, documents, sums, args)
     totals = sums.over_ranks()
-    first = 0 if policy_learns else 1  # both models, or the value model alone
-    all_sums = sum(totals.values())  # where this or a gradient is not finite no model moves
-    norms = dist.optimizer_step([policy, value][first:], optimizers[first:], all_sums, args.max_grad_norm)
+    start = 0 if policy_learns else 1  # both models, or the value model alone
+    losses = sum(totals.values())  # not finite if one of them is not: then neither model moves
+    norms = dist.optimizer_step([policy, value][start:], optimizers[start:], losses, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
@@ -315,7 +315,7 @@ def figures_of(rollout, steps):
     row = {
         "reward/score": rollout.scores.mean().item(),
         "reward/deviation": rollout.scores.std().item(),
-        "reward/normalised": rollout.rewards.mean().item(),
+        "reward/normalised": rollout.response_rewards.mean().item(),
         "rollout/finished": rollout.finished.float().mean().item(),
         "rollout/length": sum(len(response.ids) for _, response in rollout.pairs) / len(rollout.pairs),
         "loss/value": total["value/loss_sum"] / n,
@@ -354,7 +354,7 @@ def main(args: Args):
     run = Run(args, "ppo", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # a mistake in one of yours costs seconds
+    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -365,7 +365,7 @@ def main(args: Args):
     if args.hold_out_rehearsed:
         prompts = data.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
 
-    # models: policy and value learn; the reference and the scorer, with --safety-scorer a pair, are asked
+    # models: policy and value (a copy of the scorer, if it is a model that fits) learn; the others are asked
     scorer = scorers.load_gated(args, tokenizer, run.device)
     if run.resumed and dist.checkpoint_state(run.checkpoint).get("scorer") != scorer.version:
         raise InputError("--resume with another scorer, or one whose files have changed: begin anew")
@@ -398,7 +398,7 @@ def main(args: Args):
         if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
             break
 
-        # 1. sample: n responses to each of this iteration's prompts
+        # 1. sample: n responses to each prompt of this iteration; each rank its share, then all have all
         batch_prompts = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
         seed = dist.seed_of(args.seed, "rollout", iteration)
         options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
@@ -411,20 +411,20 @@ def main(args: Args):
             why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
             run.log(run.skip(why), state["value_steps"], iteration)
             continue
-        state["skipped"] = 0
+        state["skipped"] = 0  # in a row: run.skip gives up at five
         run.lap("rollout")
 
         # 2. score: one number a response, normalised; a response that did not end pays a penalty
         rollout.scores, gated = scorer.score(pairs)
-        rewards = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
-        rollout.rewards = rewards - args.missing_eos_penalty * (~finished).float()
+        normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
+        rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
         run.lap("score")
 
-        # 3. estimate: log pi_old, log pi_0 and V of each response token, in the micro-batches of the first
-        # epoch, so that the ratio is exactly 1 there; from them KL penalty, GAE and whitened advantages
+        # 3. estimate: log pi_old, log pi_0 and V of each response token, (B, R); from them KL penalty, GAE,
+        # whitened advantages. In the first epoch's micro-batches: the first ratio is then exactly 1
         minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
-        plan = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
-        per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
+        first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
+        per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
         rollout.old_logprobs, rollout.entropies = per_token(
             models.logprobs_and_entropies, policy, args.temperature
         )
@@ -440,7 +440,7 @@ def main(args: Args):
         policy_learns = state["value_steps"] >= args.value_warmup_steps
         steps = []
         for minibatch in sum(minibatches, []):  # of all epochs
-            extra = data.next_extra(extra_data, state["policy_steps"], args)
+            extra = data.next_extra(extra_data, state["policy_steps"], args)  # shuffled anew each pass
             steps.append(update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args))
             state["value_steps"] += 1
             state["policy_steps"] += policy_learns
@@ -459,7 +459,7 @@ def main(args: Args):
         run.log(row, state["value_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
 
     exported = dist.load_checkpoint(best, only_policy)["iteration"] if args.patience else state["step"]
-    run.round_weights(policy)
+    run.round_weights(policy)  # to the dtype of model/: what is evaluated is what is exported
     run.finish(
         policy, tokenizer, after=evaluate(policy), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},

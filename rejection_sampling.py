@@ -49,7 +49,7 @@ class Args:
     policy: str | None = None
     """The model that the first iteration samples from, runs/ppo for one. None: the base model."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
+    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function (docs/scorers.md)."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -70,7 +70,7 @@ class Args:
     prompts_per_iteration: int | None = 500
     """Prompts of a round, fresh ones while there are any. None: all."""
     n_samples: int = 8
-    """K: responses to a prompt; 0: none, --model does the last iteration of --pool's run once more."""
+    """K: responses to a prompt; 0: sample none, --model learns from the last iteration of --pool."""
     temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
     """Tried before each round on held-out prompts; the one with the highest expected best of K is used."""
     sweep_prompts: int = 64
@@ -135,7 +135,7 @@ class Args:
 
 
 def check(args):
-    """What can be known to be wrong before anything is loaded."""
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
     rising = list(args.threshold) == sorted(args.threshold)
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     sampled = args.n_samples or (args.pool and args.iterations == 1)
@@ -156,8 +156,8 @@ def select(rows, prompts, iteration, threshold, args):
     candidates = {prompt.key: {} for prompt in prompts}  # prompt -> text -> row
     for row in rows:
         prompt, text = turns_key(row["prompt"]), row["response"].strip()
-        counts = args.candidates == "all" or row["iteration"] == iteration
-        if counts and prompt in candidates and row["finished"] and text:
+        is_candidate = args.candidates == "all" or row["iteration"] == iteration
+        if is_candidate and prompt in candidates and row["finished"] and text:
             candidates[prompt].setdefault(text, row)
     groups = [list(by_text.values()) for by_text in candidates.values() if by_text]
     if threshold is None:
@@ -177,8 +177,8 @@ def why_none(rows, prompts, iteration, threshold, args) -> str:
 
 
 def plan_steps(stages, iteration, args):
-    """[(learning rate, blocks)] of a fine-tuning's optimiser steps: for each stage's documents one after the
-    other (ReST's improve steps) epochs in an order of their own, the same on every rank."""
+    """[(learning rate, blocks)] of a fine-tuning's optimiser steps. Stages (ReST's improve steps) come one
+    after the other; in each every epoch shuffles its blocks, packed once, the same on every rank."""
     plan = []
     for stage, documents in enumerate(stages):
         blocks = make_blocks(documents, args.max_length, args.packing)
@@ -202,6 +202,7 @@ def update(model, optimizer, blocks, args):
         dist.backward(loss)
         sums.add(loss_metrics)
     nll = sums.over_ranks()["nll_sum"] / n
+    # clips, and takes no step where loss or gradient are not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
 
@@ -218,7 +219,7 @@ def main(args: Args):
     run = Run(args, "rejection_sampling", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # a mistake in one of yours costs seconds
+    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
@@ -236,7 +237,7 @@ def main(args: Args):
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = Sweep(held_out, scorer, tokenizer, args)
-    if args.packing:  # asked now, for a line that comes after hours of sampling comes late
+    if args.packing:  # asked now, not after hours of sampling
         args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
     run.begin(held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
@@ -246,7 +247,7 @@ def main(args: Args):
         newest = max(0, newest - 1)
     versions.begin(newest)
 
-    for iteration in versions.iterations(args.iterations):
+    for iteration in versions.iterations(args.iterations):  # sweeps with the version before it
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
         latest = versions.path(iteration - 1)
         if args.n_samples:
@@ -264,14 +265,14 @@ def main(args: Args):
         thresholds = args.threshold or [None]
         selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
         row = {**pool.parts, **selection_figures(pool.rows, selected[0], iteration)}
-        selected = [rows for rows in selected if rows]  # thresholds rise: only the last may be out of reach
+        selected = [rows for rows in selected if rows]  # thresholds rise: those out of reach come last
         if len(selected) < len(thresholds):
             why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)
             if not selected:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why))
             elif dist.is_main():
                 print(why)
-        if not versions.began_training(iteration):
+        if not versions.began_training(iteration):  # else logged already, before --resume
             run.log(row, versions.step, iteration)
 
         # 4. fine-tune a new version from the base model, or from the last one

@@ -5,8 +5,8 @@
 A language model's body with a linear head in place of the unembedding, read at the response's end token
 (InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
 arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
-is one batch element, its loss the mean over its pairs. (RLHF Workflow's other preference model, which reads
-two responses at once, is common/pairwise.py's.)
+is one batch element, its loss the mean over its pairs; a soft label weighs both orders of a pair. (RLHF
+Workflow's other preference model, which reads two responses at once, is common/pairwise.py's.)
 
 Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights, optimiser and the
@@ -115,19 +115,19 @@ def comparison_loss(scores, batch, n, sums):
     (responses,), comparison by comparison. Metrics, which count pairs, are added to `sums`."""
     device = scores.device
     loss = scores.sum() * 0  # connects every weight on a rank without comparisons too
-    each = list(zip(batch.comparisons, scores.split(batch.sizes)))
-    pairs = [(c, of_pair) for c, of_pair in each if len(of_pair) == 2]
+    scored = list(zip(batch.comparisons, scores.split(batch.sizes)))
+    pairs = [(c, pair_scores) for c, pair_scores in scored if len(pair_scores) == 2]
     if pairs:
-        chosen, rejected = torch.stack([of_pair for _, of_pair in pairs]).T
+        chosen, rejected = torch.stack([pair_scores for _, pair_scores in pairs]).T
         margin = [0.0 if c.margins is None else c.margins[0, 1] for c, _ in pairs]
         preference = [1.0 if c.preference is None else c.preference for c, _ in pairs]
         margin, preference = to_device(torch.tensor([margin, preference]), device)
         pair_loss, pair_metrics = bradley_terry_loss(chosen, rejected, margin, preference, n_rows=n)
         loss = loss + pair_loss
         sums.add(pair_metrics)
-    for c, of_ranking in each:
-        if len(of_ranking) > 2:
-            mean_loss, ranking_metrics = ranking_loss(of_ranking, c.ranks, c.margins)
+    for c, ranking_scores in scored:
+        if len(ranking_scores) > 2:
+            mean_loss, ranking_metrics = ranking_loss(ranking_scores, c.ranks, c.margins)
             loss = loss + mean_loss / n
             sums.add(ranking_metrics)
     return loss
@@ -143,8 +143,9 @@ def update(model, optimizer, batch, args):
         dist.backward(loss)
         sums.add({"loss": loss})
     totals = sums.over_ranks()
+    # clips, and takes no step where loss or gradient are not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], totals["loss"], args.max_grad_norm)
-    accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
+    accuracy = totals["n_correct"] / totals["n_rows"]
     return totals["loss"], accuracy, grad_norm
 
 
@@ -153,7 +154,7 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank
+    # data: comparisons, the same on every rank; equal, tied or contradicting ones are left out
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
@@ -165,7 +166,7 @@ def main(args: Args):
     model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)  # or says so
+    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)  # or a line says
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
@@ -193,13 +194,13 @@ def main(args: Args):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
-    # what the held-out scores say beside accuracy, and whether they beat length and the SFT model
-    run.round_weights(model)
+    # after training: accuracy, calibration, and the baselines: length, the SFT model's log probability
+    run.round_weights(model)  # to the dtype of model/: what is evaluated is what is exported
     after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
     length_figures = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
-    model.config.safety_gate = gate  # for ppo.py; None: nor what an earlier stage had
-    loading.read_at_end_token(model, tokenizer)
+    model.config.safety_gate = gate  # for ppo.py; None clears an earlier stage's too
+    loading.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,

@@ -2,8 +2,9 @@
 
     L(theta) = -(1/n) sum_t log pi_theta(y_t | x, y_<t)        over the n response tokens of an optimiser step
 
-The prompt carries no loss, the end token does. Documents are packed into blocks, and a document never sees
-another one (RLHF Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1).
+The prompt carries no loss, the end token does; of a dialogue (`messages`) every answer is learnt, of other
+rows the last. What is too long is cut, and then has no end. Documents are packed into blocks, and a document
+never sees another one (RLHF Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1).
 
 Reads a model and rows with a response, or dialogues (docs/data.md); writes runs/sft: model/, metrics.jsonl,
 samples.jsonl, plots, summary.json. A checkpoint holds weights, optimiser and the number of steps done.
@@ -39,7 +40,7 @@ class Args:
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     max_length: int = 128
-    """Tokens of a block, and at most of a document."""
+    """Tokens of a block; a longer document is cut."""
     packing: bool = True
     """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
     # optimiser steps
@@ -125,7 +126,7 @@ def main(args: Args):
     model = dist.shard(model, run.device)
     args.packing = args.packing and models.packs(model)  # not every family can; then a line says so
 
-    # blocks: rows of packed documents, a dialogue each; the same on every rank
+    # blocks: rows of packed documents, a dialogue each, packed once; the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
@@ -155,10 +156,10 @@ def main(args: Args):
         }
         row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
         if run.due(args.eval_every):
-            row.update(evaluate.loss(model))
+            row.update(evaluate.loss(model))  # without samples
         run.log(row, step, epoch, shown=("loss/nll", "optim/grad_norm", "perf/tokens_per_s"))
 
-    run.round_weights(model)
+    run.round_weights(model)  # to the dtype of model/: what is evaluated is what is exported
     run.finish(
         model,
         tokenizer,

@@ -2,15 +2,16 @@
 
 Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs to the state after tokens <= t
 and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
-masked_mean alone, which use torch.where: what a mask leaves out changes nothing, were it NaN.
+masked_mean alone, which use torch.where: what a mask leaves out has no effect, not even NaN.
 
 A loss returns (loss, metrics). Its n_tokens or n_rows are the response tokens or pairs of the whole optimiser
 step, over all micro-batches and ranks, so that their gradients add up to those of one big batch; None: this
-batch's own. Metrics are detached sums of this batch, which add up alike. Losses never multiply by the number
-of ranks: dist.backward does, because FSDP averages gradients.
+batch's own. Metrics are detached sums of this batch alone, its own n_tokens or n_rows among them: they add up
+alike (ratio_max is a maximum). Losses never multiply by the number of ranks: dist.backward does, because FSDP
+averages gradients.
 
-Every function raises ValueError on unequal shapes, and a loss on a batch of nothing where its count is None
-(with a count, this is a loss of 0).
+Every function raises ValueError on unequal shapes, and a loss on an empty batch if its count is None; with a
+count an empty batch has loss 0.
 """
 
 import torch
@@ -183,7 +184,7 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
     (Llama 2, arXiv:2307.09288, section 3.2.3; its WHITEN(LOGIT(R_c)) takes logits, which both are already.)
 
     safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
-    Returns (B,), logits."""
+    Returns (B,), logits. (common/scorers.py asks for ppo.py.)"""
     _same_shape(safety=safety_logits, helpfulness=helpfulness_logits, is_safety_prompt=is_safety_prompt)
     gated = is_safety_prompt | (safety_logits.sigmoid() < threshold)
     return torch.where(gated, safety_logits, helpfulness_logits)
@@ -280,7 +281,7 @@ def dpo_loss(
     chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta,
     label_smoothing=0.0, preference=None, n_rows=None,
 ):  # fmt: skip
-    """Direct preference optimisation: the reward model that the policy is, trained on pairs.
+    """Direct preference optimisation: trains the reward that the policy implies, on pairs.
 
     h = beta * [(chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)]
     L = -(1 / n_rows) sum_b [ p * log sigmoid(h) + (1 - p) * log sigmoid(-h) ]
@@ -290,7 +291,7 @@ def dpo_loss(
     response.
 
     chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, its
-      end token included, gradient flows. ref_*: (n,), the same under the reference, no gradient.
+      end token, if it has one, included, gradient flows. ref_*: (n,), the same under the reference, no gradient.
     beta: nats per nat, above 0. label_smoothing: in [0, 0.5): the share of labels taken to be wrong.
     preference: (n,) or None for 1, in [0, 1]: the probability that "chosen" is the better one.
     Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, ties
@@ -317,7 +318,7 @@ def dpo_loss(
 def cpl_loss(
     chosen_logprobs, rejected_logprobs, chosen_mask, rejected_mask, alpha, gamma=1.0, lam=1.0, n_rows=None
 ):
-    """Contrastive preference learning: pairs without a reference, later tokens discounted.
+    """Contrastive preference learning (docs/cpl.patch): pairs without a reference, later tokens discounted.
 
     S(y) = alpha * sum_t gamma^t log pi(y_t | x, y_<t),   t = 0 at a response's first token
     L = -(1 / n_rows) sum_b log sigmoid(S_c - lam * S_r)

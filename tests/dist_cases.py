@@ -366,7 +366,7 @@ def ppo_steps(folder):
     [rollout.old_logprobs] = models.per_token(models.logprobs, learners[0], **options)
     [rollout.ref_logprobs] = models.per_token(models.logprobs, learners[0], 1.3, **options)
     [rollout.old_values] = models.per_token(models.state_values, learners[1], **options)
-    rollout.rewards = torch.arange(7.0) - 3
+    rollout.response_rewards = torch.arange(7.0) - 3
     ppo.estimate_advantages(rollout, args)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in learners]
     steps = []

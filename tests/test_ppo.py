@@ -182,7 +182,7 @@ TO_COME = [[9.8, 9.9, 9.7], [-2.0, -1.5]]
 def estimate(values=([0.0] * 3, [0.0] * 2), **options):
     """(advantages, returns, the mean KL of a response)."""
     options = {"kl_coef": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False, **options}
-    rollout = rollout_of(TWO, rewards=torch.tensor([10.0, -1.0]), old_logprobs=OLD, ref_logprobs=REF)
+    rollout = rollout_of(TWO, response_rewards=torch.tensor([10.0, -1.0]), old_logprobs=OLD, ref_logprobs=REF)
     rollout.old_values = rows_of_tokens(values)
     kl = ppo.estimate_advantages(rollout, make_args(**options))
     assert not rollout.advantages[1, 2] and not rollout.returns[1, 2]  # behind the shorter response
@@ -1046,7 +1046,7 @@ def grpo(tmp_path_factory):
 
 def test_grpo_compares_the_responses_to_a_prompt_by_hand(grpo):
     """Of rewards 1, 3 and 2, 2 the means are 2, the deviations sqrt 2 and 0."""
-    rollout = rollout_of(PAIRS[:4], rewards=torch.tensor([1.0, 3.0, 2.0, 2.0]))
+    rollout = rollout_of(PAIRS[:4], response_rewards=torch.tensor([1.0, 3.0, 2.0, 2.0]))
     rollout.old_logprobs, rollout.ref_logprobs = rollout.mask * -1.0, rollout.mask * -1.5
     kl = grpo.estimate_advantages(rollout, grpo.Args(n_samples=2))
     advantages = torch.tensor([-(0.5**0.5), 0.5**0.5, 0.0, 0.0])[:, None] * rollout.mask

@@ -131,7 +131,7 @@ given = {
 }
 if NAME == "ppo":
     logprobs = noise()
-    given["rollout"] = Rollout([], documents, mask, mask[:, 0], rewards=noise()[:, 0], old_logprobs=logprobs,
+    given["rollout"] = Rollout([], documents, mask, mask[:, 0], response_rewards=noise()[:, 0], old_logprobs=logprobs,
         ref_logprobs=logprobs, old_values=noise())
     estimate_advantages(given["rollout"], args)
 before = [p.detach().clone() for p in model.parameters()]

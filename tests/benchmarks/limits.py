@@ -71,7 +71,7 @@ def parts(folder, rows, cpu):
         documents, finished = generate.documents(made), torch.tensor([r.finished for _, r in made])
         rollout = ppo.Rollout(made, documents, batches.response_mask(documents), finished)
         asked, tokens = scorers.Scorer("", "", (), scorer, words), batches.n_tokens(documents)
-        rollout.rewards = torch.tensor(scorers.score(asked, made, 64))
+        rollout.response_rewards = torch.tensor(scorers.score(asked, made, 64))
         yield "PPO: score", forward(tokens), 0
         plan = [ppo.blocks_of(documents, minibatch, args) for minibatch in minibatches]
         ask = partial(models.per_token, plan=plan, micro_batch_size=8)
