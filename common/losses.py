@@ -290,8 +290,8 @@ def dpo_loss(
     preferences", 2023, has the label smoothing.) beta * (logprobs - ref_logprobs) is the implicit reward of a
     response.
 
-    chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, its
-      end token, if it has one, included, gradient flows. ref_*: (n,), the same under the reference, no gradient.
+    chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, with
+      its end token, if it has one; gradient flows. ref_*: (n,), the same under the reference, no gradient.
     beta: nats per nat, above 0. label_smoothing: in [0, 0.5): the share of labels taken to be wrong.
     preference: (n,) or None for 1, in [0, 1]: the probability that "chosen" is the better one.
     Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, ties

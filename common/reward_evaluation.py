@@ -158,7 +158,9 @@ def with_policy_answers(train, name, tokenizer, args, device):
     ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
     if k:
         ask, size = comparisons.seq_logprobs, args.micro_batch_size
-        others = [loading.ask_policy(x, tokenizer, args, device, ask, train, size) for x in args.behavior_policies]
+        others = []
+        for other in args.behavior_policies:
+            others.append(loading.ask_policy(other, tokenizer, args, device, ask, train, size))
         behavior = [torch.stack(of_one, 1) for of_one in zip(*others)] or behavior_columns(train, args)
         logprobs = ask(policy, train, size)
         ratios = [(of_policy[:, None] - of_others).exp() for of_policy, of_others in zip(logprobs, behavior)]

@@ -1,5 +1,5 @@
-"""The versions of a policy that rejection sampling and iterative DPO make, one an iteration, and what is found
-out of each on held-out prompts."""
+"""The versions of a policy that rejection sampling and iterative DPO make, one an iteration, and what is
+found out of each on held-out prompts."""
 
 import gc
 import json
@@ -238,7 +238,8 @@ class Answers:
         opponents = [generate.Response([], row["response"], row["finished"]) for row in first]
         scores, kl = scorers.oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
         if version:
-            kl = loading.ask_policy(args.model, self.tokenizer, args, device, partial(evaluation.kl_of, policy), pairs, size)
+            ask = partial(evaluation.kl_of, policy)
+            kl = loading.ask_policy(args.model, self.tokenizer, args, device, ask, pairs, size)
         return evaluation.describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
     def figures(self, studies, version) -> dict[str, float]:
