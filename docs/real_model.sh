@@ -85,4 +85,4 @@ for seed in $seeds; do
         --seed "$seed" --output-dir "$out/answers"
     step likely "$out/likely.jsonl" python $task likely "$out" sft dpo dpo_beta
 done
-if [[ " all table " == *" $steps "* ]]; then python $task table "$folder" "$seeds"; fi
+if [[ $steps = all || " $steps " == *" table "* ]]; then python $task table "$folder" "$seeds"; fi
