@@ -425,9 +425,8 @@ def main(args: Args):
         minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
         first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
         per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
-        rollout.old_logprobs, rollout.entropies = per_token(
-            models.logprobs_and_entropies, policy, args.temperature
-        )
+        with_entropies = partial(models.logprobs, entropy=True)
+        rollout.old_logprobs, rollout.entropies = per_token(with_entropies, policy, args.temperature)
         [rollout.ref_logprobs] = per_token(models.logprobs, reference, args.temperature)
         [rollout.old_values] = per_token(models.state_values, value)
         kl = estimate_advantages(rollout, args)

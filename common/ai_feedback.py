@@ -162,8 +162,9 @@ def load_labeler(spec, device, args, flag="--model"):
         return LanguageModel(spec, device, args)
     try:
         labeler = scorers.named_function(flag, spec)()
-    except TypeError as error:
-        raise InputError(f"{flag} {spec}: {error}; wanted a function without arguments") from None
+    except Exception as error:  # whatever a user's function raises
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"{flag} {spec}: {why}; wanted a function without arguments") from error
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
         raise InputError(f"{flag} {spec}: it gives no object with `probabilities` and `generate`")
     return labeler
@@ -176,8 +177,7 @@ def sample(rows, policies, principles, args):
     for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
         questions, texts = [], [{} for _ in group]
         for row in group:
-            question = Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=row.prompt[:-1])
-            questions += [question] * args.responses
+            questions += [asked(row)] * args.responses
         for place, (name, policy) in enumerate(policies.items()):
             seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
             answers = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
@@ -266,33 +266,42 @@ def oracle(model):
     return fn
 
 
+def asked(row) -> Question:
+    """A row's last turn, to be answered behind those before it."""
+    return Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=row.prompt[:-1])
+
+
 def revise(rows, labeler, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
     revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. A
-    critique or revision without words, or a revision that did not end, leaves the response as it was."""
+    critique or revision without words, or a revision that did not end, leaves the response as it was; a first
+    answer that did not end and was never revised is none."""
     calls = itertools.count()
 
-    def write(template, values) -> list[tuple[str, bool]]:
+    def write(questions) -> list[tuple[str, bool]]:
         seed = dist.seed_of(args.seed, "revise", next(calls), *(row.number for row in rows))
-        questions = [Question(template, value) for value in values]
         return labeler.generate(questions, args.max_new_tokens, args.temperature, seed)
 
     talks = [{"prompt": data.transcript(row.prompt)} for row in rows]
-    answers = iter(write("{prompt}", [talk for talk, row in zip(talks, rows) if not row.texts]))
-    for talk, row in zip(talks, rows):
-        talk["response"] = row.texts[0] if row.texts else next(answers)[0]
+    answers = iter(write([asked(row) for row in rows if not row.texts]))
+    firsts = [(row.texts[0], True) if row.texts else next(answers) for row in rows]
+    for talk, (text, _) in zip(talks, firsts):
+        talk["response"] = text
     results = [{"first": talk["response"], "steps": []} for talk in talks]
     for r in range(args.revisions):
         drawn = [draw(principles, args.seed, row.number, r) for row in rows]
         steps = [{**talk, "principle": principle} for talk, principle in zip(talks, drawn)]
-        critiques = write(TEXTS["critique"], steps)
+        critiques = write([Question(TEXTS["critique"], step) for step in steps])
         steps = [{**step, "critique": text} for step, (text, _) in zip(steps, critiques)]
-        for talk, result, step, (text, ended) in zip(talks, results, steps, write(TEXTS["revise"], steps)):
+        revisions = write([Question(TEXTS["revise"], step) for step in steps])
+        for talk, result, step, (text, ended) in zip(talks, results, steps, revisions):
             used = bool(text) and ended and bool(step["critique"])
             about = {"principle": step["principle"], "critique": step["critique"]}
             result["steps"].append({**about, "revision": text, "used": used})
             talk["response"] = text if used else talk["response"]
-    for text, result in zip((talk["response"] for talk in talks), results):
+    for talk, result, (_, ended) in zip(talks, results, firsts):
+        whole = ended or any(step["used"] for step in result["steps"])
+        text = talk["response"] if whole else ""
         yield {"completion": text, "ai": result} if text else {"failed": "no response"}
 
 
@@ -301,19 +310,24 @@ def select(rows, labeler, principles, args):
     """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1): {} of a row that is chosen, at most
     --per-tag of each tag, the longest prompts first. A near-duplicate shares 0.8 or more of its words and
     pairs of neighbouring words with a chosen prompt: intersection over union."""
-    chosen, counts, results = [], collections.Counter(), [{} for _ in rows]
+    having, counts = collections.defaultdict(list), collections.Counter()  # part: the chosen that have it
+    results = [{} for _ in rows]
     for i in sorted(range(len(rows)), key=lambda i: -len(data.transcript(rows[i].prompt))):
-        tags = rows[i].about.get("tags") or [rows[i].about.get("category")]
+        tags, category = rows[i].about.get("tags"), rows[i].about.get("category")
+        tags = tags or [category if category is None else str(category)]
         words = data.transcript(rows[i].prompt).lower().split()
         parts = {*words, *itertools.pairwise(words)}
+        # A near-duplicate lacks a fifth of them at most: it has one of any more than a fifth
+        rare = sorted(parts, key=lambda part: len(having[part]))[: len(parts) // 5 + 1]
         if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
             results[i]["failed"] = "neither a list of tags nor a category"
         elif any(counts[tag] >= args.per_tag for tag in tags):
             results[i]["failed"] = "a tag of it has --per-tag rows"
-        elif any(len(parts & other) >= 0.8 * len(parts | other) for other in chosen):
+        elif any(len(parts & other) >= 0.8 * len(parts | other) for part in rare for other in having[part]):
             results[i]["failed"] = "a near-duplicate is chosen"
         else:
-            chosen.append(parts)
+            for part in parts:
+                having[part].append(parts)
             counts.update(tags)
     return results
 

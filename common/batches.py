@@ -107,7 +107,7 @@ class Batch(NamedTuple):
 def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
     """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank
     that has nothing left to do while others still have (all must run the same number of forwards)."""
-    width = max((sum(len(d.ids) for d in block) for block in blocks), default=2)
+    width = max(map(n_tokens, blocks), default=2)
     input_ids = torch.full((max(1, len(blocks)), width), pad_id)
     position_ids = torch.zeros_like(input_ids)
     response_mask = torch.zeros_like(input_ids, dtype=torch.bool)

@@ -66,6 +66,7 @@ def _joined(rows):
     for row in rows:
         values, column = row.data, "label" if "label" in row.data else "score"
         is_other = values.get("chosen") is not None or values.get("responses") is not None
+        is_other |= not (values.get("prompt") or values.get("instruction"))
         if is_other or "completion" not in values or not isinstance(values.get(column), int | float):
             joined.append(row)
         else:
@@ -143,7 +144,7 @@ def _labelled(row, min_score_gap) -> Comparison:
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
-    elif "completion" in values and values.keys() & {"label", "score"}:
+    elif "completion" in values and data.question(values) and values.keys() & {"label", "score"}:
         raise ValueError("no other completion of its prompt has another label or score")
     else:
         raise data.WrongColumns(values, "preference")
@@ -291,9 +292,9 @@ def describe(comparison) -> dict:
     """A comparison as a row of samples.jsonl and of the measures in metrics.py, without its scores."""
     of_each = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
     responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in of_each]
-    for name, kind in (("gold", float), ("utility", float), ("is_safe", bool)):  # two are the tiny world's
+    for name in ("gold", "utility", "is_safe"):  # two are the tiny world's
         values = column(comparison, name) or []
-        if all(type(value) is kind for value in values):
+        if all(value in (0, 1) if name == "is_safe" else type(value) is float for value in values):
             for response, value in zip(responses, values):
                 response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
@@ -305,10 +306,15 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
     likely (Qwen balances its prompts over some 6,600 tags)."""
     if not balanced:
         return dist.shuffled(len(comparisons), seed, "order", epoch)
-    counts = collections.Counter(c.category for c in comparisons)
-    weights = torch.tensor([1.0 / counts[c.category] for c in comparisons])
+    return _drawn(tuple(c.category for c in comparisons), seed, epoch)
+
+
+@functools.lru_cache(maxsize=1)  # each step of an epoch asks for the same order
+def _drawn(categories, seed, epoch):
+    counts = collections.Counter(categories)
+    weights = torch.tensor([1.0 / counts[category] for category in categories])
     generator = torch.Generator().manual_seed(dist.seed_of(seed, "order", epoch))
-    return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
+    return torch.multinomial(weights, len(categories), replacement=True, generator=generator).tolist()
 
 
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:

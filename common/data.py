@@ -8,6 +8,7 @@ the ids that generation starts from.
 """
 
 import bisect
+import contextlib
 import functools
 import itertools
 import math
@@ -127,8 +128,9 @@ def _select(rows, items, source):
             raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
         if sign == "=":
             for i, row in enumerate(rows):
-                rest = {name: cell for name, cell in row.data.items() if name != column}
-                rows[i] = row._replace(data={**rest, value: row.data.get(column)})
+                if column in row.data:
+                    rest = {name: cell for name, cell in row.data.items() if name != column}
+                    rows[i] = row._replace(data={**rest, value: row.data[column]})
         else:
             n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
             _note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
@@ -210,14 +212,11 @@ def role(message) -> str | None:
 
 def ranking(responses) -> tuple[list[str], list[float]]:
     """(texts, scores) of a column of {text, score}."""
-    try:
+    with contextlib.suppress(TypeError, KeyError, ValueError, OverflowError):
         texts, scores = [r["text"] for r in responses], [float(r["score"]) for r in responses]
-        right = all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores))
-    except (TypeError, KeyError, ValueError, OverflowError):
-        right = False
-    if not right:
-        raise ValueError("responses is no list of {text, score}")
-    return texts, scores
+        if all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores)):
+            return texts, scores
+    raise ValueError("responses is no list of {text, score}")
 
 
 def turns(value, role=None):
@@ -506,33 +505,33 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
         train, held_out = hold_out(train)
     if dist.is_main() and tokenizer:
         print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
-        for item in train[: n_shown or 1]:
-            print("\n".join(rendered(item, tokenizer, whole=n_shown > 0)))
-    if n_shown and tokenizer:
-        raise SystemExit(0)
+    if tokenizer:
+        show(train, tokenizer)
     return train, held_out
 
 
 n_shown = 0  # training examples that --preview asks for
 
 
-def rendered(item, tokenizer, whole=True) -> list[str]:
-    """Lines that show a document, comparison or prompt as it is trained on: special tokens and all, what is
-    learnt between >>> and <<<."""
-    if isinstance(item, Comparison):
-        texts = {"prompt": item.prompt_ids, "chosen": item.response_ids[0], "rejected": item.response_ids[-1]}
-    else:
-        texts = {type(item).__name__.lower(): item.ids}
-    lines = []
-    for name, ids in texts.items():
-        mask, text = getattr(item, "response_mask", torch.zeros(len(ids))).tolist(), ""
-        for learnt, places in itertools.groupby(range(len(ids)), key=mask.__getitem__):
-            piece = tokenizer.decode([int(ids[i]) for i in places])
-            text += f">>>{piece}<<<" if learnt else piece
-        if not whole and len(text) > 300:
-            text = f"{text[:140]} [...] {text[-140:]}"
-        lines.append(f"  {name} ({item.row.where}, {len(ids)} tokens): {text}")
-    return lines
+def show(items, tokenizer):
+    """Print the first document, comparison or prompt as it is trained on: special tokens and all, what is
+    learnt between >>> and <<<. With --preview as many as it says, whole, and the program ends."""
+    for item in items[: n_shown or 1] if dist.is_main() else ():
+        if isinstance(item, Comparison):
+            chosen, rejected = item.response_ids[0], item.response_ids[-1]
+            texts = {"prompt": item.prompt_ids, "chosen": chosen, "rejected": rejected}
+        else:
+            texts = {type(item).__name__.lower(): item.ids}
+        for name, ids in texts.items():
+            mask, text = getattr(item, "response_mask", torch.zeros(len(ids))).tolist(), ""
+            for learnt, places in itertools.groupby(range(len(ids)), key=mask.__getitem__):
+                piece = tokenizer.decode([int(ids[i]) for i in places])
+                text += f">>>{piece}<<<" if learnt else piece
+            if not n_shown and len(text) > 300:
+                text = f"{text[:140]} [...] {text[-140:]}"
+            print(f"  {name} ({item.row.where}, {len(ids)} tokens): {text}")
+    if n_shown:
+        raise SystemExit(0)
 
 
 # -- rows of PPO's other losses ------------------------------------------------------------------
@@ -556,8 +555,7 @@ def text_documents(args, tokenizer):
 def stream(documents, size, step, *key):
     """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
     n, places = len(documents), range(step * size, (step + 1) * size)
-    orders = {i: dist.shuffled(n, *key, i) for i in {place // n for place in places}}
-    return [documents[orders[place // n][place % n]] for place in places]
+    return [documents[dist.shuffled(n, *key, place // n)[place % n]] for place in places]
 
 
 def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], list[Document]]:

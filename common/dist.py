@@ -132,7 +132,7 @@ def seed_of(*parts) -> int:
     return zlib.crc32(json.dumps(parts).encode())
 
 
-@functools.lru_cache(maxsize=1)  # each step of an epoch asks for the same order
+@functools.lru_cache(maxsize=4)  # each step of an epoch asks for the same order; PPO for three
 def shuffled(n: int, *key) -> list[int]:
     """0 .. n-1 in a random order; key: what seed_of takes. The same list for all callers: only read it."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*key))).tolist()

@@ -101,7 +101,7 @@ class HeldOutPrompts:
         documents = generate.documents(pairs)
         plan = [make_blocks(documents, args.max_length, args.packing)]
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
-        logprobs, entropies = per_token(models.logprobs_and_entropies, policy)
+        logprobs, entropies = per_token(partial(models.logprobs, entropy=True), policy)
         [ref_logprobs] = per_token(models.logprobs, self.reference)
         columns = {"score": scores.tolist(), "kl": kl_estimate(logprobs, ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)

@@ -16,7 +16,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of th
 NOT_TEXT = set(  # the columns that something here reads, and that hold no text
     """messages conversations context_messages responses label score margin preference is_safety chosen_score
     rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
-    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags""".split()
+    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags helpfulness
+    completions answers is_response_0_safe is_response_1_safe""".split()
 )
 TEXT = "system prompt instruction input completion output text category subset chosen rejected rating".split()
 
@@ -84,7 +85,7 @@ def in_our_columns(row: dict) -> dict:
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
         if set(names.split()) <= there:
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):  # of other types
+            with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
                 ours = convert(row)
                 if not there & (ours.keys() - set(names.split())):
                     return {**row, **ours}
@@ -139,8 +140,8 @@ def _rows(file, suffix):
 def from_csv(row: dict) -> dict:
     """in_our_columns of a row of a .csv file, whose cells are text: an empty one is None, in a column of
     NOT_TEXT it is what JSON reads."""
-    row = {name: cell or None for name, cell in in_our_columns(row).items()}
+    row = {name: cell or None for name, cell in row.items()}
     for name in NOT_TEXT & {name for name, cell in row.items() if isinstance(cell, str)}:
         with contextlib.suppress(ValueError):
             row[name] = json.loads(row[name].lower() if row[name].lower() in ("true", "false") else row[name])
-    return row
+    return in_our_columns(row)

@@ -40,6 +40,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
     def prompt_of(row, turns, ids):
         if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
             raise ValueError(data.SPECIAL)
+        if row.data.get("is_safety") not in (None, False, True):
+            raise ValueError("is_safety is neither true nor false")
         prompt = Prompt(ids, turns, row)
         data.check_known(tokenizer, prompt.ids)
         if len(prompt.ids) > max_tokens:
@@ -118,7 +120,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a cache of its own, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
-    responses, special = [], set(tokenizer.all_special_ids)
+    responses, added = [], tokenizer.added_tokens_decoder
+    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
     for tokens, length, ended in zip(out.response_tokens.tolist(), lengths, finished):
         ids = tokens[:length]

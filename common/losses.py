@@ -32,11 +32,10 @@ def masked_mean(x, mask, dim=None):
 
     x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
     Returns a tensor. Raises ValueError where a mean would be of nothing."""
-    _same_shape(x=x, mask=mask)
-    count = mask.sum() if dim is None else mask.sum(dim)
+    total, count = masked_sum(x, mask, dim), mask.sum(dim)
     if (count == 0).any():
         raise ValueError("masked_mean: the mask keeps nothing, the mean of no values is undefined")
-    return masked_sum(x, mask, dim) / count
+    return total / count
 
 
 def whiten(x, mask, mean=None, var=None, shift_mean=True):

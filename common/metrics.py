@@ -82,13 +82,13 @@ def read_jsonl(path) -> list[dict]:
 
 
 def write_jsonl(path, rows: list[dict]):
-    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    _replace(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
 
 
 def append_jsonl(path, rows: list[dict]):
     """Append rows to `path`, on the disk when this returns."""
     with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 

@@ -48,10 +48,6 @@ def logprobs(model, batch, temperature=1.0, entropy=False):
     return model.token_logprobs(batch.input_ids, batch.action_mask, batch.position_ids, *options)
 
 
-def logprobs_and_entropies(model, batch, temperature=1.0):
-    return logprobs(model, batch, temperature, entropy=True)
-
-
 @torch.no_grad()
 def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Tensor]:
     """What forward(model, batch, *options) gives at each response token, one or several (B', T-1), as (B, R)

@@ -108,12 +108,15 @@ class Pool:
         self.parts, keys = {}, {prompt.key for prompt in prompts}
         others = [row for row in self.rows if row["scorer"] != scorer.version]
         old = [row for row in others if turns_key(row["prompt"]) in keys]
-        if not old:
+        if not old:  # a resumed run may have scored all of them before it was killed
+            self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
         size, pairs = self.args.score_batch_size, answers(old, prompts)
         scores, self.parts = scorers.score_and_parts(scorer, pairs, size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
+        if self.parts:
+            old[-1]["parts"] = self.parts
         self.write()
 
 

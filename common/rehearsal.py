@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from common import dist, generate, loading, metrics, scorers
+from common import data, dist, generate, loading, metrics, scorers
 from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
@@ -109,6 +109,7 @@ def main(args: Args):
     generate.check_policy(args.model, tokenizer, args)
     prompts = generate.load_prompts(args.dataset, "train", tokenizer, args.max_length - args.max_new_tokens)
     prompts = a_part(prompts, args.max_prompts)
+    data.show(prompts, tokenizer)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)

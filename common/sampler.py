@@ -148,7 +148,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
             following = following.index_copy(0, targets, following[sources])  # `drawn` holds the tokens
             for source, target in zip(movers, holes):
                 live[target] = live[source]
-        if progress:
+        if hasattr(progress, "update"):  # a bar without a total has no truth value
             progress.update(len(live) - left)
         live = live[:left]
 
@@ -180,13 +180,12 @@ def choose(logits, temperature, top_p, top_k, generator=None):
     if temperature == 0:  # a point mass: log 1 = 0
         largest, token = logits.float().max(-1)
         return token, largest * 0  # 0, or NaN where a logit is, for the check at the end
-    probs = (logits.float() / temperature).softmax(-1)
-    if top_p == 1 and not 0 < top_k < probs.shape[-1]:
-        place, logprob = _draw(probs, generator)
-        return place[:, 0], logprob
-    probs, ids = _most_likely(probs, top_p, top_k)
+    probs, ids = (logits.float() / temperature).softmax(-1), None
+    if top_p < 1 or 0 < top_k < probs.shape[-1]:
+        probs, ids = _most_likely(probs, top_p, top_k)
     place, logprob = _draw(probs, generator)
-    return ids.gather(1, place)[:, 0], logprob
+    token = place if ids is None else ids.gather(1, place)
+    return token[:, 0], logprob
 
 
 def _most_likely(probs, top_p, top_k):

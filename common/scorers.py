@@ -267,7 +267,8 @@ def _encode(scorer, prompt, response, end) -> Comparison:
     room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         prompt_ids = prompt.ids
-        ids = response.ids[:-1] if response.finished else response.ids
+        ended = response.finished or response.ids[-1:] == [eos]  # a row of a pool says no more of it
+        ids = response.ids[:-1] if ended else response.ids
         if len(prompt_ids) + len(response.ids) <= room:  # where the end does not fit, the text gives way
             ids = ids[: room - len(prompt_ids) - len(end)]
         ids = [*ids, *end]

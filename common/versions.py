@@ -77,11 +77,14 @@ class Versions:
 
     def with_reference(self, pairs, name: str, pair_logprobs) -> list:
         """The pairs with log pi_0 of both responses, as pair_logprobs(model, pairs, args) gives them for the
-        policy of this name, which is loaded for it and freed."""
+        policy of this name, which is loaded for it and freed, unless it is the one that is there."""
         if not pairs:
             return []
         args, device = self.args, self.run.device
-        found = loading.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
+        if name == self.loaded:
+            found = pair_logprobs(self.policy, pairs, args)
+        else:
+            found = loading.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
         return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
 
     def study(self, version: int):
@@ -135,8 +138,7 @@ class Versions:
         if curves and dist.is_main():
             metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)
         figures = {str(v): self.figures(v) for v in self.studies}
-        is_first_comparable = self.first in comparable(self.studies, self.last)
-        before = figures[str(self.first)] if is_first_comparable else {}
+        before = figures[str(self.first)] if self.first in comparable(self.studies, self.last) else {}
         summary = {**summary, "steps": self.step, "versions": figures}
         model, after = self.load(self.path(self.last)), figures[str(self.last)]
         self.run.write_results(model, self.tokenizer, rows, summary, before, after)

@@ -126,7 +126,7 @@ def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size,
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
 def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
     model, mask = policy() if what == "log probabilities" else scorer(), response_mask(DOCUMENTS)
-    forward = (models.logprobs_and_entropies, model, 0.7)
+    forward = (functools.partial(models.logprobs, entropy=True), model, 0.7)
     if what == "values":
         forward = (models.state_values, model)
 

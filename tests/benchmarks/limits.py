@@ -10,6 +10,7 @@ responses of its pair, or of its n. Attention's products, optimiser, padding, wh
 Bytes: these weights once a step, keys and values of each row. Prompts have 32 to 256 tokens, given responses
 16 to 128; of sampled ones a token in 64 is an end, and 128 are the most."""
 
+import functools
 import statistics
 import tempfile
 import time
@@ -75,7 +76,7 @@ def parts(folder, rows, cpu):
         yield "PPO: score", forward(tokens), 0
         plan = [ppo.blocks_of(documents, minibatch, args) for minibatch in minibatches]
         ask = partial(models.per_token, plan=plan, micro_batch_size=8)
-        rollout.old_logprobs, rollout.entropies = ask(models.logprobs_and_entropies, policy)
+        rollout.old_logprobs, rollout.entropies = ask(functools.partial(models.logprobs, entropy=True), policy)
         [rollout.ref_logprobs] = ask(models.logprobs, reference)
         [rollout.old_values] = ask(models.state_values, value)
         ppo.estimate_advantages(rollout, args)
