@@ -217,8 +217,8 @@ def plan_steps(pairs, iteration, args):
 
 def pair_logprobs(model, pairs, args):
     """log pi(y | x), sums over tokens, of both responses of each pair: (2,), no gradient; on all ranks."""
-    two = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
-    return of_each_comparison(two, model, pairs, args.micro_batch_size, args.share_prompt)
+    each = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
+    return of_each_comparison(each, model, pairs, args.micro_batch_size, args.share_prompt)
 
 
 def pairs_loss(logprobs, pairs, n, args):

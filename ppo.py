@@ -31,7 +31,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, models, plots, scorers
+from common import data, dist, evaluation, generate, loading, metrics, models, plots, scorers
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split, to_device
 from common.errors import InputError
@@ -446,7 +446,7 @@ def main(args: Args):
         run.lap("update")
 
         row = {**scorer.parts, **figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
-        row.update(evaluation.true_rewards(pairs, args))
+        row.update(metrics.means(evaluation.describe_samples(pairs, args.dataset), {"reward/gold": "gold"}))
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every) or (args.patience and iteration == args.iterations):
             row.update(evaluate(policy))

@@ -298,7 +298,8 @@ def describe(comparison) -> dict:
             for response, value in zip(responses, values):
                 response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
-    return {**row, "responses": responses}
+    soft = {} if comparison.preference is None else {"preference": comparison.preference}
+    return {**row, **soft, "responses": responses}
 
 
 def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch: int) -> list[int]:

@@ -27,7 +27,6 @@ from common import scorers
 from common.batches import a_part, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
-from common.metrics import JUDGES, write_json
 from common.run import Run, launch, start_run
 
 QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
@@ -82,10 +81,11 @@ class Args:
 
 
 def check(args):
+    warm = bool(args.temperatures) and all(0 <= t < math.inf for t in args.temperatures)
     check_flags(
         args,
         ("scorers", not (args.scorers and args.policies), "none beside --policies"),
-        ("temperatures", args.temperatures and min(args.temperatures) >= 0, "one or more, each 0 or more"),
+        ("temperatures", warm, "one or more, each 0 or more"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
     )
@@ -117,6 +117,7 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     for path in models:
         loading.check_causal_lm(path)
         generate.check_sampled(path)
+        loading.check_room(args.max_length, path)
         tokenizers.append(loading.load_tokenizer(path, args.chat_template, quiet=True))
         if not scorers.same_tokens(tokenizers[0], tokenizers[-1]):
             why = f"{path} has other tokens or another chat template than {models[0]}"
@@ -131,6 +132,8 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     def with_answer(prompt):
         text = data.sft_messages(prompt.row.data)[0][-1]["content"]
         _, [ids] = data.encode_responses(tokenizer, prompt.turns, [text])
+        if len(prompt.ids) + len(ids) > args.max_length:
+            raise ValueError(f"longer than {args.max_length} tokens (--max-length)")
         return prompt, generate.Response(ids, text, finished=True)
 
     room = args.max_length - args.max_new_tokens
@@ -176,16 +179,16 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
 
-def figures(rows, args) -> dict[str, dict[str, float]]:
-    """name -> figures. rows: name -> rows of samples.jsonl."""
+def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
+    """name -> figures. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
     results, reference_rows = {}, rows[args.reference]
     for name, of_policy in rows.items():
         result = results[name] = metrics.means(of_policy, COLUMNS)
-        result.update(metrics.against(reference_rows, of_policy, args.tie_margin))
+        result.update(metrics.against(reference_rows, of_policy, args.tie_margin, pairwise=pairwise))
         if "safety" in of_policy[0]:
             marked = [row for row in of_policy if row["is_safety"]] or of_policy
             result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
-    for kind in [kind for kind in JUDGES if kind in reference_rows[0]]:
+    for kind in [kind for kind in metrics.JUDGES if kind in reference_rows[0]]:
         margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
         scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
         for name, result in results.items():
@@ -225,11 +228,10 @@ def compare_policies(args, run):
     models = {name: path for name, path in policies.items() if path != "dataset"}
     given = read_prompts(args, tokenizer, answered=len(models) < len(policies))
     prompts = [prompt for prompt, _ in given]
-    oracle = scorers.load_scorer(args.scorer, tokenizer, device, pairwise=True)
+    options = tokenizer, device, args.max_length
+    oracle = scorers.load_scorer(args.scorer, *options, pairwise=True)
     safety_spec = args.safety_scorer or ("common.tiny:safety_scorer" if data.is_tiny(args.dataset) else None)
-    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, tokenizer, device, safety=True)
-    if args.tie_margin is None and oracle.pairwise:
-        args.tie_margin = 0.1  # of probabilities
+    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, *options, safety=True)
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
@@ -262,7 +264,7 @@ def compare_policies(args, run):
                 columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
             rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
-        results[f"{temperature:g}"] = figures(rows, args)
+        results[f"{temperature:g}"] = figures(rows, args, oracle.pairwise)
     summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
     if dist.is_main():
         print(f"{len(prompts)} prompts, against {args.reference}; T: temperature")
@@ -280,8 +282,10 @@ def load_pairs(paths, args):
     that is a model. The other ones encode the texts anew."""
     # An oracle's or a rater's, alone, is a model too
     models = [re.sub(r"^common\.\w+:\w+=([^*+]+)$", r"\1", path) for path in paths.values()]
-    with_tokens = [name for name in models if not re.match(scorers.NAMED, name)] or ["tiny"]
-    tokenizer = loading.load_tokenizer(with_tokens[0], args.chat_template, quiet=True)
+    with_tokens = [name for name in models if not re.match(scorers.NAMED, name)]
+    tokenizer = loading.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
+    if not with_tokens:
+        tokenizer.unk_token = None  # functions alone read texts, of any words: tokens only count them
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:
@@ -347,7 +351,7 @@ def main(args: Args):
     samples, summary = compare(args, run)
     if dist.is_main():
         metrics.write_jsonl(run.folder / "samples.jsonl", samples)
-        write_json(run.folder / "summary.json", summary)  # last
+        metrics.write_json(run.folder / "summary.json", summary)  # last
         print(f"wrote {run.folder}/summary.json")
 
 

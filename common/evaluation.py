@@ -6,7 +6,6 @@ from functools import partial
 
 from common import data, dist, generate, metrics, models, tiny
 from common.batches import a_part, make_blocks, response_mask
-from common.losses import kl_estimate
 
 FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
     "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
@@ -31,19 +30,12 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
     return rows
 
 
-def true_rewards(pairs, args) -> dict[str, float]:
-    """The mean true reward of responses to prompts of the tiny world; of others, nothing."""
-    return metrics.means(describe_samples(pairs, args.dataset), {"reward/gold": "gold"})
-
-
 def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
     sampled. At temperature 0 all of pi's mass is on y. size: of a forward on one rank."""
     documents = generate.documents(pairs)
-    logprobs = [0.0] * len(pairs)
-    if temperature:
-        logprobs = models.seq_logprobs(policy, documents, size, temperature)
-    return [a - b for a, b in zip(logprobs, models.seq_logprobs(reference, documents, size))]
+    ours = models.seq_logprobs(policy, documents, size, temperature) if temperature else [0.0] * len(pairs)
+    return [a - b for a, b in zip(ours, models.seq_logprobs(reference, documents, size))]
 
 
 class HeldOutDocuments:
@@ -72,8 +64,7 @@ class HeldOutDocuments:
         prompts = (generate.Prompt(data.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
         fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
         first = list(itertools.islice(fitting, args.sample_prompts))  # the rest need not be tokenised
-        options = {"seed": args.seed, "temperature": args.temperature}
-        pairs = generate.answers(model, self.tokenizer, first, args, **options)
+        pairs = generate.answers(model, self.tokenizer, first, args, args.seed, temperature=args.temperature)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
 
 
@@ -103,7 +94,7 @@ class HeldOutPrompts:
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
         logprobs, entropies = per_token(partial(models.logprobs, entropy=True), policy)
         [ref_logprobs] = per_token(models.logprobs, self.reference)
-        columns = {"score": scores.tolist(), "kl": kl_estimate(logprobs, ref_logprobs).sum(1).tolist()}
+        columns = {"score": scores.tolist(), "kl": (logprobs - ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()
         return {**metrics.means(self.samples, FIGURES), "eval/entropy": mean_entropy.item()}

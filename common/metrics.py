@@ -223,15 +223,17 @@ def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> 
     return [(1 + (a - b > least) - (a - b < -least)) / 2 for a, b in zip(scores, opponents, strict=True)]
 
 
-def against(before: list[dict], after: list[dict], tie_margin: float | None, prefix="") -> dict[str, float]:
+def against(before, after, tie_margin: float | None, prefix="", pairwise=False) -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
-    tie_margin None: a tenth of the standard deviation of the first one's scores, whose unit nobody knows."""
+    tie_margin None: a tenth of the standard deviation of the first one's scores, whose unit nobody knows; of
+    scores that are probabilities, as a pairwise oracle's, 0.1."""
     figures = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"
         first, second = ([row[column] for row in rows] for rows in (before, after))
-        margin = 0.1 * statistics.pstdev(first) if tie_margin is None else tie_margin
+        unit = 1.0 if pairwise and column == "score" else statistics.pstdev(first)
+        margin = 0.1 * unit if tie_margin is None else tie_margin
         figures[f"{key}_tie_margin"], won = margin, outcomes(second, first, margin)
         for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
             figures[f"{key}_{name}"] = won.count(result) / len(won)
@@ -274,9 +276,7 @@ def pairs_of(rows) -> list[tuple]:
     for number, row in enumerate(rows):
         responses = row["responses"]
         sides = [(a, b) for a in responses for b in responses if a["rank"] < b["rank"]]
-        differences = row.get("differences")
-        if differences is None:
-            differences = [a["score"] - b["score"] for a, b in sides]
+        differences = row.get("differences") or [a["score"] - b["score"] for a, b in sides]
         pairs += [(d, number, a, b) for d, (a, b) in zip(differences, sides)]
     return pairs
 
@@ -285,9 +285,11 @@ def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
     """{("data set" or "category", name): its rows}, where there are several of the kind."""
     parts = {}
     for kind, column in (("data set", "source"), ("category", "category")):
-        names = sorted({str(row[column]) for row in rows})
-        for name in names if len(names) > 1 else ():
-            parts[kind, name] = [row for row in rows if str(row[column]) == name]
+        by_name = {}
+        for row in rows:
+            by_name.setdefault(str(row[column]), []).append(row)
+        for name in sorted(by_name) if len(by_name) > 1 else ():
+            parts[kind, name] = by_name[name]
     return parts
 
 
@@ -308,22 +310,24 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
         return {"pairs": len(pairs), "nll": math.nan}
-    prompts = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs]
-    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
-    prompt = torch.tensor([numbers[prompt] for prompt in prompts])
+    prompts, numbers = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs], {}
+    prompt = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
+    soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
+    label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P(the better one is better)
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
     gaps = torch.zeros(len(numbers), n_bins).double()  # of each prompt and bin: of correct - confidence
-    gaps.index_put_((prompt, bins), correct - confidence, accumulate=True)
+    as_labelled = label * correct + (1 - label) * (1 - correct)
+    gaps.index_put_((prompt, bins), as_labelled - confidence, accumulate=True)
     sizes = torch.bincount(prompt)
     generator, resampled, floor = torch.Generator().manual_seed(0), [], []
     for times in resamples(len(numbers), n_bootstrap, generator):
         resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes))
     low, high = percentiles(torch.stack(resampled))
     for _ in range(200):
-        label = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
-        gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, label - confidence)
+        drawn = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
+        gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, drawn - confidence)
         floor.append(gap.abs().sum() / n)
     right, all_alike = correct.mean().item(), n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
     spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # from prompt to prompt
@@ -331,8 +335,8 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     figures = {
         "pairs": n,
         **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),
-        "nll": -torch.nn.functional.logsigmoid(difference).mean(),
-        "brier": ((1 - probability) ** 2).mean(),
+        "nll": torch.nn.functional.binary_cross_entropy_with_logits(difference, label),
+        "brier": (label * (1 - probability) ** 2 + (1 - label) * probability**2).mean(),
         **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(numbers)),
         "ece_floor": torch.stack(floor).mean(),
     }

@@ -8,7 +8,6 @@ from statistics import fmean
 import torch
 
 from common import metrics
-from common.metrics import JUDGES, read_jsonl
 
 STYLE = {
     "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "text.parse_math": False,
@@ -41,7 +40,7 @@ def save(drawing, path):
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
     """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
     iteration or another metric) in the order in which they were logged."""
-    rows = [row for row in read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
+    rows = [row for row in metrics.read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
     drawing, axes = figure(len(panels), (4.2, 2.8))
@@ -65,7 +64,7 @@ def scorer(folder):
     """The pictures of a reward or advantage model."""
     loss, accuracy = ["loss/reward", "loss/advantage", "eval/nll"], ["train/accuracy", "eval/accuracy"]
     curves(folder, {"loss": loss, "accuracy": accuracy, "norm": ["optim/grad_norm"]})
-    scores(folder, {str(folder): read_jsonl(Path(folder) / "samples.jsonl")})
+    scores(folder, {str(folder): metrics.read_jsonl(Path(folder) / "samples.jsonl")})
 
 
 def scores(folder, scorers: dict[str, list[dict]]):
@@ -80,7 +79,8 @@ def scores(folder, scorers: dict[str, list[dict]]):
     drawing, axes = figure(1 if compares else 2, (4.4, 3.2))
     left, right = axes[0], axes[-1]
     for label, rows in scorers.items():
-        pairs = sorted((abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows))
+        pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows)]
+        pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
         size = math.ceil(len(pairs) / 10)
         tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
         points = [[fmean(values) for values in tenth] for tenth in tenths]
@@ -104,7 +104,7 @@ def compared(folder, results):
     policies = {name: r for name, r in next(iter(results.values())).items() if "kl" in r}
     if len(policies) < 2:
         return None
-    kinds = [kind for kind in JUDGES if all(kind in r for r in policies.values())]
+    kinds = [kind for kind in metrics.JUDGES if all(kind in r for r in policies.values())]
     drawing, axes = figure(len(kinds))
     for kind, axis in zip(kinds, axes):
         curves = {}
@@ -116,7 +116,7 @@ def compared(folder, results):
             [line] = axis.plot(x, y, "o-", markersize=6, label=curve)
             for label, *place in zip(labels, x, y):
                 axis.annotate(label, place, (3, 5), textcoords="offset points", color=line.get_color())
-        axis.set(title=f"{JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
+        axis.set(title=f"{metrics.JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
         axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("{x:g}")

@@ -115,8 +115,8 @@ class Pool:
         scores, self.parts = scorers.score_and_parts(scorer, pairs, size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
-        if self.parts:
-            old[-1]["parts"] = self.parts
+        if self.parts or "parts" in self.rows[-1]:
+            self.rows[-1]["parts"] = self.parts
         self.write()
 
 

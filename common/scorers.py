@@ -362,7 +362,9 @@ def likeliest(x, won, n_games, penalty) -> torch.Tensor:
         p = (weights @ x.T).sigmoid()
         curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
         slope = (won - n_games * p) @ x - weights @ penalty
-        step = torch.linalg.solve(curvature, slope).clamp(-1, 1)
+        step = torch.linalg.solve(curvature, slope)
+        far = (step @ x.T).abs().amax(-1, keepdim=True) + 1e-12  # the most that it moves a logit
+        step = step * far.log1p() / far  # a whole one can overshoot, for ever
         weights = weights + step
         if step.abs().max() < 1e-10:
             break
@@ -380,9 +382,10 @@ def fit_safety_gate(rows, threshold):
     if not all({is_safe for _, is_safe in half} == {0.0, 1.0} for half in halves):
         return None, {}
     (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
-    x = torch.stack([score, torch.ones_like(score)], 1)
+    x = torch.stack([score - score.mean(), torch.ones_like(score)], 1)  # whatever zero the scores have
     penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # 1e-4 |weights|^2 beside the mean loss
     scale, bias = likeliest(x, safe, n_games=1, penalty=penalty).tolist()
+    bias -= scale * score.mean().item()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
     recall = both / unsafe.sum().item()

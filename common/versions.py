@@ -9,7 +9,6 @@ import torch
 
 from common import dist, evaluation, generate, loading, metrics, scorers
 from common.batches import a_part
-from common.metrics import write_json
 
 SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
 
@@ -97,7 +96,7 @@ class Versions:
             self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
             self.run.log(self.figures(version), self.step, version)
             if dist.is_main():
-                write_json(self.folder / f"{version}.json", self.studies[version])
+                metrics.write_json(self.folder / f"{version}.json", self.studies[version])
         if dist.is_main():
             figures = self.figures(version)
             shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
@@ -251,8 +250,7 @@ class Answers:
         figures = {**studies[version]["pairs"], **metrics.means(samples, evaluation.FIGURES)}
         same = comparable(studies, version)
         if version and samples and 0 in same:
-            tie_margin = 0.1 if self.scorer.pairwise else None  # of probabilities; None: of their spread
-            figures.update(metrics.against(same[0], samples, tie_margin, "sft/"))
+            figures.update(metrics.against(same[0], samples, None, "sft/", self.scorer.pairwise))
         if version > 1:
             figures.update(gains_over(studies, version, {"before": version - 1}))
         return figures

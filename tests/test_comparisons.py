@@ -169,6 +169,7 @@ REASONS = [  # (row, part of the reason)
     (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
     ({"prompt": "copy ant", "completion": "ant", "label": True}, "no other completion of its prompt has"),
     ({"prompt": "copy ant", "completion": "ant", "label": None}, "no other completion of its prompt has"),
+    ({"question": "copy ant", "completion": "ant", "label": True}, "are no preference row"),
     (pair(chosen=["ant"], rejected=["cat"]), ""),  # a list that holds text, not messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),

@@ -265,6 +265,14 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
     names = ("completion", "label", "chosen_score")
     found = [[row.data[name] for name in names] for row in data.load_rows(spec, "sft")]
     assert found == [["4", True, 1.5], ["x", False, None], ["v", None, -2]]
+    cells = {"prompt": "a", "response": "b", "helpfulness": "3", "score": ""}  # of a public set
+    assert formats.from_csv(cells)["score"] == 3
+
+
+def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"question": "q"}\n{"prompt": "p"}')
+    rows = data.load_rows(f"{tmp_path / 'r.jsonl'}?question=prompt", "prompts")
+    assert [row.data["prompt"] for row in rows] == ["q", "p"]
 
 
 @pytest.mark.parametrize(

@@ -448,7 +448,7 @@ def test_figures_of_a_version_are_means_and_what_it_wins_against_the_first_one()
         "gold/perfect": 2.0, "eval/kl": 3.0, "sample/length": 6.0, "sample/finished": 0.75,
         "sft/score_win": 0.25, "sft/score_lose": 0.25, "sft/score_tie": 0.5, "sft/score_gain": 0.55 / 4,
         "sft/gold_win": 0.25, "sft/gold_lose": 0.25, "sft/gold_tie": 0.5, "sft/gold_gain": 0.0,
-        "sft/score_tie_margin": 0.1, "sft/gold_tie_margin": 0.1,
+        "sft/score_tie_margin": 0.1, "sft/gold_tie_margin": 0.0,
         "sft/score_gain_n": 4, "sft/gold_gain_n": 4,  # too few for an interval
     }  # fmt: skip
     assert figures(STUDIES, 1, pairwise=True) == pytest.approx(wanted)

@@ -608,7 +608,8 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
     [
         (["--temperatures", "-1"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
-        (["--temperatures", "nan"], "--temperatures .*0 or more"),
+        (["--temperatures", "1", "nan"], "--temperatures .*0 or more"),
+        (["--max-length", "300"], "--max-length 300: tiny has 128 positions"),
         (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
         (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
         (["--max-length", "26"], "none of its 1000 rows can be used.*longer than 2 tokens"),

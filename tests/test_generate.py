@@ -216,9 +216,13 @@ def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy,
         generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 
-def test_a_response_with_a_special_token_inside_is_not_clean(monkeypatch):
-    """Its text lacks that token: a scorer would judge one thing, and the policy learn another."""
+@pytest.mark.parametrize("named", [True, False])
+def test_a_response_with_a_special_token_inside_is_not_clean(named, monkeypatch):
+    """Its text lacks that token: a scorer would judge one thing, and the policy learn another. Llama 3's headers
+    are special and have no name."""
     ant, user, end = (TOKENIZER.convert_tokens_to_ids(t) for t in ("ant", "<|user|>", "<|end|>"))
+    if not named:
+        monkeypatch.setattr(type(TOKENIZER), "all_special_ids", [end])
     tokens = torch.tensor([[ant, user, end], [ant, ant, end]])
     everything = torch.ones(2, 3, dtype=torch.bool)
     fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))

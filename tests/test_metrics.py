@@ -101,6 +101,15 @@ def test_figures_by_hand():
         assert abs(figures["ece"] - wrong) > 0.05
 
 
+def test_a_scorer_that_says_what_soft_labels_say_is_calibrated():
+    """By hand for p = 0.8: NLL -0.8 log 0.8 - 0.2 log 0.2, Brier 0.8 * 0.2."""
+    sides = [{"rank": 0, "score": math.log(4), "tokens": 1}, {"rank": 1, "score": 0.0, "tokens": 1}]
+    rows = [{"prompt": str(i), "preference": 0.8, "responses": sides} for i in range(20)]
+    figures = metrics.pair_figures(rows)
+    assert (figures["ece"], figures["brier"]) == (pytest.approx(0, abs=1e-12), pytest.approx(0.16))
+    assert figures["nll"] == pytest.approx(0.5004, abs=1e-4) and figures["accuracy"] == 1
+
+
 def test_ties_and_certainty_fall_in_the_first_and_the_last_bin():
     """A tie is half right with confidence 1/2: no gap. 1000 is right for certain: no gap."""
     figures = metrics.pair_figures([pair(0.0), pair(1000.0)], n_bootstrap=5)

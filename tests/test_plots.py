@@ -68,7 +68,7 @@ def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
     responses = [[{"rank": 0, "score": d}, {"rank": 1, "score": 0.0}] for d in (3.0, -1.0, 1.0, 0.0) * 5]
     figure = plots.scores(tmp_path, {"reward": [{"category": "", "responses": x} for x in responses]})
     drawn, calibrated = points_of(figure.axes[0])
-    assert drawn == ([0, 0, 0.5, *[1] * 4, 2, 3, 3], [0.5, 0.5, 0.25, 0, 0, 1, 1, 1, 1, 1])
+    assert drawn == ([0, 0, 0.5, *[1] * 4, 2, 3, 3], [0.5, 0.5, 0.25, *[0.5] * 4, 1, 1, 1])
     assert calibrated[0][-1] == 3 and calibrated[1][0] == 0.5
 
 

@@ -109,6 +109,8 @@ def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_pa
     parts = lambda prompts, texts, rows: {"n": [len(t.split()) for t in texts], "one": [1] * len(rows)}
     held.score(scorers.Scorer("c", "c@1", [scorers.Term(parts)]), [A, B])
     assert held.parts == {"reward/n": 2.0, "reward/one": 1.0} and held.rows[0]["score"] == 3.0
+    held.score(scorers.Scorer("c", "c@1", [scorers.Term(parts)]), [A, B])  # as after a crash: all are scored
+    assert held.parts == {"reward/n": 2.0, "reward/one": 1.0}
     held.score(scorer_that_notes(asked, "d@1"), [A, B])
     assert held.parts == {}
 

@@ -142,6 +142,9 @@ def test_fit_safety_gate_by_hand(threshold, caught):
     shares = {"gate/recall": float(caught > 0), **precision}
     assert figures == {"gate/responses": 40, "gate/caught": caught, **shares} and gate["scale"] > 1
     assert scorers.fit_safety_gate(rows[:20], threshold) == (None, {})  # one half has none
+    shifted = [{**response, "score": response["score"] + 12} for response in pair]  # scores have no zero
+    there, same = scorers.fit_safety_gate([{**row, "responses": shifted} for row in rows], threshold)
+    assert same == figures and there["scale"] == pytest.approx(gate["scale"])
 
 
 def test_every_parameter_changes(undisturbed):

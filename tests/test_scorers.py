@@ -546,11 +546,11 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
     dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     asked = generate.Prompt([1, 4, 9], [user("ant")], None)
-    ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False)]
+    ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False), ([20, EOS], False)]
     given = [generate.Response(ids, "", ended) for ids, ended in ways]
     encoded = [scorers._encode(scorer, asked, response, [EOS]) for response in given]
     found = [c.response_ids[0].tolist() for c in encoded]
-    assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS]]
+    assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS], [20, EOS]]
 
 
 # -- versions ------------------------------------------------------------------------------------
