@@ -83,9 +83,7 @@ def pairs(tmp_path_factory):
     """Forty pairs of the tiny world."""
     some = tiny.rows("preferences", "train")[:40]
     names = ("prompt", "chosen", "rejected", "category", "is_safety")
-    return write_rows(
-        tmp_path_factory.mktemp("pairs") / "pairs.jsonl", [{n: r[n] for n in names} for r in some]
-    )
+    return write_rows(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", [{n: r[n] for n in names} for r in some])
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +222,7 @@ def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
 
 
 def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl(tmp_path, monkeypatch):
-    rows = [
-        {"prompt": "copy ant bear", "chosen": f"ant {w}", "rejected": "cat"} for w in ("bear", "um", "eel")
-    ]
+    rows = [{"prompt": "copy ant bear", "chosen": f"ant {w}", "rejected": "cat"} for w in ("bear", "um", "eel")]
 
     class Shy(GoldLabeler):
         def probabilities(self, questions, options):
@@ -491,9 +487,7 @@ def test_probabilities_of_one_token_options_are_the_softmax_of_a_plain_forward(m
     assert got.shape == (5, 2) and got.dtype == torch.float64
     for question, row in zip(ASKED, got.tolist()):
         for option, p in zip("12", row):
-            want = plain_p(
-                model_of["spaced"], text_of(question), "Rating:", token(model_of["spaced"], f"Ġ{option}")
-            )
+            want = plain_p(model_of["spaced"], text_of(question), "Rating:", token(model_of["spaced"], f"Ġ{option}"))
             assert p == pytest.approx(want, rel=1e-4)
     assert (got[:, 0] - got[:, 1]).abs().max() > 1e-4
 
@@ -847,9 +841,7 @@ def test_each_step_of_each_row_draws_its_own_principle(prompts, tmp_path):
 
 def test_the_principles_of_two_steps_are_drawn_apart():
     """4 * 4 pairs are equally likely: of 400 rows every one of them should be drawn, each about 25 times."""
-    drawn = collections.Counter(
-        tuple(ai.draw(DEFAULT_PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400)
-    )
+    drawn = collections.Counter(tuple(ai.draw(DEFAULT_PRINCIPLES, 0, row, r) for r in (0, 1)) for row in range(400))
     assert len(drawn) == 16 and min(drawn.values()) > 5 and max(drawn.values()) < 60
 
 
@@ -858,11 +850,7 @@ class Reviser(GoldLabeler):
 
     def __init__(self, critiques, revisions, first=("start", True)):
         super().__init__()
-        self.script = {
-            "critique": [(c, True) for c in critiques],
-            "revision": list(revisions),
-            "first": [first],
-        }
+        self.script = {"critique": [(c, True) for c in critiques], "revision": list(revisions), "first": [first]}
 
     def generate(self, questions, max_new_tokens, temperature, seed):
         self._note(questions)
@@ -970,10 +958,7 @@ def test_what_has_failed_is_not_asked_again_and_stays_counted(pairs, tmp_path, m
 @pytest.mark.parametrize("task", ["label", "revise"])
 def test_the_number_of_rows_between_two_writes_changes_nothing(task, pairs, prompts, tmp_path):
     dataset = {"label": pairs, "revise": prompts}[task]
-    texts = [
-        run(tmp_path / str(n), dataset, task, model="gold_labeler:noisy", chunk_rows=n).text
-        for n in (1, 7, 64)
-    ]
+    texts = [run(tmp_path / str(n), dataset, task, model="gold_labeler:noisy", chunk_rows=n).text for n in (1, 7, 64)]
     assert texts[0] == texts[1] == texts[2] != ""
 
 
@@ -1059,12 +1044,7 @@ def test_a_labeler_that_is_no_function_without_arguments_is_an_input_error(pairs
 
 def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
     good = {"prompt": "copy ant", "chosen": "ant", "rejected": "cat"}
-    rows = [
-        good,
-        {**good, "rejected": " ant"},
-        {**good, "chosen": ""},
-        {"prompt": "copy ant", "completion": "ant"},
-    ]
+    rows = [good, {**good, "rejected": " ant"}, {**good, "chosen": ""}, {"prompt": "copy ant", "completion": "ant"}]
     rows += [{**good, "preference": 2}, {**good, "prompt": " "}, {**good, "rejected": "eel"}]
     found = run(tmp_path / "run", write_rows(tmp_path / "rows.jsonl", rows))
     assert [r["row"] for r in found.rows] == [0, 6]
@@ -1130,12 +1110,7 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
     few_prompts = [{"prompt": r["prompt"]} for r in tiny.rows("prompts", "test")[:8]]
     test = write_rows(tmp_path / "test.jsonl", few_prompts)
     options = {"model": policy, "dataset": prompts, "eval_dataset": test, "iterations": 1, "max_length": 64}
-    options |= {
-        "prompts_per_iteration": 8,
-        "minibatch_size": 16,
-        "max_new_tokens": 8,
-        "value_warmup_steps": 0,
-    }
+    options |= {"prompts_per_iteration": 8, "minibatch_size": 16, "max_new_tokens": 8, "value_warmup_steps": 0}
     options["missing_eos_penalty"] = 0
     for number, scorer in enumerate((reward, "common.ai_feedback:rater=gold_labeler:exact")):
         rows = read_jsonl(trained("ppo", f"ppo{number}", scorer=scorer, **options) / "samples.jsonl")
