@@ -1,5 +1,4 @@
-"""Token ids -> batches: documents packed into rows, comparisons whose responses share their prompt, and a
-rank's share of both.
+"""Token ids -> batches: packed documents, comparisons whose responses share a prompt, a rank's share of both.
 
 A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
 and blind to the other ones: the prompt is computed once, and the results are those of K separate rows.

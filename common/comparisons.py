@@ -307,15 +307,10 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
     likely (Qwen balances its prompts over some 6,600 tags)."""
     if not balanced:
         return dist.shuffled(len(comparisons), seed, "order", epoch)
-    return _drawn(tuple(c.category for c in comparisons), seed, epoch)
-
-
-@functools.lru_cache(maxsize=1)  # each step of an epoch asks for the same order
-def _drawn(categories, seed, epoch):
-    counts = collections.Counter(categories)
-    weights = torch.tensor([1.0 / counts[category] for category in categories])
+    counts = collections.Counter(c.category for c in comparisons)
+    weights = torch.tensor([1.0 / counts[c.category] for c in comparisons])
     generator = torch.Generator().manual_seed(dist.seed_of(seed, "order", epoch))
-    return torch.multinomial(weights, len(categories), replacement=True, generator=generator).tolist()
+    return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
 
 
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:

@@ -304,10 +304,9 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
-    """(ids, response mask) of a dialogue that ends with the assistant's turn: the ids of the whole rendered
-    dialogue up to the last answer's end token, which is added where the template writes none. Targets are the
-    last answer, or every one, each from where generation begins it to its end token. ValueError says why a
-    dialogue cannot be encoded."""
+    """(ids, response mask) of a dialogue that ends with the assistant's turn, rendered up to the last
+    answer's end token, which is added where the template writes none. Targets are the last answer, or every one, each
+    from where generation begins it to its end token. ValueError says why a dialogue cannot be encoded."""
     if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError(SPECIAL)
     text = _render(tokenizer, messages)
@@ -448,8 +447,7 @@ def made_of(rows, make, name: str, shared=None) -> list:
 
 def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
     """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
-    row whose prompt leaves no room for a response, or with none, is dropped; both are counted and printed.
-    InputError if nothing is left."""
+    row without a response, or room for one, is dropped; both are counted. InputError if nothing is left."""
 
     def document(row, dialogue, tokens):
         nonlocal cut

@@ -118,8 +118,7 @@ def gather(values: list) -> list:
 
 def my_batches(items, size: int, n_tokens=None):
     """This rank's share of `items` in lists of at most `size`; n_tokens: an item's length, for like lengths
-    to share a list. Every rank gets the same number of lists, for a forward is a collective; a rank that runs
-    out of items gets empty ones."""
+    to share a list. Every rank gets as many lists, empty ones at last, for a forward is a collective."""
     items = sorted(items, key=lambda item: -n_tokens(item)) if n_tokens else list(items)
     mine = items[rank() :: world_size()]
     for start in range(0, math.ceil(len(items) / world_size()), size):
@@ -314,8 +313,7 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
 
 # -- checkpoints -----------------------------------------------------------------------------------
 def save_checkpoint(root, step: int, modules: dict, state: dict):
-    """Write `root`/step_N whole or not at all, point `root`/latest at it, then drop older ones. Loads on any
-    number of ranks.
+    """Write `root`/step_N whole or not at all, point `root`/latest at it, drop older ones. Any ranks load it.
 
     modules: {name: (model, its AdamW)}. state: what else resuming needs, as JSON (counters, positions).
       Random numbers have no state to keep: a generator is made from a seed where it is used."""

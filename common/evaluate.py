@@ -145,8 +145,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 def length_controlled(won, differences) -> float:
     """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
     characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
-    for the instruction). won: 0, 1/2 or 1 a prompt. The normal prior of a and b, of variance 1, keeps a
-    one-sided comparison finite."""
+    for the instruction). won: 0, 1/2 or 1 a prompt. A normal prior, of variance 1, keeps a and b finite."""
     won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
     deviation = d.std(correction=0)
     x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)

@@ -1,5 +1,4 @@
-"""What scripts measure on held-out documents and prompts before, while and after they train: losses, and the
-rows of samples.jsonl."""
+"""What scripts measure on held-out documents and prompts: losses, and answers as rows of samples.jsonl."""
 
 import itertools
 from functools import partial

@@ -80,8 +80,7 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
 
 
 def in_our_columns(row: dict) -> dict:
-    """A row of a public set, with our columns beside its own. Any other row, or one that has such columns of
-    ours already, stays as it is."""
+    """A row of a public set, with our columns beside its own; any other, or one that has them, as it is."""
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
         if set(names.split()) <= there:

@@ -133,8 +133,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
     """[(prompt, response)], the n of a prompt in a row, the same on every rank. Every rank must call it. The
     weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among the copies,
-    which decode in their own time. seed: an integer for this call; copies draw differently. options:
-    sampler.sample's."""
+    which decode in their own time and draw differently. seed: of this call. options: sampler.sample's."""
     copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
     mine = range(len(prompts))[copy::n_copies]
     options["seed"] = seed * 1000 + copy
@@ -173,8 +172,7 @@ def documents(pairs) -> list[Document]:
 
 
 def check_policy(name, tokenizer, args, sampled=True):
-    """InputError unless a policy of this name has the tokens of --model, positions for --max-length, and, if
-    it will be sampled, can be."""
+    """InputError unless this policy has --model's tokens, room for --max-length, and, if asked, can sample."""
     loading.check_causal_lm(name, tokenizer, args.chat_template)
     loading.check_room(args.max_length, name)
     if sampled:

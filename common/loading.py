@@ -1,8 +1,6 @@
-"""A name becomes a model: its tokenizer, a policy or a model with a scalar head, ready to train; and what
-is written of one at the end.
+"""A name becomes a model: its tokenizer, a policy or a model with a scalar head, ready to train; its export.
 
-A name is `tiny` (common/tiny.py), a run directory of one of the scripts, a folder written by save_pretrained,
-or a name on the hub.
+A name is `tiny` (common/tiny.py), a run directory, a folder of save_pretrained, or a name on the hub.
 """
 
 import gc
@@ -129,8 +127,7 @@ def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0
     method `head_outputs`: a *ForSequenceClassification (see _add_classifier), loaded like load_policy's.
 
     name: a causal LM, whose body it gets, with a new head drawn by `seed` (normal, deviation 1 / sqrt(hidden
-      size + 1): first scores of about unit size); or a model with such a head, which stays. InputError if it
-      has another one."""
+      size + 1): first scores of about unit size); or a model with such a head, which stays, and no other."""
     from transformers import AutoModelForSequenceClassification
 
     config = _read_config(name)
@@ -214,8 +211,7 @@ def _kind(config):
 
 
 def _read_config(name):
-    """The config of a model, without dropout; of a multimodal one that of its text part, if that is a causal
-    LM by itself."""
+    """The config of a model, without dropout; of a multimodal one that of its text part, if a causal LM."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = tiny.model().config if name == "tiny" else _from_hub(AutoConfig, name)

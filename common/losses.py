@@ -6,9 +6,8 @@ masked_mean alone, which use torch.where: what a mask leaves out has no effect, 
 
 A loss returns (loss, metrics). Its n_tokens or n_rows are the response tokens or pairs of the whole optimiser
 step, over all micro-batches and ranks, so that their gradients add up to those of one big batch; None: this
-batch's own. Metrics are detached sums of this batch alone, its own n_tokens or n_rows among them: they add up
-alike (ratio_max is a maximum). Losses never multiply by the number of ranks: dist.backward does, because FSDP
-averages gradients.
+batch's own. Metrics are detached sums of this batch alone, its own n_tokens or n_rows among them (ratio_max
+is a maximum). Losses never multiply by the number of ranks: dist.backward does, as FSDP averages gradients.
 
 Every function raises ValueError on unequal shapes, and a loss on an empty batch if its count is None; with a
 count an empty batch has loss 0.
@@ -75,8 +74,7 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     L = -(1 / n_rows) sum_b [ preference * log sigmoid(Delta - margin)
                               + (1 - preference) * log sigmoid(-Delta - margin) ]
     (InstructGPT, arXiv:2203.02155, eq. 1, without margin and preference; Llama 2, arXiv:2307.09288, eq. 2,
-    has the margin m; distilled RLAIF, arXiv:2309.00267, the soft labels. Given both, a margin asks more of
-    the side that a term prefers.)
+    has the margin m; distilled RLAIF, arXiv:2309.00267, soft labels. A margin asks more of each term's side.)
 
     chosen_scores, rejected_scores: (n,), reward units, gradient flows.
     margin: (n,) or None for 0, reward units, at least 0: m, in the loss and never in the accuracy.
@@ -99,8 +97,7 @@ def ranking_loss(scores, ranks, margin=None):
     """K ranked responses to one prompt: Bradley-Terry on all pairs of different rank, their mean.
 
     L = -(1 / n_pairs) sum_{i, j: ranks[i] < ranks[j]} log sigmoid(scores[i] - scores[j] - margin[i, j])
-    (InstructGPT, arXiv:2203.02155, eq. 1: the pairs of a prompt are one batch element, or each response would
-    be learnt K - 1 times an epoch.)
+    (InstructGPT, arXiv:2203.02155, eq. 1: a prompt's pairs are one batch element: a response is learnt once.)
 
     scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best, equal ranks are ties; may be on a CPU.
     margin: (K, K) or None for 0, reward units: as in bradley_terry_loss.
@@ -190,8 +187,7 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
 
 
 def length_penalty(scores, n_characters, coef):
-    """scores - coef * n_characters: what a best and a worst response are chosen by, so that length alone does
-    not win.
+    """scores - coef * n_characters: what a best and a worst response are chosen by, so that length does not win.
 
     (RLHF Workflow, arXiv:2405.07863, section 4.2's ablation, with coef = 0.001.)
 
@@ -286,8 +282,7 @@ def dpo_loss(
     L = -(1 / n_rows) sum_b [ p * log sigmoid(h) + (1 - p) * log sigmoid(-h) ]
     p = (1 - label_smoothing) * preference + label_smoothing * (1 - preference)
     (Rafailov et al., arXiv:2305.18290, eq. 7, where p = 1; E. Mitchell, "A note on DPO with noisy
-    preferences", 2023, has the label smoothing.) beta * (logprobs - ref_logprobs) is the implicit reward of a
-    response.
+    preferences", 2023, has label smoothing.) The implicit reward is beta * (logprobs - ref_logprobs).
 
     chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, with
       its end token, if it has one; gradient flows. ref_*: (n,), the same under the reference, no gradient.

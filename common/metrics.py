@@ -163,8 +163,7 @@ def print_table(rows: list[dict]):
 
 # -- intervals -------------------------------------------------------------------------------------
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
-    """{key, key_low, key_high}. An interval from fewer than 10 items is no evidence: their number stands in
-    its place, {key, key_n}."""
+    """{key, key_low, key_high}; of fewer than 10 items, which are no evidence, {key, key_n}, their number."""
     return {key: value, f"{key}_n": n} if n < 10 else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 

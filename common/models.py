@@ -22,8 +22,7 @@ def token_logprobs(
 ):  # fmt: skip
     """log pi(token t+1 | tokens <= t) for every action, computed only where action_mask is True.
 
-    input_ids: (B, T), right-padded: under causal attention no token sees the padding after it, so no
-      attention mask is needed.
+    input_ids: (B, T), right-padded: no token sees the padding after it, so there is no attention mask.
     action_mask: (B, T-1) bool, True where token t+1 is an action. temperature: divides the logits.
     position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
     places: (2, n), row and column of each True of action_mask; None: asked, and the device waited for.

@@ -26,8 +26,7 @@ def figure(panels=1, size=(4.8, 3.2)):
 
 
 def save(drawing, path):
-    """Write a figure; below each of its axes stands a legend, where it covers no curve, and the figure grows
-    by it."""
+    """Write a figure, which grows by the legends: each stands below its axes, where it covers no curve."""
     labels = [axis.get_legend_handles_labels()[1] for axis in drawing.axes]
     for axis in [axis for axis, texts in zip(drawing.axes, labels) if texts]:
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the ticks' label
@@ -69,8 +68,7 @@ def scorer(folder):
 
 def scores(folder, scorers: dict[str, list[dict]]):
     """`folder`/scores.png: accuracy against score difference, and scores of better and worse responses (of
-    the first scorer). scorers: {name: rows of metrics.pair_figures}; one without labelled pairs is left
-    out."""
+    the first scorer). scorers: {name: rows of metrics.pair_figures}; without pairs one is left out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if metrics.pairs_of(rows)}
     if not scorers:
         return None

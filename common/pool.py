@@ -82,8 +82,7 @@ class Pool:
 
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
-        not hold whole. Other rows of this iteration, of a chunk that a crash cut or of another plan, are left
-        out: a chunk is sampled whole."""
+        not hold whole. Rows of such a chunk, which a crash cut, are left out: a chunk is sampled whole."""
         held, numbers = collections.defaultdict(list), itertools.count()
         for row in self.rows:
             if row["iteration"] == iteration:

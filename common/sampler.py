@@ -175,8 +175,7 @@ def to_device(x, device):
 
 
 def choose(logits, temperature, top_p, top_k, generator=None):
-    """Draw one token a row: logits (S, V) -> (tokens (S,), log probabilities (S,) fp32 of the distribution
-    they were drawn from)."""
+    """Draw one token a row: logits (S, V) -> (tokens (S,), their log probabilities (S,) fp32, as drawn)."""
     if temperature == 0:  # a point mass: log 1 = 0
         largest, token = logits.float().max(-1)
         return token, largest * 0  # 0, or NaN where a logit is, for the check at the end
@@ -206,8 +205,7 @@ def _most_likely(probs, top_p, top_k):
 
 def _draw(probs, generator):
     """One draw a row from unnormalised probs (S, V) by inversion: the first token whose cumulated mass
-    exceeds a uniform share of the whole. A token of mass 0 adds nothing to the sum and so is never the
-    first."""
+    exceeds a uniform share of the whole, which one of mass 0 never is."""
     mass = probs.cumsum(-1)
     share = torch.rand(probs.shape[0], 1, device=probs.device, generator=generator) * mass[:, -1:]
     place = torch.searchsorted(mass, share, right=True).clamp_(max=probs.shape[-1] - 1)
@@ -401,8 +399,7 @@ def check_attention(config):
 
 
 def _check_model(model, prompts, max_new_tokens):
-    """Refuse what a ragged cache would get wrong, silently or not; then, once a model, try a short ragged
-    batch against plain forwards."""
+    """Refuse what a ragged cache would get wrong; once a model, try short ragged rows against plain ones."""
     config = model.config.get_text_config()
     kind, room = config.model_type, n_positions(config)
     longest = max(map(len, prompts)) + max_new_tokens

@@ -99,8 +99,7 @@ def try_functions(args):
 
 
 def _ask(terms, pairs, batch_size) -> list[tuple[float, dict[str, float]]]:
-    """(score, {part: its number}) of each of the pairs by functions, in batches. A sum's parts are its
-    functions."""
+    """(score, {part: its number}) of each pair by functions, in batches. A sum's parts are its functions."""
     answers = []
     for batch in split(pairs, batch_size):
         for by_term in zip(*(_call(term, batch) for term in terms)):
@@ -324,9 +323,8 @@ def load_gated(args, tokenizer, device) -> Gated:
 
 
 def load_value_model(scorer, tokenizer, prompts, args, device):
-    """The value model: the reward model, body and head; of an advantage model the row r of its head, with
-    the bias -mean e(x) over some prompts; for a function, or a scorer with other tokens, the first policy's
-    body and a head of 0."""
+    """The value model: the reward model, body and head; of an advantage model row r of its head, with bias
+    -mean e(x) over some prompts; for a function, or other tokens, the first policy's body and a head of 0."""
     scorer, checkpointing = scorer.scorer, args.gradient_checkpointing
     if scorer.functions or not scorer.same_tokens:
         model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)

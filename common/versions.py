@@ -87,8 +87,7 @@ class Versions:
         return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
 
     def study(self, version: int):
-        """What evaluate(policy, version, studies) says of a version, written to versions/N.json; its figures
-        are logged and printed."""
+        """Write what evaluate(policy, version, studies) says of a version; log and print its figures."""
         if version not in self.studies:
             policy = self.load(self.path(version))
             if version == self.last:
@@ -164,8 +163,7 @@ def gains_over(studies, version, names: dict) -> dict[str, float]:
 class Sweep:
     """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each
     at temperature 1, "curves": the expected largest and median score among N responses at each temperature,
-    and the best of K that can be selected, "temperature": the one where that is highest, "scorer": its
-    version}."""
+    and the best of K to select, "temperature": the one where that is highest, "scorer": its version}."""
 
     def __init__(self, held_out, scorer, tokenizer, args):
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
