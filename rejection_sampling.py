@@ -332,7 +332,6 @@ RECIPES = {
         "Llama 2's, four versions; prompts and models of your own",
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # the SFT model itself is not public
-            scorer="runs/reward",
             dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
             iterations=4,  # section 3.2.3: until V4 by rejection sampling alone
             prompts_per_iteration=None,

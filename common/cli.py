@@ -124,7 +124,6 @@ def not_tiny(args, defaults):
         is_tiny_model = value == "tiny" or len(tiny.WORDS) in sizes  # itself, or what was trained from it
         if is_data and not data.is_tiny(value) or is_model and not is_tiny_model:
             return f"--{name.replace('_', '-')} {value}"
-    return None
 
 
 def _parse_flags(recipes, name, argv):

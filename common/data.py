@@ -305,8 +305,8 @@ def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
     """(ids, response mask) of a dialogue that ends with the assistant's turn, rendered up to the last
-    answer's end token, which is added where the template writes none. Targets are the last answer, or every one, each
-    from where generation begins it to its end token. ValueError says why a dialogue cannot be encoded."""
+    answer's end token, which is added where the template writes none. Targets are the last answer, or every
+    one, from where generation begins it to its end token. ValueError says why a dialogue has no such form."""
     if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
         raise ValueError(SPECIAL)
     text = _render(tokenizer, messages)

@@ -348,8 +348,12 @@ def load_checkpoint(root, modules: dict) -> dict:
     import torch.distributed.checkpoint as dcp
 
     folder, state = Path(root) / (Path(root) / "latest").read_text(), checkpoint_state(root)
-    with warnings.catch_warnings(action="ignore"):
-        dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
+    except dcp.CheckpointException as error:
+        said = str(next(iter(error.failures.values()))[0]).split("\n")[0][:160]
+        raise InputError(f"{folder} is broken, or of another --model ({said}): try --overwrite") from None
     return state
 
 

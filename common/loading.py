@@ -80,7 +80,7 @@ def _end_of_turn(tokenizer, name) -> int:
     """The first special token after an assistant turn's text in the chat template; else the end token."""
     try:
         after = _after_answer(tokenizer)
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError) as error:
         raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
     special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
@@ -231,7 +231,7 @@ def _from_hub(auto_class, name, **options):
     """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
     try:
         return auto_class.from_pretrained(find_model(name), trust_remote_code=False, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # files that were cut raise many kinds
         own_code = "needs code of its own (trust_remote_code), which is not run here"
         why = own_code if "trust_remote_code" in str(error) else error
         raise InputError(f"{name}: {why}") from None

@@ -18,19 +18,17 @@ from torch.nn.functional import logsigmoid
 
 
 def masked_sum(x, mask, dim=None):
-    """Sum of x where mask is True.
+    """Sum of x where mask is True, a tensor.
 
-    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
-    Returns a tensor."""
+    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce; None: all."""
     _same_shape(x=x, mask=mask)
     return torch.where(mask, x, torch.zeros_like(x)).sum(dim)
 
 
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is True.
+    """Mean of x where mask is True, a tensor; ValueError where it would be of nothing.
 
-    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce, None for all.
-    Returns a tensor. Raises ValueError where a mean would be of nothing."""
+    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce; None: all."""
     total, count = masked_sum(x, mask, dim), mask.sum(dim)
     if (count == 0).any():
         raise ValueError("masked_mean: the mask keeps nothing, the mean of no values is undefined")
@@ -157,8 +155,7 @@ def kl_estimate(logprobs, ref_logprobs, kind="k1"):
     """Per-token estimates of KL(policy || reference) from tokens that the policy drew.
 
     With d = logprobs - ref_logprobs: k1 = d, unbiased, may be negative; k2 = d^2 / 2; k3 = exp(-d) - 1 + d,
-    unbiased and never negative (J. Schulman, "Approximating KL Divergence", 2020). Llama 2 and Qwen subtract
-    k1 from the reward.
+    unbiased and never negative (J. Schulman, "Approximating KL Divergence", 2020). The papers' penalty is k1.
 
     logprobs, ref_logprobs: the same shape, nats, gradient flows. kind: "k1", "k2" or "k3".
     Returns a tensor of that shape, nats. Raises ValueError on another kind."""
@@ -187,7 +184,7 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
 
 
 def length_penalty(scores, n_characters, coef):
-    """scores - coef * n_characters: what a best and a worst response are chosen by, so that length does not win.
+    """scores - coef * n_characters: what best and worst responses are chosen by, so that length does not win.
 
     (RLHF Workflow, arXiv:2405.07863, section 4.2's ablation, with coef = 0.001.)
 

@@ -204,8 +204,7 @@ def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
 
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
-    """As means: of responses of two policies to the same prompts the mean paired difference after - before,
-    with its normal 95 % interval."""
+    """As means: of two policies' responses to the same prompts the mean difference and its 95 % interval."""
     figures, n = {}, len(after)
     for key, column in columns.items():
         if after and column in after[0]:

@@ -30,8 +30,7 @@ def token_logprobs(
     gradient) of each of these distributions.
 
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
-    runs on chunks of the kept positions, of more than a few chunks once more in backward: a (B, T, V) tensor
-    of logits never exists."""
+    runs on chunks of kept positions, if many again in backward: no (B, T, V) tensor of logits ever exists."""
     rows, columns = action_mask.nonzero().T if places is None else places
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]

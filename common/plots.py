@@ -1,5 +1,4 @@
-"""Pictures of a run: functions of its folder, which they read and draw in. They return the figure, or None
-where there is nothing to draw."""
+"""Pictures of a run: functions of its folder, which return the figure, or None of nothing."""
 
 import math
 from pathlib import Path

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common import data, dist, formats, generate, metrics, scorers
 from common.batches import Row, split, turns_key
+from common.errors import InputError
 
 COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
 
@@ -20,6 +21,8 @@ COLUMNS = "prompt response response_ids finished iteration model temperature chu
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
     tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
+    if not Path(path).is_file():
+        raise InputError(f"--pool {path}: there is no such file")
     lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
 
     def fitting(row):
@@ -110,8 +113,8 @@ class Pool:
         if not old:  # a resumed run may have scored all of them before it was killed
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
-        size, pairs = self.args.score_batch_size, answers(old, prompts)
-        scores, self.parts = scorers.score_and_parts(scorer, pairs, size)
+        pairs = answers(old, prompts)
+        scores, self.parts = scorers.score_and_parts(scorer, pairs, self.args.score_batch_size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
         if self.parts or "parts" in self.rows[-1]:

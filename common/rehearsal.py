@@ -51,8 +51,7 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
 
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
-    each prompt, clustered and selected. Responses that did not end or have no words are none. Every rank must
-    call it."""
+    each prompt, if it ended and has words, clustered and selected. Every rank must call it."""
     with dist.consolidated(policy):
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
     pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))

@@ -44,7 +44,9 @@ def launch(main, recipes):
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
         said, where = " ".join(str(error).split()), ""
         if isinstance(error, NotFinite) and Run.current:
-            said = f"step {Run.current.next_step()}: {said}; {Run.current.last_checkpoint}"
+            state = Run.current.state  # a round of ppo.py is several optimiser steps
+            step = 1 + state.get("value_steps", state.get("first_step", 0) + state["step"])
+            said = f"step {step}: {said}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
             where = f" [rank {dist.rank()}]"
@@ -170,10 +172,6 @@ class Run:
             print(f"{why}: skipped")
         return {"iterations/skipped": in_a_row}
 
-    def next_step(self) -> int:
-        """The number of the optimiser step to come; a round of ppo.py is several."""
-        return 1 + self.state.get("value_steps", self.state.get("first_step", 0) + self.state["step"])
-
     # after the last round
     @torch.no_grad()
     def round_weights(self, model):
@@ -235,8 +233,10 @@ def find_run(args) -> str | None:
     if args.resume and begun:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    words = {name: x for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"}
-    for name, value in words.items() if outputs else ():  # start_run removes the outputs
+    words = [(name, x) for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"]
+    specs = [(name, x) for name, x in words if name.endswith(("dataset", "_data"))]
+    words += [(name, re.split("[?:]", part.strip())[0]) for name, spec in specs for part in spec.split(",")]
+    for name, value in words if outputs else ():  # start_run removes the outputs
         path = Path("/" if value in ("", "sft", "last", "previous") else value).resolve()  # words of flags
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
             flag = f"--{name.replace('_', '-')} {value}"

@@ -188,8 +188,7 @@ def choose(logits, temperature, top_p, top_k, generator=None):
 
 
 def _most_likely(probs, top_p, top_k):
-    """probs (S, V) -> (kept probabilities, most likely first and 0 where cut; their ids), cut by top_k, then
-    by top_p of what is left."""
+    """probs (S, V) -> (kept ones, likeliest first and 0 where cut; their ids): by top_k, then by top_p."""
     vocabulary = probs.shape[-1]
     if 0 < top_k < vocabulary:
         ranked, ids = probs.topk(top_k)
@@ -426,8 +425,7 @@ def _check_model(model, prompts, max_new_tokens):
 
 
 def n_positions(config) -> int:
-    """How many tokens a row may have. Of longrope the original length: a longer row turns its whole batch to
-    other rotary frequencies."""
+    """How many tokens a row may have. Of longrope the original length, beyond which frequencies change."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":

@@ -190,8 +190,7 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
 
 
 def version_of(spec, behind) -> str:
-    """The name and a fingerprint of what is behind it: rank 0's, for a copy of the files on another node has
-    other times."""
+    """The name and a fingerprint of what is behind it: rank 0's, for copies elsewhere have other times."""
     return dist.gather([f"{spec}@{zlib.crc32(json.dumps(behind).encode()):08x}"])[0]
 
 
@@ -235,8 +234,7 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
 
 
 def log_odds(scorer, duels, batch_size) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, response a, response b), by a scorer that compares, on
-    every rank; every rank must call it."""
+    """log P(a beats b) / P(b beats a) of each (prompt, a, b), by a scorer that compares. Every rank calls it."""
     return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 

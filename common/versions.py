@@ -120,7 +120,6 @@ class Versions:
         self.step += n_steps
         dist.save_model(self.policy, self.tokenizer, self.path(version))
         self.loaded = None if hasattr(self.policy, "merged") else self.path(version)  # adapters: see lora.py
-        self.made.append(version)
         run.modules = {}  # the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:

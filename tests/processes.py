@@ -312,8 +312,7 @@ def _arrange(moment, script):
             lambda self, path, **_: (f"versions/{n}.tmp" if n else "model.tmp") in str(path),
         )
     elif what == "summary":
-        for module in (run, pool):
-            before(module, "write_json", lambda path, value: str(path).endswith("summary.json"))
+        before(run, "write_json", lambda path, value: str(path).endswith("summary.json"))
     elif what == "pool":
         appends = itertools.count(1)
         name = lambda file: os.readlink(f"/proc/self/fd/{file}")
@@ -327,7 +326,7 @@ def _arrange(moment, script):
     elif what == "version":
         after(dist, "save_model", lambda model, tokenizer, path, *_: str(path).endswith(f"versions/{n}"))
     elif what == "studied":
-        before(pool, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
+        before(metrics, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
     elif what == "model":
         before(Path, "rename", lambda self, target: self.name == "model.tmp")
     elif what == "nan":

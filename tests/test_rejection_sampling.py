@@ -625,7 +625,7 @@ BAD = [
     ({"policy": "reward model"}, ["reward model", "causal language model"]),
     ({"policy": "other tokens"}, ["other tokens", "another vocabulary than --model"]),
     ({"model": "runs/sft"}, ["runs/sft", "python sft.py"]),
-    ({"pool": "nothing.jsonl"}, ["nothing.jsonl", "No such file"]),
+    ({"pool": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
     ({"pool": "strange.jsonl"}, ["strange.jsonl", "none of its 1 rows"]),
     ({"dataset": "same.jsonl"}, ["same.jsonl", "the prompt is in the held-out set"]),
     ({"dataset": "long.jsonl"}, ["long.jsonl:1", "longer than 56 tokens"]),
