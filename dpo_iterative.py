@@ -346,10 +346,10 @@ def main(args: Args):
             if not versions.began_training(iteration):  # else logged already, before --resume
                 run.log(row, versions.step, iteration)
 
-        # 4. train the newest policy on the new pairs, or --model on all so far; pi_0 is asked once, and freed
+        # 4. train the newest policy on the new pairs, or --model on all so far
         start = args.model if args.start_from == "sft" and pairs else latest
         iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
-        pi_0 = latest if args.reference == "last" else reference
+        pi_0 = latest if args.reference == "last" else reference  # asked once for each pair, then freed
         pairs_of[iteration] = pairs
         for i in iterations:
             if i not in pairs_of:  # they were made before this run was resumed

@@ -26,6 +26,7 @@ gives an object with the two methods of LanguageModel.
 import collections
 import contextlib
 import itertools
+import json
 import math
 import os
 import random
@@ -273,9 +274,8 @@ def asked(row) -> Question:
 
 def revise(rows, labeler, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
-    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. A
-    critique or revision without words, or a revision that did not end, leaves the response as it was; a first
-    answer that did not end and was never revised is none."""
+    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. One that
+    has no words or did not end changes nothing; a first answer that did not, and stays, is none."""
     calls = itertools.count()
 
     def write(questions) -> list[tuple[str, bool]]:
@@ -381,7 +381,8 @@ def read_items(args) -> list[Item]:
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
         about = {"prompt": prompt, **given}
         if args.task == "select":
-            about = {name: value for name, value in values.items() if name != "failed"}
+            about = json.loads(json.dumps(values, default=str))  # a file may hold dates
+            about.pop("failed", None)
         return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")

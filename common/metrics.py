@@ -82,13 +82,13 @@ def read_jsonl(path) -> list[dict]:
 
 
 def write_jsonl(path, rows: list[dict]):
-    _replace(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def append_jsonl(path, rows: list[dict]):
     """Append rows to `path`, on the disk when this returns."""
     with open(path, "a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -224,8 +224,7 @@ def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> 
 def against(before, after, tie_margin: float | None, prefix="", pairwise=False) -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
-    tie_margin None: a tenth of the standard deviation of the first one's scores, whose unit nobody knows; of
-    scores that are probabilities, as a pairwise oracle's, 0.1."""
+    tie_margin None: a tenth of the first one's standard deviation, 0.1 of a pairwise oracle's scores."""
     figures = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"

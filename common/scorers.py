@@ -234,7 +234,7 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
 
 
 def log_odds(scorer, duels, batch_size) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, a, b), by a scorer that compares. All ranks call it."""
+    """log P(a beats b) / P(b beats a) of each (prompt, a, b), by one that compares. All ranks call it."""
     return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 
