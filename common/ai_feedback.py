@@ -274,7 +274,7 @@ def asked(row) -> Question:
 
 def revise(rows, labeler, principles, args):
     """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
-    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. One that
+    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. What
     has no words or did not end changes nothing; a first answer that did not, and stays, is none."""
     calls = itertools.count()
 
