@@ -85,7 +85,7 @@ class LanguageModel:
         self.name, self.device, self.batch_size = name, device, args.batch_size
         self.tokenizer = loading.load_tokenizer(name, args.chat_template)
         dtype = dist.compute_dtype_of(device)
-        self.model = AutoModelForCausalLM.from_pretrained(loading.find_model(name), dtype=dtype)
+        self.model = loading.from_hub(AutoModelForCausalLM, name, dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         loading.check_forward(self.model)
         self.room = models.n_positions(self.model.config)
@@ -386,6 +386,7 @@ def read_items(args) -> list[Item]:
         return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
+    rows = comparisons.joined(rows) if args.task == "label" else rows
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
 
 
@@ -479,7 +480,7 @@ def check(args):
 
 
 def main(args: Args):
-    run = Run(args, "ai_feedback", check)
+    run = Run(args, f"ai_feedback {args.task}", check)
     if run.finished:
         return
 
@@ -489,7 +490,7 @@ def main(args: Args):
     # model
     names = [] if args.task in WITHOUT_LABELER else [args.model, *args.others]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
-    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+    start_run(args, run.stage, run.status, args.dataset)  # only now is an old run in output_dir replaced
 
     # what is there already
     path = run.folder / "rows.jsonl"

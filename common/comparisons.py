@@ -10,7 +10,7 @@ import zlib
 import torch
 
 from common import data, dist, metrics, models
-from common.batches import RATINGS, Comparison, Document, a_part, labelled_pairs, turns_key
+from common.batches import RATINGS, Comparison, a_part, labelled_pairs, of_each_comparison, turns_key
 from common.errors import InputError
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -30,7 +30,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
       pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
     per_prompt = collections.Counter()
-    rows = _joined(data.load_rows(spec, "preferences", split))
+    rows = joined(data.load_rows(spec, "preferences", split))
     labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
     tokens = data.by_shares(rows, labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
 
@@ -59,12 +59,12 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     return kept
 
 
-def _joined(rows):
+def joined(rows):
     """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
     which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
     joined, single = [], collections.defaultdict(list)
     for row in rows:
-        values, column = row.data, "label" if "label" in row.data else "score"
+        values, column = row.data, "score" if row.data.get("label") is None else "label"
         is_other = values.get("chosen") is not None or values.get("responses") is not None
         is_other |= not (values.get("prompt") or values.get("instruction"))
         if is_other or "completion" not in values or not isinstance(values.get(column), int | float):
@@ -282,12 +282,6 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
     return table
 
 
-def with_samples_only(comparison, samples) -> Comparison:
-    """The prompt with these responses (lists of ids) in place of the labelled ones."""
-    ids = tuple(torch.as_tensor(x, dtype=torch.int32) for x in samples)
-    return comparison._replace(samples=ids, response_ids=[], texts=[""], ranks=torch.zeros(0))
-
-
 def describe(comparison) -> dict:
     """A comparison as a row of samples.jsonl and of the measures in metrics.py, without its scores."""
     of_each = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
@@ -313,13 +307,9 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
     return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
 
 
+@torch.no_grad()
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
-    documents = []
-    for c in comparisons:
-        for response in c.response_ids:
-            ids = torch.cat([c.prompt_ids, response])
-            documents.append(Document(ids, torch.arange(len(ids)) >= len(c.prompt_ids), [], c.row))
-    logprobs = torch.tensor(models.seq_logprobs(model, documents, micro_batch_size))
-    return list(logprobs.split([len(c.response_ids) for c in comparisons]))
+    forward = lambda model, batch: models.response_logprobs(model, batch).cpu().split(batch.sizes)
+    return of_each_comparison(forward, model, comparisons, micro_batch_size, share_prompt=False)

@@ -42,10 +42,11 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         if len(weights) < len(parts) or min(weights) <= 0:
             raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
         # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
-        # place, so that a file sorted by length or topic is not cut at its end.
+        # prompt or place: completions of one prompt stay together, no sorted file is cut at its end.
         scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
         sizes = [round(weight * scale) for weight in weights]
-        parts = [a_part(rows, size, lambda row: row.where) for rows, size in zip(parts, sizes)]
+        name = lambda row: repr(row.data.get("prompt") or row.where)
+        parts = [a_part(rows, size, name) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than a collective may last
@@ -128,7 +129,8 @@ def _select(rows, items, source):
             raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
         if sign == "=":
             for i, row in enumerate(rows):
-                if column in row.data:
+                there = row.data.get(column) not in (None, "")
+                if there or column in row.data and value not in row.data:
                     rest = {name: cell for name, cell in row.data.items() if name != column}
                     rows[i] = row._replace(data={**rest, value: row.data[column]})
         else:
@@ -168,7 +170,7 @@ def _tiny_options(source):
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
     ValueError says what is wrong with it. docs/data.md lists the columns."""
-    if "messages" in row:
+    if row.get("messages") is not None:
         return check_messages(row["messages"], row.get("system")), True
     asked = question(row)
     if "completion" in row and "prompt" in row:

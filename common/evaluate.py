@@ -16,6 +16,7 @@ policies by the true reward where it is known, the tiny world's. docs/evaluate.m
 import gc
 import itertools
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,7 @@ def named(specs, flag, args) -> dict[str, str]:
     paths, folder = {}, Path(args.output_dir).resolve()
     for spec in specs:
         name, equals, path = spec.partition("=")
-        if not equals or ":" in name or Path(spec).exists():
+        if not equals or ":" in name or os.path.exists(spec):
             name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
         if name in paths:
             raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
@@ -115,9 +116,7 @@ def read_policies(args) -> tuple[dict[str, str], object]:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
     models, tokenizers = [path for path in paths.values() if path != "dataset"] or ["tiny"], []
     for path in models:
-        loading.check_causal_lm(path)
-        generate.check_sampled(path)
-        loading.check_room(args.max_length, path)
+        generate.check_policy(path, None, args)
         tokenizers.append(loading.load_tokenizer(path, args.chat_template, quiet=True))
         if not scorers.same_tokens(tokenizers[0], tokenizers[-1]):
             why = f"{path} has other tokens or another chat template than {models[0]}"

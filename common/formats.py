@@ -105,8 +105,6 @@ def read_file(path: Path):
                     raise TypeError(f"{type(row).__name__}, wanted an object")
                 if None in row:
                     raise TypeError("more cells than names above: put a text that holds commas in quotes")
-                if row and isinstance(row.get("category"), str):  # printed, so half a character becomes `?`
-                    row["category"] = row["category"].encode("utf-8", "replace").decode()
                 if row != ():
                     yield place, row
                 place += 1

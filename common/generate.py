@@ -172,7 +172,8 @@ def documents(pairs) -> list[Document]:
 
 
 def check_policy(name, tokenizer, args, sampled=True):
-    """InputError unless a policy has --model's tokens, room for --max-length and, if sampled, can be."""
+    """InputError unless a policy has the tokenizer's tokens (None: any), room for --max-length and, if
+    sampled, can be."""
     loading.check_causal_lm(name, tokenizer, args.chat_template)
     loading.check_room(args.max_length, name)
     if sampled:

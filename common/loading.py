@@ -17,6 +17,7 @@ from common.errors import InputError
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
 # Of an exported scorer: read_at_end_token
 CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
+TRAINED_HERE = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
 TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}  # its weights' names, alone
 
 
@@ -46,7 +47,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
     from transformers import AutoTokenizer
 
-    tokenizer = tiny.tokenizer() if name == "tiny" else _from_hub(AutoTokenizer, name)
+    tokenizer = tiny.tokenizer() if name == "tiny" else from_hub(AutoTokenizer, name)
     say = print if dist.is_main() and not quiet else lambda *_: None
     if chat_template:
         if not Path(chat_template).is_file():
@@ -122,24 +123,26 @@ def ask_policy(name, tokenizer, args, device, forward, *inputs):
     return values
 
 
-def load_scorer(name, tokenizer, n_outputs, gradient_checkpointing=False, seed=0):
+def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, seed=0):
     """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding, and the
     method `head_outputs`: a *ForSequenceClassification (see _add_classifier), loaded like load_policy's.
 
     name: a causal LM, whose body it gets, with a new head drawn by `seed` (normal, deviation 1 / sqrt(hidden
-      size + 1): first scores of about unit size); or a model with such a head, which stays, and no other."""
+      size + 1): first scores of about unit size); or a model with such a head, which stays, and no other.
+    n_outputs: 1 of a reward model, 2 of an advantage model; None: of either, trained here before."""
     from transformers import AutoModelForSequenceClassification
 
     config = _read_config(name)
     new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
+    ours = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
+    if not (n_outputs if new_head else ours and n_outputs in (None, outputs)):
+        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
+        other = f"a {_kind(config)}" if new_head else f"a classifier of {outputs} labels"
+        wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
+        raise InputError(f"{name} is {kinds[outputs] if ours else other}, wanted {wanted}")
     if new_head:
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
-    elif outputs != n_outputs or outputs == 2 and not hasattr(config, "advantage_model"):
-        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
-        ours = outputs == 1 or hasattr(config, "advantage_model")
-        kind = kinds.get(outputs) if ours else f"a classifier of {outputs} labels"
-        raise InputError(f"{name} is {kind}, wanted {kinds[n_outputs]} or a causal language model")
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))
     model = _read(AutoModelForSequenceClassification, name, config, seed)
@@ -172,18 +175,6 @@ def is_causal_lm(name) -> bool:
     return any(word in kind for word in ("causal", "ForCausalLM", "LMHeadModel"))
 
 
-def n_outputs(name) -> int:
-    """1 of a reward model, 2 of an advantage model; InputError for any other model."""
-    config = _read_config(name)
-    kind = _kind(config)
-    if "ForSequenceClassification" in kind:
-        if config.num_labels <= 2:
-            return config.num_labels
-        kind = f"classifier of {config.num_labels} labels"
-    ours = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
-    raise InputError(f"{name} is a {kind}, wanted {ours}")
-
-
 def check_causal_lm(name, tokenizer=None, chat_template=None):
     """InputError unless there is a causal language model of this name and, with `tokenizer`, its own, loaded
     with the same chat_template, has the same vocabulary."""
@@ -214,7 +205,7 @@ def _read_config(name):
     """The config of a model, without dropout; of a multimodal one that of its text part, if a causal LM."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = tiny.model().config if name == "tiny" else _from_hub(AutoConfig, name)
+    config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
     text = getattr(config, "text_config", None)
     if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
         text.text_part_of, text.dtype = _kind(config), config.dtype
@@ -227,7 +218,7 @@ def _read_config(name):
     return config
 
 
-def _from_hub(auto_class, name, **options):
+def from_hub(auto_class, name, **options):
     """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
     try:
         return auto_class.from_pretrained(find_model(name), trust_remote_code=False, **options)
@@ -253,7 +244,7 @@ def _read(auto_class, name, config, seed):
             model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
         return model
     options["key_mapping"] = TEXT_PART if hasattr(config, "text_part_of") else None
-    model, info = _from_hub(auto_class, name, config=config, output_loading_info=True, **options)
+    model, info = from_hub(auto_class, name, config=config, output_loading_info=True, **options)
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
     missing = sorted(set(info["missing_keys"]) - new_head)
     if missing:

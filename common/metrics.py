@@ -87,7 +87,7 @@ def write_jsonl(path, rows: list[dict]):
 
 def append_jsonl(path, rows: list[dict]):
     """Append rows to `path`, on the disk when this returns."""
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", errors="replace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
@@ -108,7 +108,7 @@ def write_json(path, value):
 def _replace(path, text):
     """Write `text` to `path`, whole or not at all."""
     temporary = Path(f"{path}.tmp")
-    temporary.write_text(text, "utf-8")
+    temporary.write_text(text, "utf-8", "replace")  # half a character becomes `?`
     os.replace(temporary, path)
 
 

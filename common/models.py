@@ -117,17 +117,6 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     return [torch.cat(part) for part in zip(*parts)]
 
 
-@torch.no_grad()
-def seq_logprobs(model, documents, micro_batch_size, temperature=1.0) -> list[float]:
-    """log pi(y | x) in nats, a sum over the response's tokens, of every document, on every rank; every rank
-    must call it. temperature: divides the logits."""
-    found, blocks = [], [[document._replace(number=i)] for i, document in enumerate(documents)]
-    for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
-        sums = logprobs(model, batch, temperature).cpu().double().sum(1)
-        found += zip((document.number for document in batch.documents), sums.tolist())
-    return [x for _, x in sorted(dist.gather(found))]
-
-
 def next_token_logprobs(model, input_ids, where, before=()):
     """log pi of every token that may follow some tokens: (n, V) fp32, nats. input_ids: (B, T), right-padded;
     where: (2, n), their rows and columns; before: token ids in front of every row, which are run once (not by
@@ -149,7 +138,7 @@ def next_token_logprobs(model, input_ids, where, before=()):
 
 @torch.no_grad()
 def mean_nll(model, blocks, micro_batch_size) -> float:
-    """Mean negative log likelihood of the response tokens of blocks (data.make_blocks), in nats, over all
+    """Mean negative log likelihood of the response tokens of blocks (batches.make_blocks), in nats, over all
     ranks. Every rank must call it."""
     sums = dist.Sums()
     for batch in batches.my_micro_batches(blocks, model, micro_batch_size):

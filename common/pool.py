@@ -32,7 +32,9 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
         key = turns_key(values["prompt"])
         if key not in lengths:
             raise ValueError("the prompt is not in --dataset")
-        if tokenizer.decode(values["response_ids"], skip_special_tokens=True) != values["response"]:
+        ids = values["response_ids"]
+        same = tokenizer.decode(ids, skip_special_tokens=True) == values["response"]
+        if not same or values["finished"] and ids[-1] != tokenizer.eos_token_id:
             ids = data.encode_responses(tokenizer, values["prompt"], [values["response"]])[1][0]
             values["response_ids"] = ids if values["finished"] else ids[:-1]
         if lengths[key] + len(values["response_ids"]) > max_length:

@@ -95,7 +95,7 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=(
     figures = {"baseline/sft_logprob_accuracy": metrics.accuracy(likelier)}
     prompts = list({c.key: c for c in [*held_out, *train]}.values())[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
-    return figures, [comparisons.with_samples_only(c, ids) for c, ids in zip(prompts, samples) if ids]
+    return figures, [c._replace(response_ids=[], samples=ids) for c, ids in zip(prompts, samples) if ids]
 
 
 def length_bias(model, sft_model, train, held_out, tokenizer, args) -> dict[str, float]:

@@ -176,8 +176,10 @@ class Run:
     @torch.no_grad()
     def round_weights(self, model):
         """To the dtype of model/, in place: held-out figures are then of what is exported."""
-        for weight in model.state_dict().values():
-            weight.copy_(weight.to(self.dtype))
+        weights = model.state_dict()
+        merged = model.merged({**weights}) if hasattr(model, "merged") else weights  # adapters, see lora.py
+        for name, weight in weights.items():  # an adapter is in its W now, and adds nothing
+            weight.copy_(merged[name].to(self.dtype) if name in merged else torch.zeros_like(weight))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
         """write_results of a script that trains one model.
@@ -234,8 +236,7 @@ def find_run(args) -> str | None:
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
     words = [(name, x) for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"]
-    specs = [(name, x) for name, x in words if name.endswith(("dataset", "_data"))]
-    words += [(name, re.split("[?:]", part.strip())[0]) for name, spec in specs for part in spec.split(",")]
+    words += [(name, part.strip()) for name, spec in words for part in re.split("[?:,]", spec)]
     for name, value in words if outputs else ():  # start_run removes the outputs
         path = Path("/" if value in ("", "sft", "last", "previous") else value).resolve()  # words of flags
         if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):

@@ -37,7 +37,7 @@ from common.losses import safety_gated_score
 
 # -- functions -------------------------------------------------------------------------------------
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
-TERM = re.compile(rf"\s*({NAMED})(?:=(.+?))?(?:\s*\*\s*(-?\d*\.?\d+))?\s*(?:\+(?=\s*{NAMED})|$)")
+TERM = re.compile(rf"\s*(({NAMED})(?:=(.+?))?)(?:\s*\*\s*(-?\d*\.?\d+))?\s*(?:\+(?=\s*{NAMED})|$)")
 WANTED = "wanted module:function or FILE.py:function"
 
 
@@ -52,7 +52,7 @@ def terms_of(spec) -> list[Term]:
     """The functions whose weighted sum is the score of this name; of a model's name none."""
     matches = list(TERM.finditer(spec))
     if "".join(match[0] for match in matches) == spec:
-        return [Term(named_function("--scorer", m[1]), float(m[3] or 1), m[1], m[2]) for m in matches]
+        return [Term(named_function("--scorer", m[2]), float(m[4] or 1), m[1], m[3]) for m in matches]
     if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
         raise InputError(f"--scorer {spec}: {WANTED}, or a sum of functions, f.py:a*0.7+f.py:b")
     return []
@@ -157,7 +157,7 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
         code = ""
         with contextlib.suppress(OSError, TypeError):  # of what is not written in Python there is none
             code = inspect.getsource(term.function)
-        with contextlib.suppress(InputError):  # the text may name a model, which can change
+        with contextlib.suppress(InputError, OSError):  # the text may name a model, which can change
             code = [code, loading.identity(term.text)] if term.text else code
         sources.append(code)
         try:
@@ -175,7 +175,7 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
         version = version_of(spec, sources if len(terms) > 1 else sources[0])
         return Scorer(spec, version, terms, pairwise=True in kinds)
     own = loading.load_tokenizer(spec, quiet=True)
-    model = loading.load_scorer(spec, own, loading.n_outputs(spec))
+    model = loading.load_scorer(spec, own)
     model = dist.shard(model.requires_grad_(False), device)
     version = version_of(spec, loading.identity(spec))
     scorer = Scorer(spec, version, (), model, own, same_tokens=same_tokens(own, tokenizer))

@@ -139,7 +139,6 @@ class Versions:
         summary = {**summary, "steps": self.step, "versions": figures}
         model, after = self.load(self.path(self.last)), figures[str(self.last)]
         self.run.write_results(model, self.tokenizer, rows, summary, before, after)
-        dist.barrier()
 
 
 # -- what is found out of a version ----------------------------------------------------------------

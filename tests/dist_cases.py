@@ -444,10 +444,17 @@ def saved(folder):
     model = descend()
     dist.save_model(model, TOKENIZER, folder / "saved by two")
     equal = same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
-    dist.save_model(model, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
-    Run.round_weights(SimpleNamespace(dtype=torch.bfloat16), model)
-    rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
-    return equal and same(rounded, state(model))
+    adapted = loading.load_policy("tiny", TOKENIZER, lora_rank=2)
+    for parameter in adapted.model.layers.parameters():
+        parameter.data.normal_(0, 0.1)
+    for each in (model, dist.shard(adapted, CPU)):
+        dist.save_model(each, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
+        Run.round_weights(SimpleNamespace(dtype=torch.bfloat16), each)
+        rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
+        weights = state(each)
+        adapters = [weights.pop(name) for name in list(weights) if "lora" in name]
+        equal = equal and same(rounded, weights) and not any(x.any() for x in adapters)
+    return equal and adapters != []
 
 
 def sharding(folder):

@@ -892,13 +892,19 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
     ended = succeeds(script(folder, pairs))
     assert {p.name for p in folder.iterdir()} == {"args.json", "rows.jsonl", "failed.jsonl", "summary.json"}
     written, summary = read_json(folder / "args.json"), read_json(folder / "summary.json")
-    assert written["stage"] == "ai_feedback" and written["args"]["task"] == "label"
+    assert written["stage"] == "ai_feedback label"
     assert f"wrote {folder}/rows.jsonl" in ended.out and f"alignment: {summary['alignment']:.4g}" in ended.out
     newest = (folder / "summary.json").stat().st_mtime_ns
     assert all(path.stat().st_mtime_ns <= newest for path in folder.iterdir())
     rows = read_jsonl(folder / "rows.jsonl")
     names = "prompt category is_safety row chosen rejected preference human ai".split()
     assert len(rows) == 40 and all(list(r) == names for r in rows)
+
+
+def test_completions_of_a_prompt_are_labelled_as_pairs(tmp_path):
+    rows = [{"prompt": "copy ant", "completion": text, "label": text == "ant"} for text in ("ant", "bear")]
+    found = run(tmp_path / "run", write_rows(tmp_path / "kto.jsonl", rows), model="gold_labeler:noisy")
+    assert [(r["chosen"], r["rejected"]) for r in found.rows] == [("ant", "bear")]
 
 
 @pytest.mark.parametrize(
@@ -920,8 +926,9 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     ended = script(folder, pairs, model="gold_labeler:dying", **options)
     assert ended.code == 9 and not (folder / "summary.json").exists()
     assert len(read_jsonl(folder / "rows.jsonl")) == 18  # three chunks of six
-    with pytest.raises(InputError, match="an unfinished run"):
-        run(folder, pairs, model="gold_labeler:noisy", **options)
+    for words, other in (("an unfinished run", {}), ("of ai_feedback label", {"task": "revise", "resume": True})):
+        with pytest.raises(InputError, match=words):
+            run(folder, pairs, model="gold_labeler:noisy", **options, **other)
     with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line
         file.write(whole.text.splitlines()[18][:50])
     # A second crash, after three more chunks: they do not hang on to the cut line

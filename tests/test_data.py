@@ -270,7 +270,7 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
 
 
 def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
-    (tmp_path / "r.jsonl").write_text('{"question": "q"}\n{"prompt": "p"}')
+    (tmp_path / "r.jsonl").write_text('{"question": "q", "prompt": null}\n{"question": null, "prompt": "p"}')
     rows = data.load_rows(f"{tmp_path / 'r.jsonl'}?question=prompt", "prompts")
     assert [row.data["prompt"] for row in rows] == ["q", "p"]
 
@@ -304,6 +304,9 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
     assert data.load_rows(", ".join(paths), "sft") == sum((data.load_rows(x, "sft") for x in paths), [])
     for part in chosen.values():  # a part is from all over the file, not its head
         assert len(part) == 100 or max(part) > 80
+    write(tmp_path / "a.jsonl", [{"prompt": f"p{i // 2}"} for i in range(300)])
+    some = [row.data["prompt"] for row in data.load_rows(f"{paths[0]}:0.5,{paths[1]}:0.5", "sft")[:100]]
+    assert len(set(some)) == 50  # completions of a prompt stay together
 
 
 def test_tiny_takes_options_and_the_split():

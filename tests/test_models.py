@@ -433,18 +433,17 @@ def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_
     assert loading.export_dtype("tiny", None) == torch.float32
 
 
-def test_n_outputs_of_a_run_and_of_what_is_none(tmp_path):
-    classifier(tmp_path / "model", 2)
+def test_without_a_number_of_outputs_only_a_scorer_of_ours_loads(tmp_path):
+    dist.save_model(loading.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
     (tmp_path / "summary.json").write_text("{}")
-    assert loading.n_outputs(str(tmp_path)) == 2
-    lm, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "five", 5)
-    kinds = {"tiny": "a causal language model", lm: "a LlamaForCausalLM", five: "a classifier of 5 labels"}
-    for name, kind in kinds.items():
+    assert loading.load_scorer(str(tmp_path), SMALL_WORDS).config.num_labels == 1
+    lm, two, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "2", 2), classifier(tmp_path / "5", 5)
+    kinds = {"tiny": "causal language model", lm: "LlamaForCausalLM", two: "classifier of 2 labels"}
+    for name, kind in {**kinds, five: "classifier of 5 labels"}.items():
         with pytest.raises(InputError) as error:
-            loading.n_outputs(name)
-        assert str(error.value).startswith(
-            f"{name} is {kind}, wanted a run of reward.py or advantage_model.py"
-        )
+            loading.load_scorer(name, Words(V))
+        wanted = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
+        assert str(error.value) == f"{name} is a {kind}, wanted {wanted}"
 
 
 # -- scores ------------------------------------------------------------------------------------
@@ -609,25 +608,6 @@ def test_no_place_at_all_still_connects_every_parameter(model, rows):
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-# -- seq_logprobs ------------------------------------------------------------------------------
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 9])
-def test_seq_logprobs_are_sums_over_responses_in_the_order_of_the_documents(micro_batch_size, tmp_path):
-    policy = loading.load_policy(causal(tmp_path, "llama"), Words(V))
-    documents = [document(seed, length) for seed, length in ((1, 5), (2, 9), (3, 3), (4, 9), (5, 4))]
-    got = models.seq_logprobs(policy, documents, micro_batch_size)
-    tokens = []
-    for d in documents:
-        ids = d.ids[None].long()
-        full = reference(policy, ids).detach().gather(-1, ids[:, 1:, None])[0, :, 0]
-        tokens.append(full[d.response_mask[1:]])
-    assert got == pytest.approx([x.sum().item() for x in tokens], abs=1e-4)
-    means = [x.mean().item() for x in tokens]
-    without_end = [x[:-1].sum().item() for x in tokens]
-    for wrong in (means, without_end, got[::-1]):
-        assert max(abs(a - b) for a, b in zip(got, wrong)) > 0.5
-    assert models.seq_logprobs(policy, [], 4) == []
-
-
 # -- shares_prompts ----------------------------------------------------------------------------
 def no_mask(forward):
     return lambda *args, attention_mask=None, **options: forward(*args, **options)
@@ -672,8 +652,7 @@ def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_pa
     hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
     expected = (hidden[:, 6] @ scorer.score.weight.T)[:, 0]
     dist.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
-    n_outputs = loading.n_outputs(str(tmp_path / "rm"))
-    again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, n_outputs, seed=1)  # no new head
+    again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, seed=1)  # no new head
     assert type(again) is type(scorer) and "ForSequenceClassification" in type(again).__name__
     for model in (scorer, again):
         torch.testing.assert_close(score(model, *answers), expected, rtol=0, atol=1e-5)

@@ -508,9 +508,11 @@ def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small,
     ],
 )
 def test_categories_may_have_any_name(small, tmp_path, name, category):
+    column = "subset" if name == "reward" else "category"
+
     def rows(kind, split):
         return [
-            {**row, "category": ("ant", category)[i % 2]} for i, row in enumerate(some_good(kind, split, 24))
+            {**row, column: ("ant", category)[i % 2]} for i, row in enumerate(some_good(kind, split, 24))
         ]
 
     ended = run_on(name, small, tmp_path, rows, plots=True)

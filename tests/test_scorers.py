@@ -377,6 +377,7 @@ def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
     scorers.try_functions(args)
     for spec, why in (
         (args.scorer, "runs/no_such"),
+        (f"{args.scorer}{'x' * 300}", "runs/no_such"),
         ("common.tiny:gold_scorer=ant", "wanted a function of one text"),
     ):
         with pytest.raises(InputError, match=why):
@@ -387,7 +388,7 @@ def test_files_modules_texts_and_weights_are_told_apart(monkeypatch):
     monkeypatch.setattr(scorers, "named_function", lambda flag, spec: spec)
     windows, unix = r"C:\x y\a.py:f", "../c++/b.py:g"
     got = scorers.terms_of(f"{windows}*0.7+{unix}+m.n:h=org/a+b*-2")
-    want = [(windows, 0.7, windows, None), (unix, 1, unix, None), ("m.n:h", -2, "m.n:h", "org/a+b")]
+    want = [(windows, 0.7, windows, None), (unix, 1, unix, None), ("m.n:h", -2, "m.n:h=org/a+b", "org/a+b")]
     assert got == want
     models = ["tiny", "runs/reward", "org/a+b", r"C:\runs\reward", "../a-b.c"]
     assert [scorers.terms_of(name) for name in models] == [[]] * 5
