@@ -70,7 +70,7 @@ class Args:
     eval_every: int = 50
     """Steps between held-out losses; 0: only before and after training."""
     sample_prompts: int = 200
-    """Held-out prompts to answer before and after training, for samples.jsonl and the gold score; 0: none."""
+    """Held-out prompts to answer before and after training, for length and gold score; 0: none."""
     max_new_tokens: int = 32
     """Longest sampled response."""
     slots: int = 64

@@ -320,10 +320,10 @@ def load_gated(args, tokenizer, device) -> Gated:
     return Gated(scorer, safety, args)
 
 
-def load_value_model(scorer, tokenizer, prompts, args, device):
+def load_value_model(gated, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model row r of its head, with bias
     -mean e(x) over some prompts; for a function, or other tokens, the first policy's body and a head of 0."""
-    scorer, checkpointing = scorer.scorer, args.gradient_checkpointing
+    scorer, checkpointing = gated.scorer, args.gradient_checkpointing
     if scorer.functions or not scorer.same_tokens:
         model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         torch.nn.init.zeros_(model.score.weight)
