@@ -125,7 +125,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
     values = row.data
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
-    labels = {"category": None if category is None else str(category)}
+    labels = {"category": category if category is None else str(category).encode("utf-8", "replace").decode()}
     if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)
@@ -144,10 +144,8 @@ def _labelled(row, min_score_gap) -> Comparison:
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
-    elif "completion" in values and data.question(values) and values.keys() & {"label", "score"}:
-        raise ValueError("no other completion of its prompt has another label or score")
     else:
-        raise data.WrongColumns(values, "preference")
+        raise _no_pair(values)
     if len({text.strip() for text in texts}) < 2:
         raise ValueError("the responses are the same")
     for text in texts:
@@ -199,7 +197,7 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     responses = values.get("responses")
     if responses is None:
         if not {"chosen", "rejected"} <= values.keys():
-            raise data.WrongColumns(values, "preference")
+            raise _no_pair(values)
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
         return prompt, texts, 1.0 if label is None else label
@@ -243,6 +241,13 @@ def _ranks(grades, gap):
         fall = grades[above] - grades[i]
         ranks[i] = ranks[above] + (fall > 0 and fall >= gap)
     return ranks
+
+
+def _no_pair(values) -> ValueError:
+    """What is wrong with a row that has neither two sides nor responses."""
+    if "completion" in values and data.question(values) and values.keys() & {"label", "score"}:
+        return ValueError("no other completion of its prompt has another label or score")
+    return data.WrongColumns(values, "preference")
 
 
 def _pair(values):
@@ -311,5 +316,7 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
     """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
     every rank. Every rank must call it."""
-    forward = lambda model, batch: models.response_logprobs(model, batch).cpu().split(batch.sizes)
-    return of_each_comparison(forward, model, comparisons, micro_batch_size, share_prompt=False)
+    each = [c._replace(response_ids=[ids]) for c in comparisons for ids in c.response_ids]
+    forward = lambda model, batch: models.response_logprobs(model, batch).tolist()
+    logprobs = of_each_comparison(forward, model, each, micro_batch_size, share_prompt=False)
+    return list(torch.tensor(logprobs).split([len(c.response_ids) for c in comparisons]))

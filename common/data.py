@@ -45,7 +45,10 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         # prompt or place: completions of one prompt stay together, no sorted file is cut at its end.
         scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
         sizes = [round(weight * scale) for weight in weights]
-        name = lambda row: repr(row.data.get("prompt") or row.where)
+        def name(row):
+            prompt = [row.data.get(column) for column in ("prompt", "instruction", "input")]
+            return repr(prompt) if any(prompt) else row.where
+
         parts = [a_part(rows, size, name) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))

@@ -387,16 +387,17 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export with save_pretrained to `path`, whole or not at all: written beside it, then renamed."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+    if hasattr(model, "merge_adapters"):  # see lora.py
+        model.merge_adapters(model.state_dict())
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main():
-        weights = model.merged(weights) if hasattr(model, "merged") else weights  # adapters, see lora.py
         path, temporary = Path(path), Path(f"{path}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         with torch.device("meta"):  # to save from: no second copy of the weights, and not sharded
             skeleton = type(model)(copy.deepcopy(model.config)).to(dtype)
         skeleton.generation_config = getattr(model, "generation_config", None)
         tied = skeleton.all_tied_weights_keys  # by now copies of others, that need no place in the file
-        weights = {name: weight.to(dtype) for name, weight in weights.items() if name not in tied}
+        weights = {k: x.to(dtype) for k, x in weights.items() if k not in tied and ".lora_" not in k}
         skeleton.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)

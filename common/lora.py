@@ -40,14 +40,15 @@ def attach(model, rank: int, seed: int):
         bound = 1 / math.sqrt(layer.in_features)
         if not layer.weight.is_meta:  # ranks other than 0 get theirs from it
             nn.init.uniform_(layer.lora_a, -bound, bound, generator)
-    model.lr_factor, model.merged = LR_FACTOR, merged
+    model.lr_factor, model.merge_adapters = LR_FACTOR, merge_adapters
     return model
 
 
-def merged(weights: dict) -> dict:
-    """Whole weights by name, without adapters: each is in its W."""
+def merge_adapters(weights: dict):
+    """Add each adapter to its W, in place, and set its B to 0: the model computes what it did. weights: a
+    state dict, of shards too; every rank must call it."""
     for name in [name for name in weights if name.endswith(".lora_a")]:
-        layer, a = name.removesuffix("lora_a"), weights.pop(name)
-        change = weights.pop(f"{layer}lora_b") @ a * (ALPHA / len(a))
-        weights[f"{layer}weight"] = weights[f"{layer}weight"] + change  # not in place: it is the model's own
-    return weights
+        layer, a = name.removesuffix("lora_a"), weights[name]
+        b = weights[f"{layer}lora_b"]
+        weights[f"{layer}weight"].add_(b @ a, alpha=ALPHA / len(a))
+        b.zero_()

@@ -33,10 +33,11 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
         if key not in lengths:
             raise ValueError("the prompt is not in --dataset")
         ids = values["response_ids"]
-        same = tokenizer.decode(ids, skip_special_tokens=True) == values["response"]
-        if not same or values["finished"] and ids[-1] != tokenizer.eos_token_id:
+        if tokenizer.decode(ids, skip_special_tokens=True) != values["response"]:
             ids = data.encode_responses(tokenizer, values["prompt"], [values["response"]])[1][0]
             values["response_ids"] = ids if values["finished"] else ids[:-1]
+        elif values["finished"]:  # a teacher may end with another token
+            values["response_ids"] = [*ids[:-1], tokenizer.eos_token_id]
         if lengths[key] + len(values["response_ids"]) > max_length:
             raise ValueError(f"longer than {max_length} tokens (--max-length)")
         return values

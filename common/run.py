@@ -177,9 +177,10 @@ class Run:
     def round_weights(self, model):
         """To the dtype of model/, in place: held-out figures are then of what is exported."""
         weights = model.state_dict()
-        merged = model.merged({**weights}) if hasattr(model, "merged") else weights  # adapters, see lora.py
-        for name, weight in weights.items():  # an adapter is in its W now, and adds nothing
-            weight.copy_(merged[name].to(self.dtype) if name in merged else torch.zeros_like(weight))
+        if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
+            model.merge_adapters(weights)
+        for weight in weights.values():
+            weight.copy_(weight.to(self.dtype))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
         """write_results of a script that trains one model.

@@ -119,7 +119,7 @@ class Versions:
         yield from run.steps(n_steps)
         self.step += n_steps
         dist.save_model(self.policy, self.tokenizer, self.path(version))
-        self.loaded = None if hasattr(self.policy, "merged") else self.path(version)  # adapters: see lora.py
+        self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)  # see lora.py
         run.modules = {}  # the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:

@@ -452,9 +452,9 @@ def saved(folder):
         Run.round_weights(SimpleNamespace(dtype=torch.bfloat16), each)
         rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
         weights = state(each)
-        adapters = [weights.pop(name) for name in list(weights) if "lora" in name]
-        equal = equal and same(rounded, weights) and not any(x.any() for x in adapters)
-    return equal and adapters != []
+        adapters = {name: weights.pop(name) for name in list(weights) if "lora" in name}
+        equal = equal and same(rounded, weights) and not any(adapters[x].any() for x in adapters if "lora_b" in x)
+    return equal and adapters != {}
 
 
 def sharding(folder):
