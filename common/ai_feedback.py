@@ -386,7 +386,8 @@ def read_items(args) -> list[Item]:
         return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
-    rows = comparisons.joined(rows) if args.task == "label" else rows
+    if args.task == "label":
+        rows = comparisons.joined(rows)
     return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
 
 
@@ -490,7 +491,8 @@ def main(args: Args):
     # model
     names = [] if args.task in WITHOUT_LABELER else [args.model, *args.others]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
-    start_run(args, run.stage, run.status, args.dataset)  # only now is an old run in output_dir replaced
+    # only now is an old run in output_dir replaced; its rows are told by their numbers in --dataset
+    start_run(args, run.stage, run.status, args.dataset)
 
     # what is there already
     path = run.folder / "rows.jsonl"

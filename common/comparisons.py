@@ -18,7 +18,7 @@ MARGINS = {  # Llama 2, table 27: m by rating
     "large": dict(zip(RATINGS, (3, 2, 1, 0))),
 }
 
-PROMPT = ("system", "prompt", "instruction", "input")  # the columns of a prompt
+PROMPT = ("system", *data.QUESTION)  # the columns of a prompt
 
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
@@ -62,13 +62,13 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 def joined(rows):
     """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
     which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
-    joined, single = [], collections.defaultdict(list)
+    kept, single = [], collections.defaultdict(list)
     for row in rows:
         values, column = row.data, "score" if row.data.get("label") is None else "label"
         is_other = values.get("chosen") is not None or values.get("responses") is not None
         is_other |= not (values.get("prompt") or values.get("instruction"))
         if is_other or "completion" not in values or not isinstance(values.get(column), int | float):
-            joined.append(row)
+            kept.append(row)
         else:
             single[column, repr([values.get(name) for name in PROMPT])].append(row)
     for (column, _), rows in single.items():
@@ -77,9 +77,9 @@ def joined(rows):
             sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
             if column == "score":
                 sides.update(chosen_score=a.data["score"], rejected_score=b.data["score"])
-            joined.append(a._replace(data={**a.data, **sides}))
-        joined += [] if pairs else rows
-    return joined
+            kept.append(a._replace(data={**a.data, **sides}))
+        kept += [] if pairs else rows
+    return kept
 
 
 def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
@@ -125,7 +125,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
     values = row.data
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
-    labels = {"category": category if category is None else str(category).encode("utf-8", "replace").decode()}
+    labels = {"category": data.printable(category)}
     if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values)
         ranks = _ranks(grades, min_score_gap)

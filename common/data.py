@@ -27,6 +27,7 @@ from common.formats import WrongColumns, columns
 # -- rows ------------------------------------------------------------------------------------------
 PART = re.compile(r"(.+?)(?:\?(.+?))?(?::(\d*\.?\d+))?")  # of a mixture: source ? items : weight
 ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
+QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
 TINY = {"seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety"}
 TINY |= {"kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+"}
 
@@ -41,21 +42,23 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     if weights:
         if len(weights) < len(parts) or min(weights) <= 0:
             raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
-        # The largest mixture of these proportions that needs no row twice. Which rows: by the hash of their
-        # prompt or place: completions of one prompt stay together, no sorted file is cut at its end.
+        # The largest mixture of these proportions that needs no row twice
         scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
         sizes = [round(weight * scale) for weight in weights]
-        def name(row):
-            prompt = [row.data.get(column) for column in ("prompt", "instruction", "input")]
-            return repr(prompt) if any(prompt) else row.where
-
-        parts = [a_part(rows, size, name) for rows, size in zip(parts, sizes)]
+        parts = [a_part(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than a collective may last
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
     return rows
+
+
+def _prompt_or_place(row):
+    """What tells which rows a mixture takes (a_part hashes it): completions of one prompt stay together, no
+    sorted file is cut at its end."""
+    prompt = [row.data.get(column) for column in QUESTION]
+    return repr(prompt) if any(prompt) else row.where
 
 
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
@@ -132,8 +135,8 @@ def _select(rows, items, source):
             raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
         if sign == "=":
             for i, row in enumerate(rows):
-                there = row.data.get(column) not in (None, "")
-                if there or column in row.data and value not in row.data:
+                has_value = row.data.get(column) not in (None, "")
+                if has_value or column in row.data and value not in row.data:
                     rest = {name: cell for name, cell in row.data.items() if name != column}
                     rows[i] = row._replace(data={**rest, value: row.data[column]})
         else:
@@ -203,6 +206,11 @@ def question(row):
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, wanted text")
     return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
+
+
+def printable(value) -> str | None:
+    """A category as text, in which half a character becomes `?`."""
+    return None if value is None else str(value).encode("utf-8", "replace").decode()
 
 
 def is_dialogue(value):

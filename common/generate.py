@@ -28,8 +28,7 @@ class Prompt(NamedTuple):
 
     @property
     def category(self) -> str | None:
-        category = self.row.data.get("category")
-        return None if category is None else str(category).encode("utf-8", "replace").decode()
+        return data.printable(self.row.data.get("category"))
 
 
 def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:

@@ -135,7 +135,8 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
     config = _read_config(name)
     new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
     ours = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
-    if not (n_outputs if new_head else ours and n_outputs in (None, outputs)):
+    fits = n_outputs is not None if new_head else ours and n_outputs in (None, outputs)
+    if not fits:
         kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
         other = f"a {_kind(config)}" if new_head else f"a classifier of {outputs} labels"
         wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE

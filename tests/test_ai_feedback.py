@@ -892,7 +892,7 @@ def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
     ended = succeeds(script(folder, pairs))
     assert {p.name for p in folder.iterdir()} == {"args.json", "rows.jsonl", "failed.jsonl", "summary.json"}
     written, summary = read_json(folder / "args.json"), read_json(folder / "summary.json")
-    assert written["stage"] == "ai_feedback label"
+    assert written["stage"] == "ai_feedback label" and written["args"]["task"] == "label"
     assert f"wrote {folder}/rows.jsonl" in ended.out and f"alignment: {summary['alignment']:.4g}" in ended.out
     newest = (folder / "summary.json").stat().st_mtime_ns
     assert all(path.stat().st_mtime_ns <= newest for path in folder.iterdir())

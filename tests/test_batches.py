@@ -215,8 +215,7 @@ def test_gradients_of_response_logprobs_are_those_of_plain_log_softmax(policy, m
 
 @torch.no_grad()
 def test_samples_alone_are_scored(scorer):
-    samples = torch.tensor([7, 8, 9]), torch.tensor([10])
-    c = comparison(1, 5, 4, 7)._replace(response_ids=[], samples=samples)
+    c = comparison(1, 5, 4, 7)._replace(response_ids=[], samples=[torch.tensor([7, 8, 9]), torch.tensor([10])])
     batch = collate_comparisons([c], PAD)
     assert batch.sizes == [2] and c.n_tokens == 5 + 3 + 1
     torch.testing.assert_close(outputs(scorer, batch), plain_outputs(scorer, [c]), rtol=0, atol=1e-5)

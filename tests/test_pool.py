@@ -87,9 +87,9 @@ def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
 def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path):
     right = [row(A, "ant cat"), row(A, "ant", finished=False), row(B, "bear")]
     wrong = [{**r, "response_ids": r["response_ids"][::-1] + [9, 9]} for r in right[:2]] + right[2:]
-    wrong[2] = {**right[2], "response_ids": [*right[2]["response_ids"][:-1], TOKENIZER.bos_token_id]}  # the same text, another end
+    wrong[2] = {**right[2], "response_ids": [*right[2]["response_ids"][:-1], TOKENIZER.bos_token_id]}
     path = write_rows(tmp_path / "pool.jsonl", wrong)
-    # an end token for what had ended, for the other none
+    # an end token, ours, for what had ended, for the other none
     assert pool.take(path, [A, B], TOKENIZER, 64) == right
 
 

@@ -508,11 +508,12 @@ def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small,
     ],
 )
 def test_categories_may_have_any_name(small, tmp_path, name, category):
-    column = "subset" if name == "reward" else "category"
+    columns = ("category", "subset" if name == "reward" else "category")
 
     def rows(kind, split):
         return [
-            {**row, column: ("ant", category)[i % 2]} for i, row in enumerate(some_good(kind, split, 24))
+            {**row, columns[i // 2 % 2]: ("ant", category)[i % 2]}
+            for i, row in enumerate(some_good(kind, split, 24))
         ]
 
     ended = run_on(name, small, tmp_path, rows, plots=True)
