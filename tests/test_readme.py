@@ -88,11 +88,9 @@ def test_flags_in_the_text_are_those_of_a_program():
     assert len(flags) > 60 and {flag.replace("-", "_") for flag in flags} <= fields | others
 
 
-def test_the_readme_is_short_and_has_the_one_line_that_tests():
-    lines = README.splitlines()
-    tests = [line for line in lines if "-m pytest" in line]
+def test_the_readme_has_one_line_that_installs_and_tests():
+    tests = [line for line in README.splitlines() if "-m pytest" in line]
     assert len(tests) == 1 and tests[0].startswith("python3 -m venv")  # it makes all it needs
-    assert len(lines) < 250 and not [line for line in lines if len(line) > 110 and line not in tests]
 
 
 def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
@@ -118,11 +116,6 @@ def test_what_is_made_again_are_the_commands_of_the_docs(monkeypatch):
     log = (ROOT / "docs" / "results" / "reproduce.txt").read_text("utf-8").splitlines()
     listed = [reproduce.in_short(*place) for place, file in made.items() if file]
     assert [line.split("\t")[0] for line in log] == listed
-
-
-def test_cells_of_tables_are_short():
-    cells = [cell for line in TEXT.splitlines() if line.startswith("| ") for cell in line.split(" | ")]
-    assert len(cells) > 500 and not [cell for cell in cells if len(cell.split()) > 25]
 
 
 def test_links_lead_somewhere_and_every_page_is_reached():

@@ -3,8 +3,10 @@ each algorithm, copied out with what it needs, takes a step."""
 
 import ast
 import importlib
+import io
 import re
 import shutil
+import tokenize
 
 import processes
 import pytest
@@ -31,7 +33,6 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
 LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
 COMMON = sorted(path.stem for path in (ROOT / "common").glob("*.py") if path.stem != "__init__")
 NEEDED = {"losses", "batches", "models", "dist", "errors"}  # what an algorithm may use
-LINES = dict(zip(SCRIPTS, (235, 305, 310, 375, 530, 475)))
 VAGUE = """found some numbers parts asked both known ours theirs held about rest how ask it told now them these those
 others out said of at by one two""".split()
 
@@ -40,8 +41,17 @@ def tree_of(name):
     return ast.parse((ROOT / f"{name}.py").read_text())
 
 
-def n_lines(name):
-    return (ROOT / f"{name}.py").read_text().count("\n")
+def n_code_lines(name):
+    """Lines that hold code: docstrings, comments and blank lines are free, so that no feature costs a sentence."""
+    source, no_code = (ROOT / f"{name}.py").read_text(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in no_code and token.string.strip():
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lines.difference_update(range(node.lineno, node.end_lineno + 1))
+    return len(lines)
 
 
 def imports(tree):
@@ -95,14 +105,9 @@ def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
     assert not stored & set(VAGUE)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_keeps_its_budget_of_lines(name):
-    assert n_lines(name) <= LINES[name]
-
-
-def test_all_scripts_and_common_keep_their_budgets_of_lines():
-    assert sum(map(n_lines, SCRIPTS)) < 2400
-    assert sum(n_lines(f"common/{name}") for name in COMMON) < 7000
+def test_scripts_and_common_keep_their_budgets_of_code_lines():
+    assert sum(map(n_code_lines, SCRIPTS)) <= 1650
+    assert sum(n_code_lines(f"common/{name}") for name in COMMON) <= 5300
 
 
 STEP = """
