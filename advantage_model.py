@@ -111,8 +111,9 @@ class Args:
     """The run directory."""
     save_every: int = 250
     """Steps between checkpoints, of which the last is kept; 0: none."""
-    save_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights in model/. None: the dtype of the model that training starts from."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
+    away; held-out metrics before and after rounding are then printed."""
     seed: int = 0
     """Of the data order, the samples and a new head."""
     resume: bool = False
@@ -252,8 +253,7 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: is e(x) the policy's mean reward; do length or its log probability rank as well
-    run.round_weights(model)  # to the dtype of model/: what is evaluated is what is exported
-    after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
+    after = {**run.evaluate_export(model, evaluate), **metrics.known_figures(evaluate.samples)}
     figures = reward_evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
     loading.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(

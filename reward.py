@@ -99,8 +99,9 @@ class Args:
     """The run directory."""
     save_every: int = 250
     """Steps between checkpoints, of which the last is kept; 0: none."""
-    save_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights in model/. None: the dtype of the model that training starts from."""
+    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
+    away; held-out metrics before and after rounding are then printed."""
     seed: int = 0
     """Of the data order, the samples and a new head."""
     resume: bool = False
@@ -195,8 +196,7 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: accuracy, calibration, and the baselines: length, the SFT model's log probability
-    run.round_weights(model)  # to the dtype of model/: what is evaluated is what is exported
-    after = {**evaluate(model), **metrics.known_figures(evaluate.samples)}
+    after = {**run.evaluate_export(model, evaluate), **metrics.known_figures(evaluate.samples)}
     length_figures = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None clears an earlier stage's too

@@ -302,12 +302,6 @@ def _fit_embeddings(model, n_tokens):
 
 
 # -- what is written ------------------------------------------------------------------------------
-def export_dtype(start, save_dtype: str | None) -> torch.dtype:
-    """What model/ is written in: --save-dtype, or the dtype of `start`, the model that the run began from."""
-    dtype = getattr(torch, save_dtype) if save_dtype else _read_config(start).dtype
-    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-
-
 def read_at_end_token(model, tokenizer):
     """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
     what its chat template writes after an answer's end token is cut, for transformers' own classifier, and so

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import data, dist, loading, metrics
+from common import data, dist, metrics
 from common.cli import check_flags, parse
 from common.errors import InputError, NotFinite
 from common.metrics import read_json, write_json
@@ -105,8 +105,7 @@ class Run:
         optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run."""
         start_run(self.args, self.stage, self.status, held_out)
         Run.current, self.modules = self, modules or {}
-        # now, for the model it is taken from may be gone at the end
-        self.dtype = loading.export_dtype(self.args.model, self.args.save_dtype)
+        self.dtype = getattr(torch, self.args.save_dtype)  # of model/
         self.state.update(state or {})
         if self.resumed and modules:
             self.state.update(dist.load_checkpoint(self.checkpoint, modules))
@@ -173,9 +172,22 @@ class Run:
         return {"iterations/skipped": in_a_row}
 
     # after the last round
+    def evaluate_export(self, model, evaluate, metrics_of=lambda result: result):
+        """Give the model the weights that model/ will have (round_weights), and return evaluate(model): the
+        metrics are then of the exported model. If --save-dtype rounds, evaluate before that too, and print
+        in one line which held-out metrics it changed. metrics_of: evaluate's result -> {name: number}."""
+        full = {} if self.dtype == torch.float32 else metrics_of(evaluate(model))
+        self.round_weights(model)
+        result = evaluate(model)
+        rounded = metrics_of(result) if full else {}
+        pairs = [f"{key} {full[key]:.6g} -> {rounded[key]:.6g}" for key in full if key.startswith("eval/")]
+        if pairs and dist.is_main():
+            print(f"rounding the weights for --save-dtype {self.args.save_dtype}: {', '.join(pairs)}")
+        return result
+
     @torch.no_grad()
     def round_weights(self, model):
-        """To the dtype of model/, in place: held-out figures are then of what is exported."""
+        """Round to the dtype of model/, in place; LoRA's adapters are merged first."""
         weights = model.state_dict()
         if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
             model.merge_adapters(weights)
@@ -210,7 +222,7 @@ class Run:
                 plot(self.folder)
             write_json(self.folder / "summary.json", summary)
             metrics.print_results(before, after, shown, samples)
-            hint = "" if self.dtype == torch.float32 else ": rounded, --save-dtype float32 keeps all of it"
+            hint = "" if self.dtype == torch.float32 else ": rounded; --save-dtype float32 keeps the trained weights"
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 

@@ -90,9 +90,13 @@ class Versions:
         """Write what evaluate(policy, version, studies) says of a version; log and print its figures."""
         if version not in self.studies:
             policy = self.load(self.path(version))
-            if version == self.last:
-                self.run.round_weights(policy)  # its figures are those of what is exported
-            self.studies[version] = {**self.evaluate(policy, version, self.studies), "step": self.step}
+            evaluate = partial(self.evaluate, version=version, studies=self.studies)
+            if version == self.last:  # its metrics are those of the exported model
+                metrics_of = lambda study: self.evaluate.figures({**self.studies, version: study}, version)  # noqa: E731
+                study = self.run.evaluate_export(policy, evaluate, metrics_of)
+            else:
+                study = evaluate(policy)
+            self.studies[version] = {**study, "step": self.step}
             self.run.log(self.figures(version), self.step, version)
             if dist.is_main():
                 metrics.write_json(self.folder / f"{version}.json", self.studies[version])

@@ -424,15 +424,6 @@ def test_another_kind_of_head_is_refused(tmp_path):
         loading.load_scorer(str(tmp_path), Words(V), 1)
 
 
-@pytest.mark.parametrize("has", ["float32", "bfloat16", "float16", "float64", None])
-def test_an_export_has_the_dtype_of_its_source_unless_another_is_given(has, tmp_path):
-    source = saved(tmp_path, LlamaConfig(**SMALL, dtype=has))
-    want = getattr(torch, has if has in ("bfloat16", "float16") else "float32")
-    assert loading.export_dtype(source, None) == want
-    assert loading.export_dtype(source, "bfloat16") == torch.bfloat16
-    assert loading.export_dtype("tiny", None) == torch.float32
-
-
 def test_without_a_number_of_outputs_only_a_scorer_of_ours_loads(tmp_path):
     dist.save_model(loading.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
     (tmp_path / "summary.json").write_text("{}")

@@ -217,19 +217,25 @@ def test_a_run_and_its_model_folder_are_models_of_the_next_run(trained, small, t
     assert rows_of(tmp_path, "eval/nll")[0]["eval/nll"] == pytest.approx(after, abs=1e-6)
 
 
-@pytest.mark.parametrize("save_dtype", [None, "float32"])
-def test_a_run_from_bfloat16_is_exported_so_and_its_held_out_loss_is_the_exports(
+@pytest.mark.parametrize("save_dtype", ["default", "bfloat16"])
+def test_a_run_from_bfloat16_is_exported_in_float32_unless_rounding_is_asked_for_and_then_its_cost_is_printed(
     trained, small, tmp_path, capsys, save_dtype
 ):
     source, folder = in_bfloat16(trained.model, tmp_path / "source"), tmp_path / "run"
-    options = {**small.options, "model": str(source), "output_dir": str(folder), "lr": 2e-6}
-    sft.main(sft.Args(**options, save_dtype=save_dtype))
+    options = {**small.options, "model": str(source), "output_dir": str(folder), "lr": 1e-4}
+    sft.main(sft.Args(**options, **({} if save_dtype == "default" else {"save_dtype": save_dtype})))
     saved = load_file(folder / "model" / "model.safetensors")
-    assert {weight.dtype for weight in saved.values()} == {getattr(torch, save_dtype or "bfloat16")}
+    want = torch.float32 if save_dtype == "default" else torch.bfloat16
+    assert {weight.dtype for weight in saved.values()} == {want}
     after = json.loads((folder / "summary.json").read_text())["after"]["eval/nll"]
     assert after == pytest.approx(plain_held_out_nll(folder / "model", small), abs=1e-6)
-    out = capsys.readouterr().out
-    assert ("--save-dtype float32 keeps all of it" in out) == (save_dtype is None)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "--save-dtype bfloat16" in line]
+    if save_dtype == "default":
+        assert lines == []
+    else:
+        full, rounded = re.search(r"eval/nll ([\d.]+) -> ([\d.]+)", lines[0]).groups()
+        assert float(rounded) == pytest.approx(after, rel=1e-3)
+        assert float(full) != float(rounded)  # of weights that bfloat16 cannot hold
 
 
 def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tmp_path):
