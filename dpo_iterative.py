@@ -134,8 +134,7 @@ def check(args):
     """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     ways = len(args.temperatures) * (2 if args.enhancer else 1)
-    own_pairs = args.offline_data and not data.is_tiny(args.offline_data)
-    astray = own_pairs and not args.iterations and args.eval_prompts and data.is_tiny(args.dataset)
+    fits = args.max_length > args.max_new_tokens or not (args.iterations or args.eval_prompts)
     check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
@@ -143,8 +142,7 @@ def check(args):
         ("temperatures", warm, "one or more above 0: greedy responses are all the same"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
-        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
-        ("dataset", not astray, "prompts to evaluate on, as --offline-data is your own, or --eval-prompts 0"),
+        ("max_length", fits, "more than --max-new-tokens"),
     )
 
 
@@ -305,9 +303,10 @@ def main(args: Args):
     generate.check_policy(reference, tokenizer, args, sampled=False)
     if args.enhancer not in (None, "previous"):
         generate.check_policy(args.enhancer, tokenizer, args, sampled)
-    prompts, held_out = generate.train_and_held_out(args, tokenizer)
+    prompts, held_out = generate.train_and_held_out(args, tokenizer) if sampled else ([], [])
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
-    prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
+    if sampled:
+        prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
     prompts_of = generate.deal_prompts(prompts, args)  # {iteration: its prompts}
 
     # models, sharded over the ranks: the oracle stays, policies and the reference come and go

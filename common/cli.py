@@ -78,15 +78,20 @@ def parse(recipes, argv=None):
     recipe takes the first of `recipes`, {name: (description, Args(...))}; where there is a recipe `base`,
     not_tiny decides between them, and what was taken is printed. What EveryCommand asks for is done."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    helps = [word for word in argv if word in ("-h", "--help")]  # printed last: of the recipe that is taken
+    argv = [word for word in argv if word not in helps]
     named, first = bool(argv) and not argv[0].startswith("-"), next(iter(recipes))
     name, why = (argv.pop(0), "as named") if named else (first, "the tiny world alone")
     if name not in recipes:
         raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
     args, every = _parse_flags(recipes, name, argv)
-    strange = not_tiny(args, recipes[name][1]) if "base" in recipes and not named else None
-    if strange:
+    strange = not_tiny(args, recipes[first][1])
+    if strange and "base" in recipes and not named:
         name, why = "base", f"{strange} is not of the tiny world; for another one, name it first"
         args, every = _parse_flags(recipes, name, argv)
+    if helps:
+        _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
+    check_own_data(strange, args, argv)
     if "base" in recipes and dist.is_main():
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
         (_, of_first), (_, of_recipe) = recipes[first], recipes[name]
@@ -112,18 +117,35 @@ def parse(recipes, argv=None):
     return args
 
 
+def check_own_data(strange, args, argv):
+    """InputError if a command names a model or data of the user's own (`strange`), but would take its prompts
+    or rows from the tiny world because it does not name --dataset: such a run looks like any other."""
+    names = [word.split("=")[0] for word in argv]
+    reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO may read none
+    if strange and reads_prompts and data.is_tiny(args.dataset) and "--dataset" not in names:
+        mend = "give --dataset your data (--dataset tiny, if you do want that)"
+        raise InputError(f"{strange} together with the tiny world's data, the default of --dataset: {mend}")
+
+
 def not_tiny(args, defaults):
     """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
     world's, whose numbers ruin a pretrained model; None if there is none."""
     for name, value in vars(args).items():
-        missing = value == getattr(defaults, name) and not Path(str(value)).exists()  # its own error says so
-        is_model = name in ("model", "policy") and value and not missing
-        is_data = name.endswith(("dataset", "_data")) and value
-        folders = [Path(value), Path(value, "model")] if is_model else []
-        sizes = [metrics.read_json(folder / "config.json").get("vocab_size") for folder in folders]
-        is_tiny_model = value == "tiny" or len(tiny.WORDS) in sizes  # itself, or what was trained from it
-        if is_data and not data.is_tiny(value) or is_model and not is_tiny_model:
-            return f"--{name.replace('_', '-')} {value}"
+        of_model, of_data = name in ("model", "policy", "policies"), name.endswith(("dataset", "_data"))
+        for word in value if name == "policies" else [value]:
+            missing = value == getattr(defaults, name) and not Path(str(word)).exists()  # its own error says so
+            if missing or not word:
+                continue
+            strange = of_data and not data.is_tiny(word)
+            if strange or of_model and not _is_tiny_model(word.split("=")[-1] if name == "policies" else word):
+                return f"--{name.replace('_', '-')} {word}"
+
+
+def _is_tiny_model(name):
+    """Whether it is the tiny model or was trained from it, which its vocabulary tells; `dataset` is none."""
+    folders = [Path(name), Path(name, "model")]
+    sizes = [metrics.read_json(folder / "config.json").get("vocab_size") for folder in folders]
+    return name in ("tiny", "dataset") or len(tiny.WORDS) in sizes
 
 
 def _parse_flags(recipes, name, argv):
@@ -133,7 +155,11 @@ def _parse_flags(recipes, name, argv):
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
     both = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
-    about = {"prog": f"{Path(sys.argv[0]).name} {name}", "description": f"Recipes, first word:\n{listing}"}
+    script, own = Path(sys.argv[0]).name, ""
+    if "base" in recipes and name != "base":
+        own = f" With a model or data of your own it is base: {script} base --help."
+    description = f"Recipes, first word. The defaults below are those of {name}.{own}\n{listing}"
+    about = {"prog": f"{script} {name}", "description": description}
     about.update(default=both(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()
     try:

@@ -82,6 +82,12 @@ def whole(small, tmp_path_factory):
     return SimpleNamespace(folder=folder, ended=succeeds(run(small, folder, plots=True)))
 
 
+def test_pairs_alone_need_no_prompts(small, tmp_path):
+    options = offline_options(small, max_length=24, max_new_tokens=32)
+    in_process(small, tmp_path / "run", **options)
+    assert read_jsonl(tmp_path / "run" / "metrics.jsonl")
+
+
 def offline_options(small, kind="pairs", **options):
     data_file = str(small.folder / f"{kind}.jsonl")
     return {"iterations": 0, "offline_data": data_file, "eval_prompts": 0, **options}
@@ -759,11 +765,8 @@ OWN = {"offline_data": "mine.jsonl", "iterations": 0}
         ({"beta": 0.0}, ["--beta 0.0", "more than 0"]),
         ({"length_penalty": -1.0}, ["--length-penalty -1.0"]),
         ({"offline_pairs": 0}, ["--offline-pairs 0"]),
-        (OWN, ["--dataset tiny", "--eval-prompts 0"]),
-        ({**OWN, "eval_prompts": 0}, None),
-        ({**OWN, "dataset": "prompts.jsonl"}, None),
-        ({**OWN, "offline_data": "tiny"}, None),
-        ({**OWN, "iterations": 1}, None),
+        ({**OWN, "max_length": 32}, ["--max-length 32"]),
+        ({**OWN, "eval_prompts": 0, "max_length": 32}, None),  # nothing is sampled
     ],
     ids=named,
 )

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import io
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def test_a_value_of_the_wrong_type_is_an_error_that_names_the_flag(capsys):
 
 def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
     for name, (_, args) in sft.RECIPES.items():
-        assert parse(sft.RECIPES, [name]) == args
+        assert parse(sft.RECIPES, [name, "--dataset", args.dataset]) == args
     with pytest.raises(SystemExit) as stop:
         parse(sft.RECIPES, ["--help"])
     help_text = capsys.readouterr().out
@@ -168,11 +169,11 @@ OWN = [
     ("--dataset tiny:commands=copy --eval-dataset tiny", "tiny"),
     ("--dataset rows.jsonl", "base"),
     ("--dataset tiny:0.5,rows.jsonl:0.5", "base"),
-    ("--eval-dataset rows.jsonl", "base"),
-    ("--model org/name", "base"),
+    ("--dataset tiny --eval-dataset rows.jsonl", "base"),
+    ("--model org/name --dataset tiny", "base"),
     ("--model a", "tiny"),
     ("tiny --dataset rows.jsonl --model org/name", "tiny"),
-    ("base", "base"),
+    ("base --dataset tiny", "base"),
 ]
 MODELS = "there/is/none other other/model other/versions/2 a/step_3".split()
 MODELS = [(name, "base") for name in MODELS] + [
@@ -183,7 +184,7 @@ MODELS = [(name, "base") for name in MODELS] + [
 @pytest.mark.parametrize(
     "name, argv, recipe",
     [(name, *own) for name in processes.SCRIPTS for own in OWN]
-    + [("reward", f"--model {model}", recipe) for model, recipe in MODELS],
+    + [("reward", f"--dataset tiny --model {model}", recipe) for model, recipe in MODELS],
 )
 def test_own_data_or_an_own_model_take_the_recipe_base(name, argv, recipe, runs, capsys):
     recipes = importlib.import_module(name).RECIPES
@@ -214,7 +215,45 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
     Path("runs").mkdir()
     Path("other").rename("runs/sft") if name == "ppo" else None  # --model's default
     recipes = importlib.import_module(name).RECIPES
-    assert parse(recipes, argv.split()).lr == recipes["base"][1].lr
+    assert parse(recipes, [*argv.split(), "--dataset", "tiny"]).lr == recipes["base"][1].lr
+
+
+@pytest.mark.parametrize(
+    "name, argv, says",
+    [
+        *((name, "--model other", "--model other together with the tiny world's") for name in processes.SCRIPTS),
+        *((name, "base --model other", "give --dataset your data") for name in processes.SCRIPTS),
+        ("dpo_iterative", "--offline-data pairs.jsonl --iterations 1", "--offline-data pairs.jsonl"),
+        ("dpo_iterative", "--offline-data pairs.jsonl --iterations 0 --eval-prompts 0", None),
+        ("rejection_sampling", "rest --model other", "--model other"),
+        ("rejection_sampling", "--policy other", "--policy other"),
+        ("sft", "--eval-dataset rows.jsonl", "--eval-dataset rows.jsonl"),
+        ("common.rehearsal", "--model other", "--model other"),
+        ("common.evaluate", "--policies mine=other --reference mine", "--policies mine=other"),
+        ("common.evaluate", "--policies mine=a dataset --reference mine", None),
+        ("ppo", "--model a", None),
+    ],
+)
+def test_an_own_model_or_own_data_ask_for_a_data_set_in_place_of_the_tiny_worlds(runs, name, argv, says):
+    module = importlib.import_module(name)
+    recipes = getattr(module, "RECIPES", {"rows": ("", module.Args())})
+    if says is None:
+        parse(recipes, argv.split())
+    else:
+        with pytest.raises(InputError, match=re.escape(says)):
+            parse(recipes, argv.split())
+    parse(recipes, [*argv.split(), "--dataset", "tiny"])  # one who means it can say so
+
+
+def test_help_shows_the_defaults_of_the_recipe_that_the_command_would_take(runs, capsys):
+    recipes = importlib.import_module("ppo").RECIPES
+    for argv in (["--model", "other", "--help"], ["base", "-h"], ["--help"]):
+        with pytest.raises(SystemExit):
+            parse(recipes, argv)
+        shown = " ".join(capsys.readouterr().out.split())
+        recipe = "tiny" if argv == ["--help"] else "base"
+        assert re.search(rf"--max-length INT .{{0,100}}default: {recipes[recipe][1].max_length}\)", shown)
+        assert f"those of {recipe}" in shown
 
 
 LLAMA_3 = {  # they share tokens, and Llama 3's template, which the first one is given
