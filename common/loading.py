@@ -53,8 +53,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    elif isinstance(tokenizer.chat_template, str):  # of a model that was trained here
-        tokenizer.chat_template = CUT_TEMPLATE.sub(r"\1", tokenizer.chat_template)
+    else:  # that of a scorer trained here was cut
+        tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
@@ -63,7 +63,8 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end token, a mask made from ids anywhere would drop real end tokens
-        spare = [t for t in tokenizer.get_added_vocab() if SPARE.search(t) and t != tokenizer.eos_token]
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        spare = [token for token in added if SPARE.search(token) and token != tokenizer.eos_token]
         if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
             spare.append(tokenizer.unk_token)  # Llama 2's: a new one would make 32,001 rows, which are slow
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
@@ -71,21 +72,32 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     return tokenizer
 
 
-def _after_answer(tokenizer) -> str:
-    """What the chat template writes after an assistant's text at the end of a dialogue."""
+def _each(change, templates):
+    """A tokenizer's chat templates, changed: it may have none, one, or a dict of several by name."""
+    if isinstance(templates, dict):
+        return {name: change(template) for name, template in templates.items()}
+    return templates and change(templates)
+
+
+def _after_answer(tokenizer, template=None) -> str:
+    """What a chat template writes after an assistant's text at the end of a dialogue. None: the default."""
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
-    return tokenizer.apply_chat_template(turns, tokenize=False).rpartition("the answer")[2]
+    text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    return text.rpartition("the answer")[2]
 
 
 def _end_of_turn(tokenizer, name) -> int:
-    """The first special token after an assistant turn's text in the chat template; else the end token."""
+    """The first special token after an assistant turn's text in the chat template; without one the first
+    added token that is no white space, for some mark their end token as a common one; else the end token."""
     try:
         after = _after_answer(tokenizer)
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
-    special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+    added = tokenizer.added_tokens_decoder
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
-    end = next((i for i in ids if i in special), tokenizer.eos_token_id)
+    special = [i for i in ids if i in tokenizer.all_special_ids or i in added and added[i].special]
+    common = [i for i in ids if i in added and added[i].content.strip()]
+    end = next(iter(special + common), tokenizer.eos_token_id)
     if end is None:
         raise InputError(f"{name}: neither tokenizer nor chat template has an end token: nothing could end")
     return end
@@ -203,7 +215,7 @@ def _kind(config):
 
 
 def _read_config(name):
-    """The config of a model, without dropout; of a multimodal one that of its text part, if a causal LM."""
+    """The config of a model, without dropout of any kind; of a multimodal one that of its text part, if a causal LM."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
@@ -213,9 +225,10 @@ def _read_config(name):
         text.tie_word_embeddings = config.tie_word_embeddings
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
-    for key, value in config.to_dict().items():  # with dropout, new and old probabilities never agree
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float):
-            setattr(config, key, 0.0)
+    for part in (config, *(getattr(config, key) for key in config.sub_configs)):
+        for key, value in part.to_dict().items() if part else ():
+            if "drop" in key and isinstance(value, float):  # with it new and old probabilities never agree
+                setattr(part, key, 0.0)
     return config
 
 
@@ -256,6 +269,9 @@ def _read(auto_class, name, config, seed):
 def _ready(model, tokenizer, methods, gradient_checkpointing):
     _fit_embeddings(model, len(tokenizer))
     model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):  # the row of the config's padding, which may be a real
+            module.padding_idx = None  # token there, the end token for one, would get no gradient
     if model.base_model is model:
         model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
     if gradient_checkpointing:
@@ -297,22 +313,28 @@ def _fit_embeddings(model, n_tokens):
     model.resize_token_embeddings(n_tokens, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            if module is not None:  # a scalar head has taken the unembedding's place
-                module.weight[old:] = module.weight[:old].mean(0)
+            for weight in module.parameters() if module else ():  # a scalar head replaced the unembedding
+                weight[old:] = weight[:old].mean(0)
 
 
 # -- what is written ------------------------------------------------------------------------------
 def read_at_end_token(model, tokenizer):
     """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
-    what its chat template writes after an answer's end token is cut, for transformers' own classifier, and so
-    a pipeline, reads the last token of the text. load_tokenizer gives the template back whole."""
+    what its chat templates write after an answer's end token is cut, for transformers' own classifier, and so
+    a pipeline, reads the last token of the text. load_tokenizer gives them back whole."""
     model.config.read_at = "end_token"
-    rest = _after_answer(tokenizer).partition(tokenizer.eos_token)[2]
-    if rest and isinstance(tokenizer.chat_template, str):
-        template = tokenizer.chat_template.removesuffix("\n")  # one at the very end jinja leaves out
-        newline = tokenizer.chat_template[len(template) :]
-        cut = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({rest!r}) }}}}"
-        tokenizer.chat_template = f"{{% set dialogue %}}{template}{{% endset %}}{cut}{newline}"
+
+    def cut(template):
+        try:
+            rest = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
+        except (jinja2.TemplateError, TypeError):  # one of several may be for tools or documents alone
+            return template
+        bare = template.removesuffix("\n")  # one at the very end jinja leaves out
+        shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({rest!r}) }}}}"
+        whole = f"{{% set dialogue %}}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
+        return whole if rest else template
+
+    tokenizer.chat_template = _each(cut, tokenizer.chat_template)
 
 
 def end_of_scored(model, tokenizer) -> list[int]:

@@ -618,6 +618,25 @@ def test_the_end_token_is_the_one_that_the_template_writes(end, tmp_path, capsys
     assert targets(loaded, ids, mask) == ["hah" + end]
 
 
+ENDS = {  # added tokens that are common ones, what the template writes after an answer, the end token
+    "white space": (["\n\n", "\n", "  "], "\n\n<|im_end|>\n", "<|im_end|>"),
+    "white space alone": (["\n\n", "\n"], "\n\n", "</s>"),
+    "a mark before the end": (["</answer>"], "</answer><|im_end|>\n", "<|im_end|>"),
+    "no special one": (["<end>"], "<end>\n", "<end>"),
+}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_an_added_token_is_the_end_token_only_where_no_special_one_ends_a_turn(kind, tmp_path):
+    added, after, end = ENDS[kind]
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>\n", after), eos_token="</s>", pad_token="<s>")
+    tokenizer.add_tokens(added)
+    loaded = load(tokenizer, tmp_path)
+    assert loaded.eos_token == end
+    ids, mask = data.encode(loaded, [user("a\n\nb"), bot("c\n\nd")])  # which a blank line does not spoil
+    assert targets(loaded, ids, mask) == ["c\n\nd" + after.partition(end)[0] + end]
+
+
 def test_tokenizer_without_template_needs_a_file(tmp_path):
     bare = byte_tokenizer(None)
     with pytest.raises(InputError, match="--chat-template"):
@@ -627,6 +646,16 @@ def test_tokenizer_without_template_needs_a_file(tmp_path):
     (tmp_path / "mine.jinja").write_text(CHATML)
     loaded = load(bare, tmp_path, chat_template=str(tmp_path / "mine.jinja"))
     assert targets(loaded, *data.encode(loaded, HELLO)) == ["hah<|im_end|>"]
+
+
+def test_of_several_templates_the_default_is_taken_and_without_one_an_error_says_so(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": NO_END}
+    loaded = load(tokenizer, tmp_path / "default")
+    assert targets(loaded, *data.encode(loaded, HELLO)) == ["hah<|im_end|>"]
+    tokenizer.chat_template = {"rag": CHATML, "tool_use": NO_END}
+    with pytest.raises(InputError, match="no default.*--chat-template FILE"):
+        load(tokenizer, tmp_path / "none")
 
 
 @pytest.mark.parametrize("template", ["{% for m in %}", "{{ raise_exception('never') }}"])

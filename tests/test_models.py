@@ -21,7 +21,8 @@ from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (
     AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
-    BertForSequenceClassification, GPT2Config, LlamaConfig, LlamaForSequenceClassification, Phi3Config,
+    BertForSequenceClassification, DbrxConfig, GPT2Config, LlamaConfig, LlamaForSequenceClassification, OPTConfig,
+    Phi3Config, PhiConfig,
     PhimoeConfig, Qwen3MoeConfig,
 )  # fmt: skip
 
@@ -41,6 +42,8 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 SMALL |= {"initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "initializer_range": 0.3}
 GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+SMALL_OPT = {"vocab_size": V, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL_OPT |= {"word_embed_proj_dim": 32, "max_position_embeddings": 64, "init_std": 0.3}
 SMALL_BERT = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SMALL_BERT |= {"num_attention_heads": 4}
 TINY = {"vocab_size": V, "hidden_size": 32, "initializer_range": 0.3}
@@ -229,6 +232,14 @@ def with_config(tokenizer, path, **options):
     return loading.load_tokenizer(str(path), **options)
 
 
+@pytest.mark.parametrize("word", ["reserved", "padding", "<|reserved_0|>"])
+def test_a_word_of_the_text_never_becomes_the_padding(word, tmp_path):
+    tokenizer = byte_tokenizer(pad_token=None)
+    tokenizer.add_tokens([word])  # a common one
+    loaded = with_config(tokenizer, tmp_path)
+    assert loaded.pad_token == "<|pad|>" and word in loaded.decode(loaded(word)["input_ids"], skip_special_tokens=True)
+
+
 def test_a_template_is_read_as_utf_8_wherever_it_is_read(tmp_path, monkeypatch):
     template = CHATML.replace("assistant", "réponse")
     (tmp_path / "mine.jinja").write_bytes(template.encode())
@@ -307,6 +318,23 @@ def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     torch.testing.assert_close(once, expected.where(rows[1], 0.0).float(), rtol=0, atol=1e-5)
 
 
+DROPPING = {
+    "layers": OPTConfig(**SMALL_OPT, layerdrop=0.5, dropout=0.0),
+    "attention, in a config of its own": DbrxConfig(
+        vocab_size=V, d_model=32, n_heads=4, n_layers=1, max_seq_len=64, initializer_range=0.3,
+        attn_config={"kv_n_heads": 2, "attn_pdrop": 0.5, "rope_theta": 1e4, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 2, "moe_top_k": 1, "hidden_size": 32},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_whatever_a_config_drops_in_training_stays(kind, rows, tmp_path):
+    policy = loading.load_policy(saved(tmp_path, DROPPING[kind]), Words(V))
+    drawn = [policy.token_logprobs(*rows) for _ in range(8)]  # in training
+    assert policy.training and all(torch.equal(drawn[0], other) for other in drawn)
+
+
 def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
     with pytest.raises(InputError, match="phimoe: two forwards differ: it draws experts"):  # 16 experts
         loading.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
@@ -319,6 +347,31 @@ def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     for settings in (policy.config, policy.generation_config):
         assert (settings.pad_token_id, settings.eos_token_id) == (4, 5)
+
+
+@pytest.mark.parametrize("kind", ["policy", "scorer"])
+@pytest.mark.parametrize("pad", [2, -1, 7])  # the end token, Llama 1's, which means the last row, and any other
+def test_the_embedding_of_a_configs_padding_learns_as_any_other(kind, pad, tmp_path):
+    """By finite differences: no gradient is left out, whichever token the config once named as padding."""
+    name, row = saved(tmp_path, LlamaConfig(**{**SMALL, "pad_token_id": pad})), pad % V
+    model = loading.load_policy(name, Words(V)) if kind == "policy" else loading.load_scorer(name, Words(V), 1)
+    ids = torch.arange(12)[None] % V
+    ids[0, 4] = row
+    if kind == "policy":
+        figure = lambda: model.token_logprobs(ids, ids[:, 1:] >= 0).sum()
+    else:
+        figure = lambda: model.head_outputs(ids, torch.tensor([[0], [11]])).sum()
+    table = model.get_input_embeddings().weight
+    table.data[row] = table.data[3].flip(0)  # a new model has 0 there
+    (gradient,) = torch.autograd.grad(figure(), table)
+    direction, sides = gradient[ids[0, 3]] / gradient[ids[0, 3]].norm(), []
+    with torch.no_grad():
+        for step in (2e-3, -4e-3):
+            table[row] += step * direction
+            sides.append(figure().item())
+    slope = (sides[0] - sides[1]) / 4e-3
+    assert abs(slope) > 0.01
+    assert (gradient[row] @ direction).item() == pytest.approx(slope, rel=0.05, abs=0.02)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -338,6 +391,15 @@ def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, leng
         assert table.weight.shape[0] == rows_after and torch.equal(table.weight[:V], old.weight)
         for row in table.weight[V:]:
             torch.testing.assert_close(row, old.weight.mean(0))
+
+
+def test_an_added_token_gets_the_mean_of_the_heads_biases_too(tmp_path):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
+    model.lm_head.bias.data.fill_(-5.0)  # 0 would make it e^5 times as likely
+    model.save_pretrained(tmp_path)
+    policy = loading.load_policy(str(tmp_path), Words(V + 2))
+    assert policy.lm_head.bias.tolist() == [-5.0] * (V + 2)
 
 
 # -- load_scorer -------------------------------------------------------------------------------

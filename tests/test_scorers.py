@@ -8,10 +8,11 @@ import sys
 
 import pytest
 import torch
-from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, docs_functions, user, write_rows
+from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, bot, docs_functions, user, write_rows
 from test_data import CHATML, NO_END, byte_tokenizer
 from transformers import (
-    AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification,
+    AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig,
+    LlamaForSequenceClassification,
 )  # fmt: skip
 
 import ppo
@@ -242,6 +243,25 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
         t.apply_chat_template(pairs[0][0].turns, **options) for t in (Plain(trained).tokenizer, tokenizer)
     ]
     assert opened[0] == opened[1]
+
+
+@pytest.mark.parametrize("default", [CHATML, CHATML.replace("|>\n", "|>")], ids=["default cut", "others cut"])
+def test_each_of_several_templates_of_a_scorer_is_read_at_the_end_token(default, tmp_path):
+    """`rag` ends in another way than the default; one that a plain dialogue breaks stays as it is."""
+    tokenizer, rag = byte_tokenizer(), CHATML.replace("|>\n{% endfor", "|> \n{% endfor")
+    templates = {"default": default, "rag": rag, "tool_use": "{{ tools[0].name }}" + CHATML}
+    tokenizer.chat_template = templates
+    model = loading.load_scorer("tiny", tokenizer, 1)
+    loading.read_at_end_token(model, tokenizer)
+    tokenizer.save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)
+    read, turns = AutoTokenizer.from_pretrained(tmp_path), [user("a"), bot("b")]
+    for name in ("default", "rag"):
+        assert read.apply_chat_template(turns, chat_template=name, tokenize=False).endswith("b<|im_end|>")
+        opened = {"chat_template": name, "add_generation_prompt": True, "tokenize": False}
+        assert read.apply_chat_template(turns[:1], **opened).endswith("assistant\n")
+    assert read.chat_template["tool_use"] == templates["tool_use"]
+    assert loading.load_tokenizer(str(tmp_path)).chat_template == templates
 
 
 def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier):
