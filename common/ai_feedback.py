@@ -203,9 +203,10 @@ def preamble_and_examples(args):
 
 def label(rows, labeler, principles, args):
     """Of each pair {"chosen", "rejected": its texts, "preference": the probability that the first one is the
-    better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}."""
+    better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}. Of
+    several chains it is the mean of the preferences of those that answer (self-consistency)."""
     template = f"{preamble_and_examples(args)}{TEXTS['pair']}\n\n{TEXTS['question']}"
-    questions, rationales, p = [], [], 0
+    questions, rationales, chains = [], [], []
     for row in rows:
         values = {"prompt": data.transcript(row.prompt), "principle": draw(principles, args.seed, row.number)}
         for first, second in (row.texts, row.texts[::-1]):
@@ -223,12 +224,18 @@ def label(rows, labeler, principles, args):
         answers = labeler.probabilities(questions, ("1", "2"))
         for i, text in enumerate(rationales):
             answers[i] *= bool(text)  # without a rationale there is no answer
-        p += answers / args.chains
-    for i, (row, [(a, b), (c, d)]) in enumerate(zip(rows, p.view(-1, 2, 2).tolist())):
-        if min(a + b, c + d) < args.min_mass:
+        chains.append(answers)
+    p = torch.stack(chains)  # (chains, questions, 2)
+    mass = p.sum(-1)
+    answered = mass >= args.min_mass
+    # Each chain's distribution counts alike, whatever probability it leaves to other answers
+    preferences = torch.where(answered, p[..., 0] / mass, 0).sum(0) / answered.sum(0)
+    of_orders = zip(rows, preferences.view(-1, 2).tolist(), mass.mean(0).view(-1, 2).tolist())
+    for i, (row, (first, second), masses) in enumerate(of_orders):
+        if math.isnan(first + second):  # in one of the orders no chain answered
             yield {"human": row.human, "failed": "neither 1 nor 2"}
             continue
-        ai = {"orders": [a / (a + b), 1 - c / (c + d)], "mass": min(a + b, c + d)}
+        ai = {"orders": [first, 1 - second], "mass": min(masses)}
         if args.chain_of_thought:
             ai["rationales"] = rationales[2 * i : 2 * i + 2]
         result = {"chosen": row.texts[0], "rejected": row.texts[1], "preference": sum(ai["orders"]) / 2}
@@ -442,7 +449,7 @@ class Args:
     chain_of_thought: bool = False
     """Let the labeler compare in words before it answers."""
     chains: int = 1
-    """Self-consistency: so many sampled rationales, their probabilities averaged."""
+    """Self-consistency: number of sampled rationales, whose preferences are averaged."""
     constitution: str | None = None
     """A file with a principle on each line, one of which is drawn for each pair, or each revision. None: no
     principle for pairs, common/ai_feedback.toml's for revise."""

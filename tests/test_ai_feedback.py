@@ -366,10 +366,12 @@ def test_a_conversation_of_several_messages_is_lines_of_roles():
 
 # -- chain of thought --------------------------------------------------------------------------
 class Thinker:
-    """Writes `texts`, one of them a pass; P("1") is what `odds` says of the rationale in the opening."""
+    """Writes `texts`, one of them a pass; P("1") is what `odds` says of the rationale in the opening, and
+    `mass` what it leaves to both options (1 of a rationale that it does not name)."""
 
-    def __init__(self, texts, odds):
+    def __init__(self, texts, odds, mass=()):
         self.texts, self.odds, self.passes, self.openings = list(texts), odds, [], []
+        self.mass = dict(mass)
 
     def generate(self, questions, max_new_tokens, temperature, seed):
         self.passes.append((temperature, seed, [q.opening for q in questions]))
@@ -378,8 +380,9 @@ class Thinker:
 
     def probabilities(self, questions, options):
         self.openings.append([q.opening for q in questions])
-        p = [next(v for k, v in self.odds.items() if k in q.opening) for q in questions]
-        return torch.tensor([[x, 1 - x] for x in p], dtype=torch.float64)
+        names = [next(name for name in self.odds if name in q.opening) for q in questions]
+        p = [(self.odds[name], self.mass.get(name, 1.0)) for name in names]
+        return torch.tensor([[x * mass, (1 - x) * mass] for x, mass in p], dtype=torch.float64)
 
 
 def test_a_chain_of_thought_is_two_passes_and_greedy():
@@ -399,7 +402,25 @@ def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
     assert found[1]["failed"] == "neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
 
 
-def test_several_chains_average_the_probabilities_of_sampled_rationales():
+def test_every_chain_counts_alike_however_little_it_leaves_to_the_options():
+    """The paper averages distributions: of 0.95 with a mass of 1 and 0.05 with one of 0.08 the mean is 0.5; the
+    sums of their probabilities would say 0.88."""
+    labeler = Thinker(["one", "two"], {"one": 0.95, "two": 0.05}, mass={"two": 0.08})
+    (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
+    assert label["ai"]["orders"] == pytest.approx([0.5, 0.5]) and label["ai"]["mass"] == pytest.approx(0.54)
+
+
+def test_a_chain_without_an_answer_does_not_count():
+    for second in ({"mass": {"two": 0.04}}, {"texts": ["one", ""]}):
+        labeler = Thinker(**{"texts": ["one", "two"], "odds": {"one": 0.9, "two": 0.1, ":": 0.1}, **second})
+        (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
+        assert label["ai"]["orders"] == pytest.approx([0.9, 0.1])
+    labeler = Thinker(["one", "two"], {"one": 0.9, "two": 0.1}, mass={"one": 0.04, "two": 0.04})
+    (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
+    assert label["failed"] == "neither 1 nor 2"
+
+
+def test_several_chains_average_the_preferences_of_sampled_rationales():
     labeler = Thinker(["one", "two", "three"], {"one": 0.9, "two": 0.6, "three": 0.3})
     (found,) = labels(labeler, [item()], chain_of_thought=True, chains=3, temperature=0.9)
     assert [t for t, _, _ in labeler.passes] == [0.9] * 3
