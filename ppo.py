@@ -284,8 +284,11 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
             nll_backward(policy, name, documents, sums, args)
     totals = sums.over_ranks()
     start = 0 if policy_learns else 1  # both models, or the value model alone
-    losses = sum(totals.values())  # not finite if one of them is not: then neither model moves
-    norms = dist.optimizer_step([policy, value][start:], optimizers[start:], losses, args.max_grad_norm)
+    loss = (totals["value/loss_sum"] + totals.get("policy/loss_sum", 0.0)) / n
+    loss += args.ptx_coef * totals.get("ptx/loss", 0.0)
+    loss += args.rehearsal_coef * totals.get("rehearsal/loss", 0.0)
+    # where one of them or a gradient is not finite no model moves
+    norms = dist.optimizer_step([policy, value][start:], optimizers[start:], loss, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 

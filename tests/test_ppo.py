@@ -458,6 +458,19 @@ def test_neither_model_moves_where_a_loss_is_not_finite(name, monkeypatch):
         assert_stands_still(model, first)
 
 
+@pytest.mark.parametrize("extra", [{}, {"rehearsal": DOCUMENTS[1:4], "ptx": DOCUMENTS[:2]}])
+@pytest.mark.parametrize("policy_learns", [True, False])
+def test_a_step_that_is_refused_says_the_loss_whose_gradient_it_is(extra, policy_learns, monkeypatch):
+    options = {"extra": extra, "policy_learns": policy_learns, "ptx_coef": 0.5, "rehearsal_coef": 0.25}
+    sums, *_ = one_step(**options)
+    loss = (sums["value/loss_sum"] + sums.get("policy/loss_sum", 0)) / 21
+    loss += 0.5 * sums.get("ptx/loss", 0) + 0.25 * sums.get("rehearsal/loss", 0)
+    infinite = lambda *_: torch.tensor(math.inf)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", infinite)
+    with pytest.raises(NotFinite, match=re.escape(f"loss {loss:.4g}"[:-1])):
+        one_step(**options)
+
+
 def test_each_models_gradient_is_clipped_to_the_norm_by_itself():
     result, ours, value = one_step(max_grad_norm=0.01)
     for model, norm in ((ours, result["policy/grad_norm"]), (value, result["value/grad_norm"])):
