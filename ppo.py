@@ -318,13 +318,13 @@ def figures_of(rollout, steps):
     errors = returns - rollout.old_values[rollout.mask]
     row = {
         "reward/score": rollout.scores.mean().item(),
-        "reward/deviation": rollout.scores.std().item(),
+        "reward/deviation": rollout.scores.std(correction=0).item(),
         "reward/normalised": rollout.response_rewards.mean().item(),
         "rollout/finished": rollout.finished.float().mean().item(),
         "rollout/length": sum(len(response.ids) for _, response in rollout.pairs) / len(rollout.pairs),
         "loss/value": total["value/loss_sum"] / n,
         "value/clipped": total["value/n_clipped"] / n,
-        "value/explained_variance": 1 - (errors.var() / returns.var().clamp(min=1e-8)).item(),
+        "value/explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "optim/value_grad_norm": total["value/grad_norm"] / len(steps),
         "policy/entropy": rollout.entropies[rollout.mask].mean().item(),
     }

@@ -213,7 +213,7 @@ def table_line(name, result) -> dict:
     line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
     if f"{kind}_elo" in result:
         line["Elo"] = metrics.interval(result, f"{kind}_elo", ".0f")
-    line["KL"] = f"{result['kl']:.2f}" if "kl" in result else ""
+    line["KL"] = f"{result['kl']:z.2f}" if "kl" in result else ""
     line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
     if "harmless" in result:
         line["harmless"] = f"{result['harmless']:.0%}"

@@ -38,7 +38,7 @@ class Metrics:
         self.n_rows, self.last = self.n_rows + 1, (step, iteration)
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
-            row = {"step": step, "iteration": iteration, "time_s": seconds, **values}
+            row = finite({"step": step, "iteration": iteration, "time_s": seconds, **values})
             if self.report:
                 self.report(row)
             with open(self.path, "a") as file:
@@ -81,14 +81,33 @@ def read_jsonl(path) -> list[dict]:
     return rows
 
 
+def finite(value):
+    """`value` without the numbers that JSON does not have, NaN and infinity: a figure of nothing, or of what
+    does not vary, is left out of its row, and None in a list."""
+    gap = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items() if not gap(x)}
+    if isinstance(value, list | tuple):
+        return [None if gap(x) else finite(x) for x in value]
+    return value
+
+
+def to_json(value, **options) -> str:
+    """JSON that every reader takes: see `finite`."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(finite(value), allow_nan=False, **options)
+
+
 def write_jsonl(path, rows: list[dict]):
-    _replace(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    _replace(path, "".join(to_json(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def append_jsonl(path, rows: list[dict]):
     """Append rows to `path`, on the disk when this returns."""
     with open(path, "a", encoding="utf-8", errors="replace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(to_json(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
 
@@ -102,7 +121,7 @@ def read_json(path):
 
 
 def write_json(path, value):
-    _replace(path, json.dumps(value, indent=2) + "\n")
+    _replace(path, to_json(value, indent=2) + "\n")
 
 
 def _replace(path, text):
@@ -142,8 +161,8 @@ def print_results(before: dict, after: dict, shown, samples: list[dict]):
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
         print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
     for key in [key for key in shown if key in after]:
-        first = f"{before[key]:.4g} -> " if key in before else ""
-        print(f"{key}: {first}{after[key]:.4g}")
+        first = f"{before[key]:z.4g} -> " if key in before else ""
+        print(f"{key}: {first}{after[key]:z.4g}")
     for key, better in (("eval/nll", -1), ("pairs/loss", -1), ("eval/score", 1)):
         if key in before and key in after and better * (after[key] - before[key]) < 0:
             change = f"{before[key]:.8g} -> {after[key]:.8g}"
@@ -178,7 +197,7 @@ def wilson(share: float, n: float) -> tuple[float, float]:
     """Wilson's 95 % interval of a share of n independent items."""
     middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
     half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
-    return middle - half, middle + half
+    return max(0.0, middle - half), min(1.0, middle + half)  # rounding would make them -0 and over 100 %
 
 
 def resamples(n: int, n_bootstrap: int, generator):

@@ -202,7 +202,7 @@ class Run:
         if not math.isfinite(after.get("eval/nll", 0.0)):
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
-        after = {key: x for key, x in after.items() if not math.isnan(x)}  # of nothing, or without spread
+        after = metrics.finite(after)
         rows = metrics.read_jsonl(self.folder / "samples.jsonl")
         kept = [row for row in rows if row.get("when") == "before"]
         if kept:

@@ -23,6 +23,7 @@ import runpy
 import statistics
 import sys
 import zlib
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -123,7 +124,7 @@ def _call(term, batch) -> list[dict[str, float]]:
         given = term.function(*arguments)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
         parts = given if isinstance(given, dict) else {"": given}
-        parts = {str(part): [float(x) for x in numbers] for part, numbers in parts.items()}
+        parts = {str(part): _numbers(values) for part, values in parts.items()}
         lengths = [len(numbers) for numbers in parts.values()]
         if set(lengths) != {n}:
             raise ValueError(f"of lengths {lengths}")
@@ -133,6 +134,16 @@ def _call(term, batch) -> list[dict[str, float]]:
         why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
     return [dict(zip(parts, of_one)) for of_one in zip(*parts.values())]
+
+
+def _numbers(values) -> list[float]:
+    """A function's numbers, in the order of the responses: a list, an array, a tensor, anything in an order."""
+    if isinstance(values, str | bytes | bytearray | Set | Mapping):
+        raise TypeError(f"wanted a list, not a {type(values).__name__}")
+    values = [x.item() if hasattr(x, "item") else x for x in values]  # of tensors and arrays
+    if any(isinstance(x, str | bytes) for x in values):  # float("1") would be 1
+        raise TypeError("wanted numbers, not text")
+    return [float(x) for x in values]
 
 
 # -- scores ----------------------------------------------------------------------------------------
@@ -225,7 +236,7 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
     scale, bias = scorer.gate
     scores = [scale * x + bias for x, _ in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
-        if not math.isfinite(x):
+        if not abs(x) < 3e38:  # NaN, or infinite in float32
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
     names = dict.fromkeys(part for _, parts in answers for part in parts if part)

@@ -1,6 +1,7 @@
 """The measures of samples and scorers in common/metrics.py, by hand on a few and by simulation on many."""
 
 import itertools
+import json
 import math
 import random
 import statistics
@@ -221,6 +222,40 @@ def test_the_interval_of_an_accuracy_has_the_spread_of_samples_of_prompts():
     for wrong in (100, 600):
         low, high = metrics.wilson(0.6, wrong)
         assert not 0.8 < (high - low) / spread < 1.25
+
+
+@pytest.mark.parametrize("n", [1, 3, 10, 22.5, 1000])
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_interval_of_a_share_of_nothing_or_everything_prints_no_minus(share, n):
+    figures = {"x": share, **dict(zip(("x_low", "x_high"), metrics.wilson(share, n)))}
+    assert 0 <= figures["x_low"] < figures["x_high"] <= 1
+    assert "-" not in metrics.interval(figures, "x", ".0%")
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_numbers_that_json_does_not_have_are_left_out_of_every_file(tmp_path):
+    figures = {"a": math.nan, "b": math.inf, "c": numpy.float64("-inf"), "d": 1.5, "e": [math.nan, 2.0]}
+    kept = {"d": 1.5, "e": [None, 2.0]}
+    metrics.Metrics(tmp_path).log(3, 1, **figures)
+    assert strict((tmp_path / "metrics.jsonl").read_text()).items() >= {"step": 3, **kept}.items()
+    metrics.write_json(tmp_path / "a.json", {"versions": {"1": figures}, "rows": [figures]})
+    assert strict((tmp_path / "a.json").read_text()) == {"versions": {"1": kept}, "rows": [kept]}
+    metrics.write_jsonl(tmp_path / "a.jsonl", [figures])
+    metrics.append_jsonl(tmp_path / "a.jsonl", [figures])
+    assert [strict(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [kept, kept]
+
+
+def test_a_reporter_gets_what_the_file_gets(tmp_path, monkeypatch):
+    reported = []
+    monkeypatch.setattr(metrics.Metrics, "report", lambda log, row: reported.append(row))
+    metrics.Metrics(tmp_path).log(1, 0, x=math.nan, y=1.0)
+    assert reported[0]["y"] == 1.0 and "x" not in reported[0]
 
 
 def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():

@@ -575,6 +575,17 @@ def metrics_rows(folder, key="kl/per_response"):
     return rows_of(folder, key)
 
 
+def test_a_rollout_of_one_response_logs_no_figure_that_is_not_a_number(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo, "PLOTS", [])
+    options = {"prompts_per_iteration": 1, "n_samples": 1, "minibatch_size": 1, "epochs": 1, "iterations": 2}
+    options |= {"value_warmup_steps": 0, "missing_eos_penalty": 0.0, "max_new_tokens": 1, "eval_every": 0}
+    ppo.main(ppo.Args(**options_of(small, tmp_path, **options)))
+    lines = [*(tmp_path / "metrics.jsonl").read_text().splitlines(), (tmp_path / "summary.json").read_text()]
+    assert not [line for line in lines if "NaN" in line or "Infinity" in line]
+    for row in metrics_rows(tmp_path):
+        assert row["reward/deviation"] == 0 and "value/explained_variance" not in row
+
+
 def all_options(small):
     """Of a run that uses everything."""
     options = {"ptx_dataset": small.files["text"], "ptx_coef": 0.1, "ptx_batch_size": 3}

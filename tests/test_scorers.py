@@ -378,6 +378,16 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
         ("return [{'a': 1.0}] * len(rows)", r"gave \[{'a': 1.0}, .*wanted 2 numbers or {part: 2 numbers}"),
         ("return None", r"gave None, wanted 2 numbers"),
         ("return ['high'] * len(rows)", r"gave \['high', 'high'\], wanted 2 numbers"),
+        ("return ['1'] * len(rows)", r"gave \['1', '1'\], wanted 2 numbers.*not text"),
+        ("return '1' * len(rows)", r"gave '11', wanted 2 numbers.*wanted a list, not a str"),
+        ("return b'1' * len(rows)", r"gave b'11', wanted 2 numbers.*wanted a list, not a bytes"),
+        ("return {1.0 * i for i in range(len(rows))}", r"gave {0.0, 1.0}, wanted .*a list, not a set"),
+        ("return dict.fromkeys(range(len(rows)), 1.0).keys()", r"gave dict_keys.*a list, not a dict_keys"),
+        ("return {'a': {0: 1.0, 1: 2.0}}", r"gave {'a': .*wanted a list, not a dict"),
+        ("return {'a': '12'}", r"gave {'a': .*wanted a list, not a str"),
+        ("return 1j, 2", r"gave \(1j, 2\), wanted 2 numbers"),
+        ("return True", r"gave True, wanted 2 numbers"),
+        ("import numpy\n    return numpy.float64(1)", r"gave np.float64\(1.0\), wanted 2 numbers"),
         ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; asked .*p.jsonl:1"),
     ],
 )
@@ -390,6 +400,17 @@ def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
         files = {"dataset": str(tmp_path / "p.jsonl"), "output_dir": str(tmp_path / "run")}
         with pytest.raises(InputError, match=f"my_scores.py:f {says}"):
             ppo.main(ppo.Args(model="is/not/read", **flags, **files))
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["[True, 2]", "(x for x in (1, 2))", "numpy.array([1, 2])", "[numpy.float32(1), numpy.array([2])]",
+     "torch.tensor([1.0, 2.0], requires_grad=True)", "torch.tensor([[1.0], [2.0]]).bfloat16()"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("error")
+def test_a_function_may_give_numbers_in_any_form_that_has_an_order(code, write, pairs):
+    scorer = write(f"import numpy, torch\n    return {code}")
+    assert scorers.score(scorer, pairs[:2], 2) == [1, 2]
 
 
 def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
@@ -503,7 +524,12 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(l
 
 @pytest.mark.parametrize(
     "odds, says",
-    [([math.nan], "gives nan for 'ant', to"), ([None], "wanted 1 numbers"), ([1, 1], "of lengths .2.")],
+    [
+        ([math.nan], "gives nan for 'ant', to"),
+        ([1e39], "gives 1e.39 for 'ant', to"),  # infinite in float32
+        ([None], "wanted 1 numbers"),
+        ([1, 1], "of lengths .2."),
+    ],
 )
 def test_log_odds_that_cannot_be_are_an_input_error_that_names_the_oracle(odds, says, load):
     (prompt,) = load([{"prompt": "copy ant"}])
