@@ -5,6 +5,7 @@ and blind to the other ones: the prompt is computed once, and the results are th
 Several such trees share a row while there is room."""
 
 import json
+import unicodedata
 import zlib
 from typing import NamedTuple
 
@@ -28,15 +29,37 @@ class Document(NamedTuple):
     messages: list[dict]
     row: Row
     number: int = 0  # its place among the responses of a rollout
+    all_turns: bool = False  # every answer of the messages is learnt, not the last one alone
 
     @property
     def key(self) -> str:
         return turns_key(self.messages[:-1])
 
+    @property
+    def questions(self) -> dict[tuple, int]:
+        answers = [i for i, m in enumerate(self.messages[:-1]) if self.all_turns and m["role"] == "assistant"]
+        return held_out_keys(self.messages[:i] for i in [*answers, -1])
+
 
 def turns_key(turns: list[dict]) -> str:
     """A string that two prompts share when they are the same."""
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
+
+
+def held_out_keys(prompts) -> dict[tuple, int]:
+    """{question: a hash of it} of every prompt (turns) whose answer a row teaches: the keys by which rows of
+    any kind are held out, and nothing else is.
+
+    A question is a prompt without system turns: they say how to answer, not what, and rows of one question
+    may have different ones. Case, white space and Unicode's forms of a character do not tell two questions
+    apart: files spell one differently, and to hold out, or drop, a row too many does no harm. The hash, by
+    which some are chosen, is of the prompt as it is spelt."""
+    questions = {}
+    for turns in prompts:
+        turns = [m for m in turns if m["role"] not in ("system", "developer")]
+        texts = (unicodedata.normalize("NFKC", m["content"]).casefold().split() for m in turns)
+        questions[tuple(map(" ".join, texts))] = zlib.crc32(turns_key(turns).encode())
+    return questions
 
 
 def a_part(items, n, name=lambda item: item.key):
@@ -156,6 +179,10 @@ class Comparison(NamedTuple):
     @property
     def key(self) -> str:
         return turns_key(self.prompt)
+
+    @property
+    def questions(self) -> dict[tuple, int]:
+        return held_out_keys([self.prompt])
 
     @property
     def n_tokens(self):

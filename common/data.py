@@ -464,13 +464,13 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
 
     def document(row, dialogue, tokens):
         nonlocal cut
-        (messages, _), (ids, mask) = dialogue, tokens
+        (messages, all_turns), (ids, mask) = dialogue, tokens
         check_known(tokenizer, ids)
         if not any(mask[1:max_length]):
             raise ValueError(f"the prompt fills all {max_length} tokens (--max-length)")
         cut += len(ids) > max_length
         ids, mask = torch.tensor(ids[:max_length], dtype=torch.int32), torch.tensor(mask[:max_length])
-        return Document(ids, mask, messages, row)
+        return Document(ids, mask, messages, row, all_turns=all_turns)
 
     cut = 0
     tokens = by_shares(rows, lambda row: sft_messages(row.data), lambda x: encode(tokenizer, *x))
@@ -487,21 +487,30 @@ def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) 
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
-    """(training, held-out) documents: by the hash of the prompt, so that none is on both sides."""
-    ranked = sorted({d.key for d in documents}, key=lambda key: zlib.crc32(key.encode()))
+    """(training, held-out) documents, comparisons or prompts: by the hash of the first question whose answer
+    each teaches, for dialogues that have a later one in common have the first one in common too."""
+    firsts, hashes = [next(iter(d.questions.items())) for d in documents], {}
+    for question, number in firsts:
+        hashes[question] = min(number, hashes.get(question, number))
+    ranked = sorted(hashes, key=hashes.get)
     held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
-    return [d for d in documents if d.key not in held], [d for d in documents if d.key in held]
+    sides = [], []
+    for document, (question, _) in zip(documents, firsts):
+        sides[question in held].append(document)
+    return sides
 
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
-    """`documents` without those whose prompt also is in `held_out`, whose figures they would flatter."""
+    """`documents`, comparisons or prompts without those that teach an answer to a question of `held_out`,
+    whose figures they would flatter."""
 
     def other(document):
-        if document.key in held:
-            raise ValueError("the prompt is in the held-out set too (--eval-dataset, --hold-out-rehearsed)")
+        if not held.isdisjoint(document.questions):
+            flags = "(--eval-dataset, --hold-out-rehearsed)"
+            raise ValueError(f"the prompt is in the held-out set {flags}, or that of an earlier answer is")
         return document
 
-    held = {d.key for d in held_out}
+    held = {question for d in held_out for question in d.questions}
     return made_of(documents, other, name)
 
 
@@ -511,9 +520,9 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     train = load(dataset, split="train")
     if eval_dataset or is_tiny(dataset):
         held_out = load(eval_dataset or dataset, split="test")
-        train = without_prompts_of(train, held_out, dataset)
     else:
         train, held_out = hold_out(train)
+    train = without_prompts_of(train, held_out, dataset)
     if dist.is_main() and tokenizer:
         print(f"{dataset}: {len(train):,} to train on, {len(held_out):,} held out")
     if tokenizer:
@@ -557,7 +566,7 @@ def text_documents(args, tokenizer):
         if special_tokens(tokenizer).search(text):
             raise ValueError(SPECIAL)
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id][: args.max_length])
-        # hold_out reads the text where prompts stand
+        # What is held out is told by the turns before an answer: here the text
         return Document(ids, torch.ones(len(ids), dtype=torch.bool), [*prompt, {}], row)
 
     return made_of(load_rows(args.ptx_dataset, "text"), document, args.ptx_dataset)
@@ -573,7 +582,8 @@ def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], li
     """({"ptx": documents of --ptx-dataset, "rehearsal": of --rehearsal-data}, or less; held-out text)."""
     extra, held_out_text = {}, []
     if args.ptx_dataset:
-        extra["ptx"], held_out_text = hold_out(text_documents(args, tokenizer), share=0.1, most=200)
+        texts = without_prompts_of(text_documents(args, tokenizer), held_out, args.ptx_dataset)
+        extra["ptx"], held_out_text = hold_out(texts, share=0.1, most=200)
     if args.rehearsal_data:
         extra["rehearsal"] = load_sft(args.rehearsal_data, tokenizer, args.max_length, held_out=held_out)
     return extra, held_out_text

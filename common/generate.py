@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from common import data, dist, loading, metrics, sampler, tensor_parallel
-from common.batches import Document, Row, split, turns_key
+from common.batches import Document, Row, held_out_keys, split, turns_key
 from common.errors import InputError
 from common.sampler import sample
 
@@ -21,6 +21,10 @@ class Prompt(NamedTuple):
     @property
     def key(self) -> str:
         return turns_key(self.turns)
+
+    @property
+    def questions(self) -> dict[tuple, int]:
+        return held_out_keys([self.turns])
 
     @property
     def question(self) -> str:

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import zlib
 from types import SimpleNamespace
 
 import processes
@@ -16,7 +17,7 @@ from scorers import bot, user
 from templates import CHATML, FAMILIES, GPT2, SPECIAL, byte_tokenizer, family
 
 from common import comparisons, data, formats, generate, loading, tiny
-from common.batches import Document, Row, collate, pack
+from common.batches import Comparison, Document, Row, collate, pack
 from common.errors import InputError
 
 
@@ -744,6 +745,106 @@ def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys
     assert prompts_of(kept) == {"b", "c"} and "2 of 4" in capsys.readouterr().out
     with pytest.raises(InputError, match="mine"):
         data.without_prompts_of(train, train, "mine")
+
+
+WORDS = "ant bear cat dog eel fox goat hen ibis jay".split()
+SPELLINGS = [  # one question, as rows of several kinds ask it
+    {"prompt": "copy ant Bear"},
+    {"prompt": " copy  ant\r\nbear\n"},
+    {"prompt": [SYSTEM, user("copy ant bear")]},
+    {"system": "answer badly", "prompt": "COPY ant\u00a0bear"},
+    {"instruction": "copy", "input": "ant bear"},
+    {"prompt": "\n\nHuman: copy ant bear\n\nAssistant:"},
+    {"messages": [{"role": "developer", "content": "s"}, user("copy ant bear")]},
+]
+
+
+@pytest.mark.parametrize("row", SPELLINGS, ids=str)
+def test_a_question_is_one_whatever_its_row_case_space_or_system_turn(row, tokenizer):
+    """As a document, a prompt or a comparison."""
+    turns = generate.prompt_turns(row)
+    document = Document(torch.zeros(1), torch.ones(1), [*turns, bot("b")], Row("f:1", row))
+    pair = Comparison(turns, ["a", "b"], None, [], torch.tensor([0, 1]), "f", Row("f:1", row))
+    items = [document, pair, generate.Prompt([], turns, Row("f:1", row))]
+    [question] = document_of(user("copy ant bear")).questions
+    assert all(list(item.questions) == [question] for item in items)
+    assert [question] != list(document_of(user("copy ant")).questions)
+    train = [document_of(user("copy ant")), *items]
+    kept = data.without_prompts_of(train, [document_of(user("Copy Ant bear"))], "mine")
+    assert kept == train[:1]
+
+
+def document_of(*turns, all_turns=False):
+    return Document(
+        torch.zeros(1), torch.ones(1), [*turns, bot("z")], Row("f:1", {}), all_turns=all_turns
+    )
+
+
+def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_path):
+    """Of `messages` every answer is learnt, of a prompt in messages the last alone."""
+    talk = [user("ant"), bot("bear"), user("cat"), bot("dog")]
+    rows = [{"messages": talk}, {"prompt": talk[:3], "completion": "dog"}, {"messages": talk[2:]}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    kept = {}
+    for held in ([user("ant")], talk[:3], [SYSTEM, user("Cat ")]):
+        documents = data.load_sft(path, tokenizer, 64, held_out=[document_of(*held)])
+        kept[held[-1]["content"], len(held)] = [d.row.where[-1] for d in documents]
+    assert kept == {("ant", 1): ["2", "3"], ("cat", 3): ["3"], ("Cat ", 2): ["1", "2"]}
+    # an answer that is cut off is none the less the last one's, not the first one's
+    [cut] = data.load_sft(write(tmp_path / "one.jsonl", rows[:1]), tokenizer, 6)
+    assert len(cut.questions) == 2
+
+
+def test_dialogues_of_one_beginning_are_held_out_together(tokenizer, tmp_path):
+    """Their first answers answer one question. No row is lost, and no question of one side is on the other."""
+    rows = []
+    for i, word in enumerate(WORDS * 6):
+        talk = [user(f"copy {word}"), bot(word), user(f"next {WORDS[i % 7]}"), bot(WORDS[i // 10])]
+        rows.append({"messages": [{"role": "system", "content": f"s{i % 3}"}, *talk][i % 2 :]})
+    path = write(tmp_path / "rows.jsonl", rows)
+    load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=64)
+    train, held_out = data.train_and_held_out(path, None, load, None)
+    sides = [{q for d in some for q in d.questions} for some in (train, held_out)]
+    assert len(train) == 54 and len(held_out) == 6 and not sides[0] & sides[1]
+    one_opening = write(tmp_path / "one.jsonl", [rows[i] for i in range(0, 60, 10)])
+    train, held_out = data.train_and_held_out(one_opening, None, load, None)
+    assert len(train) == 6 and not held_out  # as of a single prompt
+
+
+def test_the_split_of_plain_prompts_is_by_the_hash_of_the_prompt():
+    """Published figures are of this split."""
+    prompts = [f"What is {i} + 2?" for i in range(100)]
+    _, held_out = data.hold_out([document_of(user(prompt)) for prompt in prompts])
+    key = lambda prompt: zlib.crc32(json.dumps([["user", prompt]]).encode())
+    assert prompts_of(held_out) == set(sorted(prompts, key=key)[:5])
+
+
+def test_no_question_of_hindsights_rows_is_on_both_sides(tokenizer, tmp_path):
+    """A command stands in their system turn, and a prompt has rows of both commands."""
+    rows = []
+    for word, side in itertools.product(WORDS, ("Answer well", "Answer badly")):
+        system = {"role": "system", "content": side}
+        rows.append({"prompt": [system, user(f"copy {word}")], "completion": word})
+    path = write(tmp_path / "rows.jsonl", rows)
+    load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=64)
+    train, held_out = data.train_and_held_out(path, None, load, None)
+    texts = [{d.messages[-2]["content"] for d in some} for some in (train, held_out)]
+    assert len(texts[1]) == 1 and len(held_out) == 2 and not texts[0] & texts[1]
+
+
+def test_neither_plain_text_nor_a_part_of_a_mixture_teaches_a_held_out_question(tokenizer, tmp_path):
+    """What PPO's other losses learn, and the other files of a mixture in other columns."""
+    held = write(tmp_path / "held.jsonl", [{"prompt": "copy ant"}])
+    texts = write(tmp_path / "texts.jsonl", [{"text": "Copy ant "}, {"text": "ant"}, {"text": "bear cat"}])
+    talks = [[user("copy ant"), bot("ant"), user("next ant"), bot("bear")], [user("next cat"), bot("dog")]]
+    talks = write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
+    pairs = [{"prompt": prompt, "chosen": "dog", "rejected": "eel"} for prompt in ("copy ANT", "cat")]
+    pairs = write(tmp_path / "pairs.jsonl", pairs)
+    prompts = generate.load_prompts(held, "train", tokenizer, 64)
+    args = SimpleNamespace(ptx_dataset=texts, rehearsal_data=f"{talks},{pairs}", max_length=64)
+    extra, held_out_text = data.load_extra(args, tokenizer, prompts)
+    assert {d.messages[0]["content"] for d in [*extra["ptx"], *held_out_text]} == {"ant", "bear cat"}
+    assert [d.messages[-2]["content"] for d in extra["rehearsal"]] == ["next cat", "cat"]
 
 
 def test_a_text_is_known_if_half_of_its_words_are(tokenizer):
