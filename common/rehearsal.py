@@ -2,7 +2,7 @@
 not forget (arXiv:2309.10202, section 3.2).
 
     embed     prompts -> vectors: the policy's own mean-pooled last hidden states (the paper: SimCSE's)
-    cluster   KMeans into c groups, one for each kind of skill
+    cluster   k-means into c groups, one for each kind of skill
     select    in each group the k prompts whose response has the best score
 
 It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
@@ -12,6 +12,7 @@ It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,15 +37,47 @@ def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
-def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
-    """[(cluster, index)]: KMeans on the embeddings, and in each cluster the `per_cluster` usable rows with
-    the highest scores, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
-    from sklearn.cluster import KMeans
+def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:
+    """The cluster of each row of x, (n, H): of n_starts runs of `lloyd` the one whose rows are nearest to
+    their centres. k-means++ draws where each begins (Arthur and Vassilvitskii, 2007): every further centre is
+    a row, drawn by its squared distance to the nearest one so far. Equal rows share a cluster, so where fewer
+    rows differ there are fewer clusters."""
+    generator, runs = torch.Generator().manual_seed(seed), []
+    for _ in range(n_starts):
+        centres = x[torch.randint(len(x), (1,), generator=generator)]
+        while len(centres) < n_clusters and (nearest := squared_distances(x, centres).amin(1)).any():
+            centres = torch.cat([centres, x[torch.multinomial(nearest, 1, generator=generator)]])
+        runs.append(lloyd(x, centres))
+    return min(runs, key=lambda run: run[1])[0].tolist()
 
-    labels = KMeans(n_clusters, n_init=4, random_state=seed).fit_predict(embeddings.double().numpy())
-    chosen = []
+
+def lloyd(x, centres) -> tuple[torch.Tensor, float]:
+    """(the nearest centre of each row, the sum of squared distances), every centre the mean of its rows. One
+    that loses all of them moves to the row that is farthest from its own."""
+    labels = None
+    for _ in range(300):
+        distances, nearest = squared_distances(x, centres).min(1)
+        if labels is not None and torch.equal(nearest, labels):
+            break
+        labels, centres = nearest, centres.clone()
+        for i, members in enumerate(x[labels == k] for k in range(len(centres))):
+            farthest = distances.argmax()
+            centres[i] = members.mean(0) if len(members) else x[farthest]
+            distances[farthest] *= bool(len(members))  # taken: another empty one gets another row
+    return labels, distances.sum().item()
+
+
+def squared_distances(x, centres) -> torch.Tensor:
+    """(n, centres). Not by a matrix product, after which equal rows can lie apart."""
+    return torch.cdist(x, centres, compute_mode="donot_use_mm_for_euclid_dist") ** 2
+
+
+def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
+    """[(cluster, index)]: kmeans of the embeddings, and in each cluster the `per_cluster` usable rows with
+    the highest scores, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
+    labels, chosen = kmeans(embeddings.double(), n_clusters, seed), []
     for cluster in range(n_clusters):
-        members = [i for i, label in enumerate(labels.tolist()) if label == cluster and usable[i]]
+        members = [i for i, label in enumerate(labels) if label == cluster and usable[i]]
         chosen += [(cluster, i) for i in sorted(members, key=lambda i: -scores[i])[:per_cluster]]
     return chosen
 
@@ -61,7 +94,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
-    chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's KMeans differ in the last bit
+    chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's k-means differ in the last bit
     return [
         {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
         for cluster, i in chosen
@@ -95,7 +128,7 @@ class Args:
     chat_template: str | None = None
     """A jinja file, for a tokenizer without a chat template or in place of its own."""
     seed: int = 0
-    """Of the samples and KMeans."""
+    """Of the samples and k-means."""
 
 
 def main(args: Args):
@@ -106,8 +139,10 @@ def main(args: Args):
         raise InputError(f"--output {output}: {'is there already' if output.exists() else 'no such folder'}")
     tokenizer = loading.load_tokenizer(args.model, args.chat_template)
     generate.check_policy(args.model, tokenizer, args)
-    prompts = generate.load_prompts(args.dataset, "train", tokenizer, args.max_length - args.max_new_tokens)
-    prompts = a_part(prompts, args.max_prompts)
+    room = args.max_length - args.max_new_tokens
+    load = partial(generate.load_prompts, tokenizer=tokenizer, max_tokens=room)
+    prompts, _ = data.train_and_held_out(args.dataset, None, load, None)  # ppo.py's held-out ones stay so
+    prompts = a_part(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")  # not by its hash
     data.show(prompts, tokenizer)
     if args.clusters > len(prompts):
         raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")

@@ -1,16 +1,17 @@
 """common/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
 
+from types import SimpleNamespace
+
 import processes
 import pytest
 import torch
 import torch.nn.functional as F
 from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
-from sklearn.cluster import KMeans
 from transformers import AutoModelForCausalLM
 
 from common import data, dist, generate, loading, rehearsal, scorers, tiny
-from common.batches import Row, collate
+from common.batches import Row, a_part, collate
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -46,6 +47,54 @@ def test_unusable_responses_are_never_selected_and_the_next_best_stand_in():
     usable = [i not in (3, 7, 9, 2, 5, 8) for i in range(10)]
     assert selected(2, usable) == [[6, 0], [1, 4]]  # of the third group none is left
     assert selected(2, [False] * 10) == []
+
+
+# -- k-means -----------------------------------------------------------------------------
+def column(*numbers):
+    return torch.tensor(numbers, dtype=torch.float64)[:, None]
+
+
+def partition(labels):
+    """The rows of each cluster."""
+    return {frozenset(i for i, x in enumerate(labels) if x == label) for label in labels}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "rows, n_clusters, clusters",
+    [
+        ((0, 20, 1, 10, 21, 11), 3, [{0, 2}, {3, 5}, {1, 4}]),
+        ((0, 1, 2, 9), 2, [{0, 1, 2}, {3}]),  # squares 2; {0, 1} and {2, 9} have 25
+        ((0, 3, 6, 9), 2, [{0, 1}, {2, 3}]),  # squares 9; {0, 1, 2} and {3} have 18
+        ((3, 3, 3), 2, [{0, 1, 2}]),  # equal rows stay together, so one cluster is all there is
+        ((3, 3, 7), 3, [{0, 1}, {2}]),
+        ((3, 7), 5, [{0}, {1}]),
+        ((5,), 1, [{0}]),
+    ],
+)
+def test_kmeans_by_hand(rows, n_clusters, clusters, seed):
+    found = rehearsal.kmeans(column(*rows), n_clusters, seed)
+    assert partition(found) == set(map(frozenset, clusters)) and max(found) < n_clusters
+    assert found == rehearsal.kmeans(column(*rows), n_clusters, seed)
+
+
+def test_of_several_starts_the_best_is_taken():
+    """Two groups far apart, of two each that are near: two centres in one group is a local optimum."""
+    x, ends = torch.tensor([[a, b] for a in (0.0, 9.0) for b in (0.0, 4.0)] * 5), []
+    for start in ([0, 2], [0, 1]):
+        labels, total = rehearsal.lloyd(x, x[start])
+        ends.append((partition(labels.tolist()) == partition([0, 0, 1, 1] * 5), total))
+    assert ends == [(True, 20 * 2.0**2), (False, 20 * 4.5**2)]
+    for seed in range(5):
+        assert partition(rehearsal.kmeans(x, 2, seed)) == partition([0, 0, 1, 1] * 5)
+
+
+def test_a_centre_without_rows_moves_to_the_row_that_is_farthest_from_its_own():
+    """0 | 1 2 10 | nothing near 50: it moves to 10. Then 0 1 2 | nothing near 4.3 | 10, and it moves to 2."""
+    labels, total = rehearsal.lloyd(column(0, 1, 2, 10), column(0, 1, 50))
+    assert labels.tolist() == [0, 0, 1, 2] and total == 0.5
+    labels, total = rehearsal.lloyd(column(0, 10, 20), column(0, 99, 99))  # two at once
+    assert sorted(labels.tolist()) == [0, 1, 2] and total == 0
 
 
 # -- embed -------------------------------------------------------------------------------
@@ -147,19 +196,19 @@ def written(files):
 
 
 def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
-    """Step by step, with ppo.py's seeds: one response to each prompt, KMeans of the mean last hidden states,
-    and of each cluster the best responses that ended."""
+    """Step by step, with ppo.py's seeds: one response to each prompt, k-means of the mean last hidden states,
+    and of each cluster the best responses that ended. The prompts are those that ppo.py does not hold out."""
     policy = dist.shard(loading.load_policy(str(files / "policy"), TOKENIZER), CPU)
-    prompts = generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54)
+    prompts, _ = data.hold_out(generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54))
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
     answers = generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
     with torch.no_grad():
         hidden = [policy.base_model(input_ids=torch.tensor([x])).last_hidden_state[0].mean(0) for x in ids]
-    vectors = F.normalize(torch.stack(hidden), dim=1).double().numpy()
+    clusters = rehearsal.kmeans(F.normalize(torch.stack(hidden), dim=1).double(), 3)
     rows = [[], [], []]
-    for p, (_, r), cluster in zip(prompts, answers, KMeans(3, n_init=4, random_state=0).fit_predict(vectors)):
+    for p, (_, r), cluster in zip(prompts, answers, clusters):
         score = tiny.gold_score(p.turns[-1]["content"], r.text)
-        row = {"prompt": p.turns, "completion": r.text, "cluster": int(cluster), "score": score}
+        row = {"prompt": p.turns, "completion": r.text, "cluster": cluster, "score": score}
         rows[cluster] += [row] if r.finished and r.clean and r.text.strip() else []
     best = [sorted(cluster, key=lambda row: -row["score"])[:4] for cluster in rows]
     assert read_jsonl(written) == sum(best, []) and max(map(len, rows)) > 4
@@ -169,7 +218,7 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     "options, words",
     [
         ({"clusters": 0}, "--clusters 0: wanted 1 or more"),
-        ({"clusters": 25}, "--clusters 25: there are only 24 prompts"),
+        ({"clusters": 24}, "--clusters 24: there are only 23 prompts"),
         ({"output": "/nowhere/rows.jsonl"}, "--output /nowhere/rows.jsonl: no such folder"),
         ({"output": __file__}, "--output .*test_rehearsal.py: is there already"),
     ],
@@ -184,6 +233,21 @@ def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tm
     with pytest.raises(InputError, match=words):
         rehearsal.main(rehearsal.Args(**{**OPTIONS, **given, **options}))
     assert not (tmp_path / "x").exists()
+
+
+def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
+    """Of 400 prompts 20 are held out; the same hash would have taken these 20 alone. Those that ppo.py trains
+    on all have the same chance: about half of them are in the first half of its own order."""
+    path, taken = str(write_rows(tmp_path / "prompts.jsonl", tiny.rows("prompts", "train")[:400])), []
+    monkeypatch.setattr(rehearsal, "rehearsal_rows", lambda *x: taken.extend(x[3]) or [])
+    given = {"model": str(files / "policy"), "dataset": path, "output": str(tmp_path / "x")}
+    rehearsal.main(rehearsal.Args(**{**OPTIONS, **given, "max_prompts": 100}))
+    limits = {"dataset": path, "eval_dataset": None, "max_length": 64, "max_new_tokens": 10}
+    train, held_out = generate.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
+    keys = {prompt.key for prompt in taken}
+    assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
+    by_hash = {prompt.key for prompt in a_part(train, 190)}
+    assert 35 <= len(keys & by_hash) <= 65
 
 
 def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
