@@ -35,17 +35,14 @@ def masked_mean(x, mask, dim=None):
     return total / count
 
 
-def whiten(x, mask, mean=None, var=None, shift_mean=True):
-    """(x - mean) / sqrt(var), 0 where mask is False.
+def whiten(x, mask):
+    """(x - mean) / sqrt(var), mean and population variance of the values where mask is True; else 0.
 
-    x: any shape. mask: bool, the shape of x. mean, var: of all ranks' values, population variance; None: this
-      batch's. shift_mean: False adds the mean again, so that only the scale changes.
+    x: any shape. mask: bool, the shape of x.
     Returns a tensor like x. Raises ValueError where a mean would be of nothing."""
-    _same_shape(x=x, mask=mask)
-    mean = masked_mean(x, mask) if mean is None else mean
-    var = masked_mean((x - mean) ** 2, mask) if var is None else var
-    scaled = (x - mean) / (var + 1e-8) ** 0.5
-    return torch.where(mask, scaled if shift_mean else scaled + mean, torch.zeros_like(x))
+    mean = masked_mean(x, mask)
+    var = masked_mean((x - mean) ** 2, mask)
+    return torch.where(mask, (x - mean) / (var + 1e-8) ** 0.5, torch.zeros_like(x))
 
 
 def sft_loss(logprobs, action_mask, n_tokens=None):
