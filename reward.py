@@ -19,7 +19,7 @@ number of steps done.
 
 Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
 left out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin
-times the difference's share of the largest difference; the tiny recipe starts from random weights.
+times the difference's share of its data set's largest one; the tiny recipe starts from random weights.
 """
 
 import math

@@ -162,7 +162,7 @@ class Comparison(NamedTuple):
     texts: list[str]  # K responses; of a pair, the chosen one first
     prompt_ids: torch.Tensor  # (P,) int32
     response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
-    ranks: torch.Tensor  # (K,), 0 is best, equal ranks are ties
+    ranks: torch.Tensor  # (K,), 0 is best; one that is behind by less than 1 is no worse
     source: str  # the data set, for figures and tables
     row: Row
     rating: str | None = None  # one of RATINGS
@@ -190,9 +190,10 @@ class Comparison(NamedTuple):
 
 
 def labelled_pairs(comparison) -> list[tuple[int, int]]:
-    """(better, worse) for all pairs of responses of different rank, of a soft label by its likelier side."""
+    """(better, worse) for all pairs of responses whose ranks are 1 or more apart, of a soft label by its
+    likelier side."""
     ranks = comparison.ranks.tolist()
-    return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a < b]
+    return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a + 1 <= b]
 
 
 # -- comparisons -> batches ------------------------------------------------------------------------

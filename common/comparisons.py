@@ -27,8 +27,8 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     on every rank. What is dropped, and why, is printed; InputError if nothing is left.
 
     max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
-      scored at its end token. min_score_gap: a pair whose scores differ by less is left out, a ranking's
-      pairs of this kind are ties. max_per_prompt: the first rows of a prompt that count."""
+      scored at its end token. min_score_gap: a pair whose scores differ by less is left out, of rankings
+      too. max_per_prompt: the first rows of a prompt that count."""
     per_prompt = collections.Counter()
     rows = joined(data.load_rows(spec, "preferences", split))
     labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
@@ -137,9 +137,9 @@ def _labelled(row, min_score_gap) -> Comparison:
                 grades = [_number(values, name, -math.inf, math.inf) for name in names]
         if rating is not None and rating not in RATINGS:
             raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
-        if grades and grades[0] - grades[1] < min_score_gap:
-            raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
         preference = _number(values, "preference", 0, 1)
+        if grades and _ahead(grades, preference) < _least(min_score_gap):
+            raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
         margin = _number(values, "margin", 0, math.inf)
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
@@ -150,7 +150,8 @@ def _labelled(row, min_score_gap) -> Comparison:
         raise ValueError("the responses are the same")
     for text in texts:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
-    prompt, ranks, source = messages[:-1], torch.tensor(ranks), row.where.rpartition(":")[0]
+    ranks = torch.tensor(ranks, dtype=torch.float64 if isinstance(ranks[0], float) else torch.long)
+    prompt, source = messages[:-1], row.where.rpartition(":")[0]
     labels.update(grades=grades, kept=tuple(range(len(texts))))
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
@@ -163,20 +164,23 @@ def _with_ids(c, prompt_ids, response_ids, max_length):
         fits.sort(key=c.ranks.tolist().__getitem__)  # best first, as the chosen one of a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
-    if len(set(c.ranks[fits].tolist())) == 1 and c.preference is None:
-        raise ValueError("no response is better than another")
     prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
-    return _only(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
+    c = _only(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
+    if not labelled_pairs(c) and c.preference is None:
+        raise ValueError("no response is better than another")
+    return c
 
 
 def with_margins(comparisons, size) -> list[Comparison]:
     """With Llama 2's m for every two responses of a comparison, (K, K): MARGINS[size] by the column rating,
-    else the column margin, else by scores: the largest m, times a difference's share of the largest one. size
-    "none": unchanged. InputError names a row that has none of these."""
+    else the column margin, else by scores: the largest m, times a difference's share of the largest one of
+    its data set, for each has its own units. size "none": unchanged. InputError names a row that has none of
+    these."""
     if size == "none":
         return comparisons
-    gaps = [max(c.grades) - min(c.grades) for c in comparisons if c.grades]
-    scale = max(MARGINS[size].values()) / (max(gaps, default=1.0) or 1.0)
+    largest = collections.Counter()  # data set -> its largest difference of scores
+    for c in comparisons:
+        largest[c.source] = max(largest[c.source], max(c.grades or [0]) - min(c.grades or [0]))
 
     def margins(c):
         margin = c.margin if c.rating is None else MARGINS[size][c.rating]
@@ -184,7 +188,7 @@ def with_margins(comparisons, size) -> list[Comparison]:
             return torch.full((len(c.texts), len(c.texts)), float(margin))
         if c.grades is None:
             raise InputError(f"{c.row.where}: no rating, margin or scores for --margin {size}")
-        grades = torch.tensor(c.grades)
+        grades, scale = torch.tensor(c.grades), max(MARGINS[size].values()) / (largest[c.source] or 1.0)
         return (grades[:, None] - grades[None, :]).abs() * scale
 
     return [c._replace(margins=margins(c)) for c in comparisons]
@@ -234,13 +238,25 @@ def _ranking(values):
 
 
 def _ranks(grades, gap):
-    """Rank 0 is the best score; a score less than `gap` below the next better one shares its rank."""
-    ranks = [0] * len(grades)
-    order = sorted(range(len(grades)), key=lambda i: -grades[i])
-    for above, i in zip(order, order[1:]):
-        fall = grades[above] - grades[i]
-        ranks[i] = ranks[above] + (fall > 0 and fall >= gap)
-    return ranks
+    """Ranks that differ by 1 or more where scores differ by `gap` or more: what lies between two responses
+    does not make them equal. Without a gap the number of better scores."""
+    if gap:
+        return [(max(grades) - grade) / _least(gap) for grade in grades]
+    better = sorted(set(grades), reverse=True)
+    return [better.index(grade) for grade in grades]
+
+
+def _least(gap) -> float:
+    """The least difference that counts as `gap`: 0.9 - 0.8 is less than 0.1, in float32 by a millionth."""
+    return gap * (1 - 1e-4)
+
+
+def _ahead(grades, preference) -> float:
+    """How much higher the score of the side is that a soft label says is better; of a tie of either side."""
+    ahead = grades[0] - grades[1]
+    if preference == 0.5:
+        return abs(ahead)
+    return ahead if preference is None or preference > 0.5 else -ahead
 
 
 def _no_pair(values) -> ValueError:

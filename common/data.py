@@ -37,7 +37,9 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
 
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
     listed = sources(spec)
-    parts = [_read(source, items, kind, split) for source, items, _ in listed]
+    names = [Path(source).name for source, *_ in listed]  # files of one name are told apart by their folders
+    names = [source if names.count(name) > 1 else name for name, (source, *_) in zip(names, listed)]
+    parts = [_read(source, name, items, kind, split) for name, (source, items, _) in zip(names, listed)]
     weights = [weight for *_, weight in listed if weight is not None]
     if weights:
         if len(weights) < len(parts) or min(weights) <= 0:
@@ -100,18 +102,19 @@ def is_tiny(spec: str) -> bool:
     return all(re.split("[:?]", part.strip())[0] == "tiny" for part in spec.split(","))
 
 
-def _read(source, items, kind, split):
-    path, name = Path(source), source.partition("[")[0]
+def _read(source, name, items, kind, split):
+    path = Path(source)
     if is_tiny(source):
         options = _tiny_options(source)
         kind = options.pop("kind", kind)
         name, rows = f"tiny/{kind}", enumerate(tiny.rows(kind, split, **options), 1)
     elif path.is_file():
-        name, rows = path.name, formats.read_file(path)
+        rows = formats.read_file(path)
     else:
         import datasets
 
-        config, _, part = source.rstrip("]").partition("[")[2].rpartition("/")
+        name, _, part = source.rstrip("]").partition("[")
+        config, _, part = part.rpartition("/")
         try:
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except Exception as error:  # no such name, no such split, no network, ...

@@ -91,15 +91,16 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
 def ranking_loss(scores, ranks, margin=None):
     """K ranked responses to one prompt: Bradley-Terry on all pairs of different rank, their mean.
 
-    L = -(1 / n_pairs) sum_{i, j: ranks[i] < ranks[j]} log sigmoid(scores[i] - scores[j] - margin[i, j])
+    L = -(1 / n_pairs) sum_{i, j: ranks[i] + 1 <= ranks[j]} log sigmoid(scores[i] - scores[j] - margin[i, j])
     (InstructGPT, arXiv:2203.02155, eq. 1: a prompt's pairs are one batch element: a response is learnt once.)
 
-    scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best, equal ranks are ties; may be on a CPU.
+    scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best; may be on a CPU. Ranks less
+      than 1 apart are ties: whole ranks if equal, others where a score has to be some gap ahead to be better.
     margin: (K, K) or None for 0, reward units: as in bradley_terry_loss.
     Returns (loss, metrics) as bradley_terry_loss does, for these pairs.
-    Raises ValueError if no two ranks differ."""
+    Raises ValueError if no two ranks are 1 apart."""
     _same_shape(scores=scores, ranks=ranks)
-    better, worse = torch.nonzero(ranks[:, None] < ranks[None, :], as_tuple=True)
+    better, worse = torch.nonzero(ranks[:, None] + 1 <= ranks[None, :], as_tuple=True)
     if len(better) == 0:
         raise ValueError("ranking_loss: no response is better than another, there is nothing to learn from")
     margin = None if margin is None else margin[better, worse].to(scores.device, non_blocking=scores.is_cuda)

@@ -291,7 +291,7 @@ def pairs_of(rows) -> list[tuple]:
     pairs = []
     for number, row in enumerate(rows):
         responses = row["responses"]
-        sides = [(a, b) for a in responses for b in responses if a["rank"] < b["rank"]]
+        sides = [(a, b) for a in responses for b in responses if a["rank"] + 1 <= b["rank"]]
         differences = row.get("differences") or [a["score"] - b["score"] for a, b in sides]
         pairs += [(d, number, a, b) for d, (a, b) in zip(differences, sides)]
     return pairs

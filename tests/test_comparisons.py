@@ -6,10 +6,11 @@ import pytest
 import torch
 from scorers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
-from common import comparisons, generate
+from common import comparisons, generate, metrics
 from common.batches import Comparison, Row, labelled_pairs
 from common.comparisons import epoch_order
 from common.errors import InputError
+from common.losses import ranking_loss
 
 
 def responses(**scores):
@@ -247,26 +248,58 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
     assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 
+def test_an_exact_gap_is_kept_and_a_soft_label_is_held_to_its_own_side(load):
+    """0.9 - 0.8 is less than 0.1 in floating point. A label of 0.2 says that the second response is better."""
+    scored = lambda prompt, a, b, **more: pair(prompt, chosen_score=a, rejected_score=b, **more)  # noqa: E731
+    rows = [scored("copy ant", 0.9, 0.8), scored("copy bear", 0.9, 0.81)]
+    rows += [scored("copy cat", 3.0, 8.0, preference=0.2), scored("copy dog", 8.0, 3.0, preference=0.2)]
+    rows += [scored("copy eel", 8.0, 3.0, preference=0.8), scored("copy fox", 3.0, 8.0, preference=0.5)]
+    assert [c.row.where[-1] for c in load(rows, min_score_gap=0.1)] == ["1", "3", "5", "6"]
+
+
+def test_margins_by_scores_are_in_the_units_of_their_data_set(load, tmp_path):
+    """UltraFeedback's scores go to 10, SHP's to thousands: a largest gap of each has the largest margin. Files
+    of one name are two data sets."""
+    loaded = []
+    for folder, gaps in (("a", (8.0, 2.0)), ("b", (4000.0, 500.0))):
+        (tmp_path / folder).mkdir()
+        rows = [pair(f"copy {x}", chosen_score=gap, rejected_score=0) for x, gap in zip(("ant", "cat"), gaps)]
+        loaded.append(str(write_rows(tmp_path / folder / "p.jsonl", rows)))
+    both = comparisons.load(",".join(loaded), "train", TOKENIZER, 64)
+    assert len({c.source for c in both}) == 2
+    margins = [c.margins[0, 1].item() for c in comparisons.with_margins(both, "large")]
+    assert margins == pytest.approx([3, 0.75, 3, 0.375])
+
+
 @pytest.mark.parametrize(
-    "gap, scores, ranks",
+    "gap, scores, pairs",
     [
-        (0.0, [3.0, 2.6, 2.6, 1.0], [0, 1, 1, 2]),  # equal scores are ties
-        (0.5, [3.0, 2.75, 1.0], [0, 0, 1]),
-        (0.25, [3.0, 2.75, 1.0], [0, 1, 2]),  # exactly the gap is enough
-        (0.5, [3.0, 2.75, 2.5, 2.25], None),  # a chain: each too close to the one before, all ties
-        (0.5, [3.0, 2.75, 2.5, 1.0], [0, 0, 0, 1]),
+        (0.0, [3.0, 2.6, 2.6, 1.0], [(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)]),  # equal scores are ties
+        (0.5, [3.0, 2.75, 1.0], [(0, 2), (1, 2)]),
+        (0.25, [3.0, 2.75, 1.0], [(0, 1), (0, 2), (1, 2)]),  # exactly the gap is enough
+        (1.0, [8.0, 7.5, 7.0, 6.5], [(0, 2), (0, 3), (1, 3)]),  # what lies between makes no ties
+        (0.1, [0.9, 0.8, 0.7, 0.65], [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3)]),  # 0.9 - 0.8 < 0.1
+        (0.1, torch.tensor([8.3, 8.2, 8.15]).tolist(), [(0, 1), (0, 2)]),  # of float32: 0.0999994
+        (0.1, [1000.1, 1000.0, 999.95], [(0, 1), (0, 2)]),
+        (2.0, [3.0, 2.75, 2.5, 1.5], None),
     ],
 )
-def test_min_score_gap_of_rankings(gap, scores, ranks, load, capsys):
+def test_min_score_gap_of_rankings(gap, scores, pairs, load, capsys):
     texts = ["dog", "eel", "fox", "goat"][: len(scores)]
     mixed = [{"text": t, "score": s} for t, s in list(zip(texts, scores))[::-1]]
     rows = [GOOD, {"prompt": "copy ant", "responses": mixed}]
     found = [c for c in load(rows, min_score_gap=gap) if len(c.texts) > 2]
-    if ranks is None:
+    if pairs is None:
         assert not found and why(capsys) == {"no response is better than another": 1}
     else:
-        assert found[0].ranks.tolist() == ranks
-        assert dict(zip(found[0].texts, found[0].grades)) == dict(zip(texts, scores))
+        c = found[0]
+        assert labelled_pairs(c) == pairs and (gap or c.ranks.tolist() == [0, 1, 1, 2])
+        assert dict(zip(c.texts, c.grades)) == dict(zip(texts, scores))
+        # and so they are counted in the loss, among held-out figures, in the tables and by offline DPO
+        assert ranking_loss(torch.zeros(len(scores)), c.ranks)[1]["n_rows"] == len(pairs)
+        sides = metrics.pairs_of([{**comparisons.describe(c), "differences": [0.0] * len(pairs)}])
+        assert [(a["text"], b["text"]) for *_, a, b in sides] == [(c.texts[i], c.texts[j]) for i, j in pairs]
+        assert comparisons.two_of(c).texts == [c.texts[0], c.texts[-1]]
 
 
 def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys):
