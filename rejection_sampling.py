@@ -25,6 +25,7 @@ being trained, its optimiser and its step; all else a resumed run finds in pool.
     torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -150,18 +151,32 @@ def check(args):
     )
 
 
+def all_lowest(rows, prompts, iteration, args) -> set[str]:
+    """Keys of the prompts whose responses, two or more, all have the lowest score of the pool. The best of
+    them is then as bad as the worst: with a scorer of 0 and 1, a wrong answer that would be trained on."""
+    scores = {prompt.key: [] for prompt in prompts}
+    for row in rows:
+        prompt = turns_key(row["prompt"])
+        if prompt in scores and (args.candidates == "all" or row["iteration"] == iteration):
+            scores[prompt].append(row["score"])
+    lowest = min(itertools.chain.from_iterable(scores.values()), default=0.0)
+    return {prompt for prompt, values in scores.items() if len(values) > 1 and set(values) == {lowest}}
+
+
 def select(rows, prompts, iteration, threshold, args):
-    """Rows of the pool to train on: of each prompt the best one, or all with at least the threshold. The
-    pool's `finished` says of a response that it ended and holds no special token."""
+    """Rows of the pool to train on: of each prompt the best one, unless all are lowest, or every one with at
+    least the threshold. The pool's `finished` means that a response ended and holds no special token."""
     candidates = {prompt.key: {} for prompt in prompts}  # prompt -> text -> row
     for row in rows:
         prompt, text = turns_key(row["prompt"]), row["response"].strip()
         is_candidate = args.candidates == "all" or row["iteration"] == iteration
         if is_candidate and prompt in candidates and row["finished"] and text:
             candidates[prompt].setdefault(text, row)
-    groups = [list(by_text.values()) for by_text in candidates.values() if by_text]
     if threshold is None:
+        worthless = all_lowest(rows, prompts, iteration, args)
+        groups = [by_text.values() for key, by_text in candidates.items() if by_text and key not in worthless]
         return [max(group, key=lambda row: row["score"]) for group in groups]
+    groups = [by_text.values() for by_text in candidates.values()]
     return [row for group in groups for row in group if row["score"] >= threshold]
 
 
@@ -170,6 +185,8 @@ def why_none(rows, prompts, iteration, threshold, args) -> str:
     scores = sorted(row["score"] for row in select(rows, prompts, iteration, -math.inf, args))
     if not scores:
         return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
+    if threshold is None:
+        return f"iteration {iteration}: every response has the score {scores[0]:g}, so none is the better one"
     return (
         f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best "
         f"has {scores[-1]:.3g}, the median {scores[len(scores) // 2]:.3g}"
@@ -265,6 +282,11 @@ def main(args: Args):
         thresholds = args.threshold or [None]
         selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
         row = {**pool.parts, **selection_figures(pool.rows, selected[0], iteration)}
+        if not args.threshold:
+            row["pool/all_lowest"] = len(all_lowest(pool.rows, prompts, iteration, args))
+            if row["pool/all_lowest"] and dist.is_main():
+                why = "all responses have the lowest score of the pool"
+                print(f"iteration {iteration}: {row['pool/all_lowest']} prompts left out, {why}")
         selected = [rows for rows in selected if rows]  # thresholds rise: those out of reach come last
         if len(selected) < len(thresholds):
             why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)

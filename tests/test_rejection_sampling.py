@@ -71,6 +71,17 @@ SELECTED = {  # the rows, the options, the places of what is selected
     "of the last iteration": (TWO, {"iteration": 2, "candidates": "last"}, [2]),
     "all that reach": ("A ant 0.5, A cat 0.499, A dog 0.7, B bear 0.5", {"threshold": 0.5}, [0, 2, 3]),
     "none of another prompt": ("C eel 9, A ant 1", {}, [1]),
+    "no wrong answer": ("A ant 0, A cat 0, B bear 0, B dog 1", {}, [3]),
+    "no wrong answer beside one that was cut": ("A ant 0, A cat 0 cut, B bear 0, B dog 1", {}, [3]),
+    "the best of answers that are all right": ("A ant 1, A cat 1, B bear 0, B dog 1", {}, [0, 3]),
+    "one that ended, of several scores": ("A ant 0, A cat 1 cut, B bear 0, B dog 1", {}, [0, 3]),
+    "the only response, though it is the worst": ("A ant 0, B bear 1", {}, [0, 1]),
+    "by the scores of the iteration that counts": (
+        "A ant 0, A cat 1, A dog 1 2nd, A eel 1 2nd, B bear 1 2nd, B dog 2 2nd",
+        {"iteration": 2, "candidates": "last"},
+        [5],
+    ),
+    "what reaches a threshold, lowest or not": ("A ant 0, A cat 0, B dog 1", {"threshold": 0.0}, [0, 1, 2]),
 }
 
 
@@ -87,6 +98,9 @@ def test_why_nothing_is_selected_is_told():
     rows = rows_from("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut")
     why = rs.why_none(rows, (A, B), 1, 2.0, make_args())
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
+    rows = rows_from("A ant 0, A cat 0, B bear 0, B dog 0")
+    why = rs.why_none(rows, (A, B), 1, None, make_args())
+    assert why == "iteration 1: every response has the score 0, so none is the better one"
 
 
 # -- documents and steps -----------------------------------------------------------------
