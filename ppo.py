@@ -316,6 +316,8 @@ def figures_of(rollout, steps):
     n = total["n"]
     returns = rollout.returns[rollout.mask]
     errors = returns - rollout.old_values[rollout.mask]
+    drawn = torch.tensor([x for _, response in rollout.pairs for x in response.logprobs])
+    gap = drawn - rollout.old_logprobs[rollout.mask]  # sampler minus training forward
     row = {
         "reward/score": rollout.scores.mean().item(),
         "reward/deviation": rollout.scores.std(correction=0).item(),
@@ -327,6 +329,8 @@ def figures_of(rollout, steps):
         "value/explained_variance": 1 - (errors.var(correction=0) / returns.var(correction=0)).item(),
         "optim/value_grad_norm": total["value/grad_norm"] / len(steps),
         "policy/entropy": rollout.entropies[rollout.mask].mean().item(),
+        "policy/sampler_kl": gap.mean().item(),
+        "policy/sampler_ratio_max": gap.abs().max().exp().item(),
     }
     if "policy/loss_sum" in total:  # else it stands still: the value model's warm-up
         row["loss/policy"] = total["policy/loss_sum"] / n

@@ -110,6 +110,7 @@ class Response(NamedTuple):
     text: str
     finished: bool  # False: cut at max_new_tokens; True: an end token of the policy is its last one
     clean: bool = True  # False: a special token stands before its end, which the text does not show
+    logprobs: tuple[float, ...] = ()  # of each id, nats, in the distribution it was drawn from; () if unknown
 
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
@@ -126,10 +127,12 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     responses, added = [], tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
-    for tokens, length, ended in zip(out.response_tokens.tolist(), lengths, finished):
+    drawn = zip(out.response_tokens.tolist(), out.sample_logprobs.tolist(), lengths, finished)
+    for tokens, logprobs, length, ended in drawn:
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        responses.append(Response(ids, text, ended, special.isdisjoint(ids[:-1])))
+        clean = special.isdisjoint(ids[:-1])
+        responses.append(Response(ids, text, ended, clean, tuple(logprobs[:length])))
     return responses
 
 

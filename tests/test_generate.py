@@ -184,6 +184,16 @@ def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
     assert len({tuple(responses[0].ids) for responses in found}) == 3  # in another order they would differ
 
 
+def test_responses_keep_the_log_probability_of_each_id_as_it_was_drawn(policy, prompts):
+    for prompt, responses in zip(prompts, sampled(policy, prompts, 2, max_new_tokens=6, temperature=0.5)):
+        for response in responses:
+            with torch.no_grad():
+                logits = policy(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0]
+            logprobs = (logits[len(prompt.ids) - 1 : -1] / 0.5).log_softmax(-1)  # the logits before each id
+            want = [row[i].item() for row, i in zip(logprobs, response.ids)]
+            assert response.logprobs == pytest.approx(want, abs=1e-4)
+
+
 def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
     one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
     assert one == again and one != other

@@ -608,7 +608,7 @@ def undisturbed(small, tmp_path_factory):
 
 FILES = "args.json checkpoint frontier.png metrics.jsonl metrics.png model samples.jsonl summary.json"
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
-    policy/first_ratio_max policy/first_approx_kl value/clipped value/explained_variance optim/policy_grad_norm
+    policy/first_ratio_max policy/first_approx_kl policy/sampler_kl policy/sampler_ratio_max value/clipped value/explained_variance optim/policy_grad_norm
     optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
     kl/per_response rollout/finished rollout/length time/rollout_s time/score_s time/estimate_s time/update_s
     perf/tokens_per_s step iteration time_s"""
@@ -647,6 +647,11 @@ def test_the_ratio_is_1_and_the_kl_0_before_the_first_step_of_every_iteration(un
     assert column(undisturbed.folder, "policy/first_ratio_max") == [1.0] * (ITERATIONS - 1)
     assert column(undisturbed.folder, "policy/first_approx_kl") == [0.0] * (ITERATIONS - 1)
     assert max(column(undisturbed.folder, "policy/ratio_max")) > 1.01  # later steps have moved away
+
+
+def test_sampler_and_training_forward_agree_in_float32(undisturbed):
+    assert column(undisturbed.folder, "policy/sampler_kl") == pytest.approx([0.0] * ITERATIONS, abs=1e-4)
+    assert column(undisturbed.folder, "policy/sampler_ratio_max") == pytest.approx([1.0] * ITERATIONS, abs=1e-3)
 
 
 def test_the_reference_is_the_first_policy_and_warm_up_lasts_whole_iterations(undisturbed):
@@ -836,6 +841,9 @@ def test_the_ratio_is_1_at_any_temperature_with_a_nucleus_and_checkpointed_activ
     succeeds(run(small, tmp_path, **{**SHORT, **options}))
     assert column(tmp_path, "policy/first_ratio_max") == [1.0] * 3
     assert column(tmp_path, "policy/first_approx_kl") == [0.0] * 3
+    # the sampler draws from the nucleus alone, in which each token is more probable
+    assert all(kl > 0.001 for kl in column(tmp_path, "policy/sampler_kl"))
+    assert all(ratio <= 1 / 0.9 + 0.01 for ratio in column(tmp_path, "policy/sampler_ratio_max"))
     assert all(0 < share < 1 for share in column(tmp_path, "reward/gated"))
     whitened = [row["reward/normalised"] + 1 - row["rollout/finished"] for row in metrics_rows(tmp_path)]
     assert whitened == pytest.approx([0.0] * 3, abs=1e-5)  # less the penalty, which comes after
