@@ -314,29 +314,40 @@ def revise(rows, labeler, principles, args):
 
 # -- tasks without a labeler: of all rows at once ------------------------------------------------------
 def select(rows, labeler, principles, args):
-    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1): {} of a row that is chosen, at most
-    --per-tag of each tag, the longest prompts first. A near-duplicate shares 0.8 or more of its words and
-    pairs of neighbouring words with a chosen prompt: intersection over union."""
+    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1; #InsTag, arXiv:2308.07074, algorithm 1): {} of
+    a row that is chosen. Each of --per-tag passes takes the rows that have a tag which it has not met yet;
+    those with the most tags, the most complex ones, come first, of equally many the longest. A near-duplicate
+    shares 0.8 or more of its words and pairs of neighbouring words with a chosen prompt: intersection over
+    union."""
     having, counts = collections.defaultdict(list), collections.Counter()  # part: the chosen that have it
-    results = [{} for _ in rows]
-    for i in sorted(range(len(rows)), key=lambda i: -len(data.transcript(rows[i].prompt))):
-        tags, category = rows[i].about.get("tags"), rows[i].about.get("category")
-        tags = tags or [category if category is None else str(category)]
-        words = data.transcript(rows[i].prompt).lower().split()
+    results, texts = [{} for _ in rows], [data.transcript(row.prompt) for row in rows]
+    tags_of = [tags_of_row(row.about) for row in rows]
+    for i in sorted(range(len(rows)), key=lambda i: (-len(tags_of[i]), -len(texts[i]))):
+        tags, words = tags_of[i], texts[i].lower().split()
         parts = {*words, *itertools.pairwise(words)}
         # A near-duplicate lacks a fifth of them at most: it has one of any more than a fifth
         rare = sorted(parts, key=lambda part: len(having[part]))[: len(parts) // 5 + 1]
-        if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        # A pass takes a row if those before have met all its tags: a tag is met in the first ones of all
+        number = min((counts[tag] for tag in tags), default=0)
+        if not tags:
             results[i]["failed"] = "neither a list of tags nor a category"
-        elif any(counts[tag] >= args.per_tag for tag in tags):
-            results[i]["failed"] = "a tag of it has --per-tag rows"
+        elif number >= args.per_tag:
+            results[i]["failed"] = "it adds no tag: each has --per-tag rows"
         elif any(len(parts & other) >= 0.8 * len(parts | other) for part in rare for other in having[part]):
             results[i]["failed"] = "a near-duplicate is chosen"
         else:
             for part in parts:
                 having[part].append(parts)
-            counts.update(tags)
+            counts.update(tag for tag in tags if counts[tag] == number)
     return results
+
+
+def tags_of_row(row) -> set[str]:
+    """The different `tags` of a row, or its `category`; none if it has neither."""
+    tags, category = row.get("tags"), row.get("category")
+    tags = tags or ([] if category is None else [str(category)])
+    is_list = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
+    return set(tags) if is_list else set()
 
 
 def hindsight(rows, labeler, principles, args):
@@ -432,7 +443,7 @@ class Args:
     responses: int = 2
     """Of each policy to a prompt of sample."""
     per_tag: int = 100
-    """The most rows that select takes of each of their `tags`, or of a `category`."""
+    """The passes of select over the rows; each takes a row if it has a tag, or category, new to that pass."""
     threshold: float | None = None
     """The least score of a good response of hindsight. None: the median of its prompt's responses."""
     dataset: str = "tiny"

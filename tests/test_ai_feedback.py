@@ -696,9 +696,29 @@ def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counte
 
 
 # -- select and hindsight --------------------------------------------------------------------
-def test_rows_are_selected_by_tags_length_and_likeness(tmp_path):
+def selected(tmp_path, prompts_and_tags, **options):
+    """The prompts that select takes."""
+    rows = [{"prompt": prompt, "tags": list(tags)} for prompt, tags in prompts_and_tags]
+    path = write_rows(tmp_path / "tags.jsonl", rows)
+    found = run(tmp_path / "tagged", path, "select", model="", overwrite=True, **options)
+    return "".join(row["prompt"] for row in found.rows)
+
+
+def test_rows_with_most_tags_come_first_and_one_is_taken_that_adds_a_tag(tmp_path):
+    """InsTag's algorithm 1, a pass for each of --per-tag. First pass: d (wxy), then e (xz) for its z; a, b, c
+    and f add nothing to w x y z. Second: f (wx), a (y) and c (z); b adds nothing."""
+    rows = [("a", "y"), ("b", "y"), ("c", "z"), ("d", "wxy"), ("e", "xz"), ("f", "wx")]
+    assert selected(tmp_path, rows, per_tag=1) == "de"
+    assert selected(tmp_path, rows, per_tag=2) == "acdef"
+    assert selected(tmp_path, rows, per_tag=3) == "abcdef"
+    # a tag that is full keeps out no row that has a rare one, and a tag named twice is one tag
+    assert selected(tmp_path, [("a", "xz"), ("b", "xy"), ("c", "xx"), ("d", "x")], per_tag=1) == "ab"
+
+
+def test_rows_are_selected_by_tags_and_likeness(tmp_path):
     """By words and their pairs k l m n has 4 + 3 parts, all among the 5 + 4 of k l m n o, 0.78; p to w has 15,
-    among 17, 0.88. The longest come first: rows 8 and 7, then 4, 10, 1, 9, then 0, 2 and 3."""
+    among 17, 0.88. Row 0 comes first, then 6; the others have one tag, and of these the longest come first:
+    rows 8 and 7, then 4, 10, 1, 9, then 2 and 3, and 5."""
     rows = [
         ("a b c d", "xy"), ("a  B c D", "z"), ("a b c e", "x"), ("a c b d", "y"), ("long long story", "x"),
         ("f", "y"), ("g", "wx"), ("p q r s t u v w", "v"), ("p q r s t u v w o", "u"), ("k l m n", "t"),
@@ -708,11 +728,11 @@ def test_rows_are_selected_by_tags_length_and_likeness(tmp_path):
     rows += [{"prompt": "h", "category": 3}, {"prompt": "i"}, {"prompt": "j", "tags": "x"}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     found = run(tmp_path / "run", path, "select", model="", per_tag=2, chunk_rows=2)
-    assert found.rows == [{**rows[i], "row": i} for i in (1, 2, 3, 4, 5, 8, 9, 10, 11)]
-    bad, full = "neither a list of tags nor a category", "a tag of it has --per-tag rows"
+    assert found.rows == [{**rows[i], "row": i} for i in (0, 3, 4, 6, 8, 9, 10, 11)]
+    bad, full = "neither a list of tags nor a category", "it adds no tag: each has --per-tag rows"
     like = "a near-duplicate is chosen"
     failed = {row["row"]: row["failed"] for row in found.failed}
-    assert failed == {0: like, 6: full, 7: like, 12: bad, 13: bad}
+    assert failed == {1: like, 2: full, 5: full, 7: like, 12: bad, 13: bad}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):
