@@ -13,6 +13,7 @@ samples.jsonl (every answer, or every scorer's scores), summary.json and plots, 
 policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
 """
 
+import contextlib
 import gc
 import itertools
 import math
@@ -126,7 +127,7 @@ def read_policies(args) -> tuple[dict[str, str], object]:
 
 def read_prompts(args, tokenizer, answered) -> list[tuple]:
     """(prompt, the response that its row holds, as sft.py would learn it) of a part of --dataset; `answered`:
-    of those rows alone that hold one, else the response is None."""
+    of those rows alone that hold one, of several rows of a prompt the best; else the response is None."""
 
     def with_answer(prompt):
         text = data.sft_messages(prompt.row.data)[0][-1]["content"]
@@ -136,9 +137,17 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
         return prompt, generate.Response(ids, text, finished=True)
 
     room = args.max_length - args.max_new_tokens
-    prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room)
+    prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room, answered and score_of_answer)
     pairs = data.made_of(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
     return a_part(pairs, args.eval_prompts, lambda pair: pair[0].key)
+
+
+def score_of_answer(row) -> float:
+    """What a row says of the answer that sft.py would learn: its score, or its label; -inf of nothing."""
+    values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
+    with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
+        values = [max(data.ranking(row["responses"])[1])] if "responses" in row else values
+    return next((x for x in values if isinstance(x, int | float) and x == x), -math.inf)
 
 
 def length_controlled(won, differences) -> float:
@@ -237,7 +246,7 @@ def compare_policies(args, run):
         for t, pairs in answers.items():
             seed = dist.seed_of(args.seed, "evaluate", t)
             pairs[name] = generate.answers(policy, tokenizer, prompts, args, seed, temperature=t)
-            if reference:
+            if reference and t:
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
     answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
@@ -265,7 +274,8 @@ def compare_policies(args, run):
         results[f"{temperature:g}"] = figures(rows, args, oracle.pairwise)
     summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
     if dist.is_main():
-        print(f"{len(prompts)} prompts, against {args.reference}; T: temperature")
+        greedy = "; no KL at T = 0, where answers are drawn from no distribution" * (0 in args.temperatures)
+        print(f"{len(prompts)} prompts, against {args.reference}; T: temperature{greedy}")
         lines = []
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]

@@ -31,11 +31,10 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
 
 def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
-    sampled. At temperature 0 all of pi's mass is on y. size: of a forward on one rank."""
+    sampled, above 0. size: of a forward on one rank."""
     plan = [[[document] for document in generate.documents(pairs)]]
     logprobs = partial(models.per_token, models.logprobs, plan=plan, micro_batch_size=size)  # each (pairs, R)
-    ours = logprobs(policy, temperature)[0] if temperature else 0.0
-    return (ours - logprobs(reference)[0].double()).sum(1).tolist()
+    return (logprobs(policy, temperature)[0] - logprobs(reference)[0].double()).sum(1).tolist()
 
 
 class HeldOutDocuments:

@@ -35,10 +35,12 @@ class Prompt(NamedTuple):
         return data.printable(self.row.data.get("category"))
 
 
-def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
+def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
     and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
-    `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left."""
+    `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left.
+
+    grade: of several rows of a prompt the one of which this function gives most; None: the first."""
 
     def prompt_of(row, turns, ids):
         if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
@@ -55,6 +57,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int) -> list[Prompt]:
         return prompt
 
     keys, rows = set(), data.load_rows(spec, "prompts", split)
+    if grade:
+        rows = sorted(rows, key=lambda row: -grade(row.data))
     ids = data.by_shares(rows, lambda row: prompt_turns(row.data), partial(data.prompt_ids, tokenizer))
     return data.made_of(rows, prompt_of, spec, ids)
 

@@ -94,11 +94,12 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 # -- of policies that are compared -----------------------------------------------------------------
 def compared(folder, results):
-    """`folder`/frontier.png: rewards against the KL, at the first temperature, of the policies whose KL is
-    known; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
+    """`folder`/frontier.png: rewards against the KL, at the first temperature where it is known, of the
+    policies of which it is; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
 
     results: temperature -> policy -> figures of common/evaluate.py."""
-    policies = {name: r for name, r in next(iter(results.values())).items() if "kl" in r}
+    known = [{name: r for name, r in at.items() if "kl" in r} for at in results.values()]
+    policies = max(known, key=len)  # of equally long ones the first
     if len(policies) < 2:
         return None
     kinds = [kind for kind in metrics.JUDGES if all(kind in r for r in policies.values())]

@@ -309,18 +309,16 @@ def plain_sums(folder, temperature=1.0):
     return sums
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_kl_of_an_answer_is_the_log_ratio_of_plain_softmax(temperature, loaded, small):
     found = evaluation.kl_of(*loaded, SAID, 2, temperature)
     ref = plain_sums(small / "b")
-    ours = plain_sums(small / "a", temperature) if temperature else [0.0] * 3
+    ours = plain_sums(small / "a", temperature)
     assert found == pytest.approx([x - y for x, y in zip(ours, ref)], abs=1e-4)
     if temperature == 0.7:  # not for the reference, and for the policy
         both = [x - y for x, y in zip(ours, plain_sums(small / "b", 0.7))]
         neither = [x - y for x, y in zip(plain_sums(small / "a"), ref)]
         assert all(abs(x - y) > 0.01 for wrong in (both, neither) for x, y in zip(wrong, found))
-    if temperature == 0:
-        assert min(found) > 0
     to_itself = evaluation.kl_of(loaded[0], loaded[0], SAID, 2, temperature)
     assert to_itself == [0.0] * 3 if temperature == 1 else 0.0 not in to_itself
 
@@ -426,7 +424,8 @@ def test_a_run_leaves_its_answers_figures_and_plots(world):
             tiny.gold_safety(question, r["response"]),
             tiny.is_safety(question),
         )
-        assert r["tokens"] <= 6 and r["finished"] in (True, False) and isinstance(r["kl"], float)
+        assert r["tokens"] <= 6 and r["finished"] in (True, False)
+        assert isinstance(r["kl"], float) if r["temperature"] else "kl" not in r
 
 
 def test_a_summary_has_the_figures_of_the_answers(world):
@@ -440,7 +439,7 @@ def test_a_summary_has_the_figures_of_the_answers(world):
             mine, first = of(world, name, float(key)), of(world, "again", float(key))
             mean = lambda column, rows=mine: pytest.approx(sum(r[column] for r in rows) / 16)
             columns = {"score": "score", "gold": "gold", "perfect": "perfect", "kl": "kl", "length": "tokens"}
-            assert all(figures[k] == mean(column) for k, column in columns.items())
+            assert all(figures[k] == mean(column) for k, column in columns.items() if column in mine[0])
             assert figures["finished"] == mean("finished")
             differences = [b["gold"] - a["gold"] for a, b in zip(first, mine)]
             half = 1.96 * statistics.stdev(differences) / 16**0.5
@@ -470,15 +469,17 @@ def test_a_policy_that_is_the_reference_under_another_name_gains_nothing(world):
             (k, one[k]) for k in ELOS
         )
         assert (one["gold_gain"], one["gold_tie"], one["gold_win_lc"]) == (0, 1, 0.5)
-        assert one["score_elo"] == pytest.approx(1000, abs=1e-3) and other["kl"] != one["kl"]
-    kl = {key: found["untrained"]["kl"] for key, found in world.summary["temperatures"].items()}
-    assert kl["1"] == 0 < kl["0"]  # greedy: all of its mass is on what the reference might say
+        assert one["score_elo"] == pytest.approx(1000, abs=1e-3)
+    sampled, greedy = (world.summary["temperatures"][key] for key in ("1", "0"))
+    assert sampled["untrained"]["kl"] == 0 != sampled["a"]["kl"]
+    assert not any("kl" in figures for figures in greedy.values())  # it samples from no distribution
+    assert "no KL at T = 0" in world.out
 
 
 ELOS = [f"{kind}_elo{end}" for kind in ("score", "gold") for end in ("", "_low", "_high")]
 
 
-def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surprise(world):
+def test_greedy_answers_are_likeliest_tokens(world):
     model, sampled = tiny.model(0), 0
     for r, drawn in zip(of(world, "again", 0.0)[:4], of(world, "again", 1.0)):
         p = prompt(r["prompt"][-1]["content"])
@@ -489,8 +490,7 @@ def test_greedy_answers_are_likeliest_tokens_and_their_kl_is_the_references_surp
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([p.ids + ids])).logits[0, len(p.ids) - 1 : -1]
         assert logits.argmax(-1).tolist() == ids
-        surprise = -logits.log_softmax(-1)[torch.arange(len(ids)), ids].sum().item()
-        assert r["kl"] == pytest.approx(surprise, abs=1e-4) and r["response"] != drawn["response"]
+        assert r["response"] != drawn["response"]
         sampled += 1
     assert sampled
 
@@ -514,7 +514,8 @@ def test_a_run_prints_a_line_for_each_temperature_and_policy(world):
     for row, (key, name) in zip(rows, order):
         line = evaluate.table_line(name, world.summary["temperatures"][key][name])
         cells = [cell for cell in re.split("  +", row)[1:]]
-        assert cells == [f"{cell:.1f}" if isinstance(cell, float) else cell for cell in line.values()]
+        shown = [f"{cell:.1f}" if isinstance(cell, float) else cell for cell in line.values()]
+        assert cells == [cell for cell in shown if cell] and ("" in shown) == (key == "0")  # it has no KL
 
 
 def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, small, capsys):
@@ -550,7 +551,6 @@ def test_a_file_of_prompts_has_no_true_reward(asked, small, tmp_path, monkeypatc
     assert not any(unknown & set(r) for r in found.rows)
     figures = found.summary["temperatures"]["0"]
     assert all(not key.startswith(("gold", "harmless", "perfect")) for r in figures.values() for key in r)
-    assert all("kl" in figures[name] and "kl" in of(found, name, 0.0)[0] for name in ("untrained", "a"))
     assert "gold" not in found.out and "harmless" not in found.out and "score gain" in found.out
     # Over an old run, one policy alone, its answers' safety read
     options |= {"safety_scorer": SAFETY, "overwrite": True, "temperatures": (0.5, 0.25)}
@@ -588,8 +588,28 @@ def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
         assert "kl" not in a and a["score_gain"] == pytest.approx(a["score"] - 1)
     assert "dropped 2 of 5 rows" in found.out and not (tmp_path / "run" / "frontier.png").exists()
     found = run(tmp_path / "other", [small / "a", "gold=dataset"], reference="a", **options)
-    figures = found.summary["temperatures"]["0"]
+    figures = found.summary["temperatures"]["1"]
     assert "kl" in figures["a"] and "kl" not in figures["gold"] and figures["gold"]["score"] == 1
+
+
+@pytest.mark.parametrize(
+    "rows, best",
+    [
+        ([{"completion": "ant", "score": 0.1}, {"completion": "eel", "score": 0.9}], "eel"),
+        ([{"completion": "ant", "score": -2}, {"completion": "eel", "score": 1}, {"completion": "cat"}], "eel"),
+        ([{"completion": "ant", "label": False}, {"completion": "eel", "label": True}], "eel"),
+        ([{"chosen": "ant", "rejected": "cat", "chosen_score": 2, "rejected_score": 1},
+          {"chosen": "eel", "rejected": "cat", "chosen_score": 3, "rejected_score": 1}], "eel"),
+        ([{"responses": [{"text": "ant", "score": 1}, {"text": "cat", "score": 0}]},
+          {"responses": [{"text": "dog", "score": 0}, {"text": "eel", "score": 3}]}], "eel"),
+        ([{"completion": "ant"}, {"completion": "eel"}], "ant"),  # nobody says which is better: the first
+    ],
+)  # fmt: skip
+def test_of_several_answers_to_a_prompt_the_data_set_gives_the_best(rows, best, tmp_path):
+    rows = [{"prompt": "copy owl", "completion": "owl"}, *({"prompt": "copy eel", **row} for row in rows)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    pairs = evaluate.read_prompts(args_of(dataset=str(path)), TOKENIZER, answered=True)
+    assert {p.question: response.text for p, response in pairs} == {"copy owl": "owl", "copy eel": best}
 
 
 def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_path):
