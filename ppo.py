@@ -375,8 +375,6 @@ def main(args: Args):
 
     # models: policy and value (a copy of the scorer, if it is a model that fits) learn; the others are asked
     scorer = scorers.load_gated(args, tokenizer, run.device)
-    if run.resumed and dist.checkpoint_state(run.checkpoint).get("scorer") != scorer.version:
-        raise InputError("--resume with another scorer, or one whose files have changed: begin anew")
     policy = loading.load_policy(
         args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
     )
@@ -392,7 +390,7 @@ def main(args: Args):
 
     # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
     modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
-    fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0], "scorer": scorer.version}
+    fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0]}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
     state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)

@@ -14,6 +14,7 @@ import itertools
 import math
 import re
 import zlib
+from datetime import datetime
 from pathlib import Path
 
 import jinja2
@@ -384,6 +385,17 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
     return answers
 
 
+class Clock(datetime):
+    """The clock of chat templates that write the date (strftime_now). It stands where the run began: texts of a
+    resumed run, or of one that lasts over midnight, are then the same ones."""
+
+    began = datetime.now()
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls.began
+
+
 def _render(tokenizer, messages, add_generation_prompt=False):
     turns = tuple((message["role"], message["content"]) for message in messages)
     return _rendered(tokenizer, str(tokenizer.chat_template), turns, add_generation_prompt)
@@ -391,6 +403,9 @@ def _render(tokenizer, messages, add_generation_prompt=False):
 
 @functools.lru_cache(maxsize=256)  # the responses to a prompt share the renderings of its turns
 def _rendered(tokenizer, _, turns, opened):
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.datetime = Clock  # what strftime_now asks
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)

@@ -37,13 +37,18 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     return (logprobs(policy, temperature)[0] - logprobs(reference)[0].double()).sum(1).tolist()
 
 
+def fingerprint(documents) -> list:
+    """What tells held-out documents from others: messages, and how many of the tokens count (--max-length)."""
+    return [[document.messages, int(document.response_mask.sum())] for document in documents]
+
+
 class HeldOutDocuments:
     """What sft.py evaluates: the held-out loss, and `samples`, answers to held-out documents' prompts."""
 
     def __init__(self, documents, tokenizer, args):
         self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
         self.blocks = make_blocks(documents, args.max_length, args.packing)
-        self.fingerprint = [document.ids.tolist() for document in documents]
+        self.fingerprint = fingerprint(documents)
         if args.sample_prompts:
             generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
 
@@ -75,8 +80,7 @@ class HeldOutPrompts:
         self.prompts, self.samples = a_part(prompts, args.eval_prompts), []
         self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
-        packed = [document.ids.tolist() for block in self.blocks_of_text for document in block]
-        self.fingerprint = [prompt.key for prompt in self.prompts] + packed
+        self.fingerprint = [prompt.key for prompt in self.prompts] + fingerprint(text)
 
     def __call__(self, policy) -> dict[str, float]:
         figures = self.answer(policy) if self.prompts else {}

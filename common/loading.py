@@ -3,13 +3,17 @@
 A name is `tiny` (common/tiny.py), a run directory, a folder of save_pretrained, or a name on the hub.
 """
 
+import functools
 import gc
+import hashlib
 import re
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jinja2
 import torch
+from huggingface_hub import try_to_load_from_cache
 
 from common import dist, lora, models, tiny
 from common.errors import InputError
@@ -204,10 +208,32 @@ def check_room(length: int, name, config=None):
         raise InputError(f"--max-length {length}: {name} has {room} positions")
 
 
-def identity(name) -> list:
-    """What changes when a model of this name does: of a folder, its files' sizes and times."""
-    files = sorted(Path(find_model(name)).glob("*"))
-    return [name, [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]]
+def identity(name, seed=0) -> list:
+    """What changes when a model of this name does: the SHA-256 of its files, wherever their folder is, but of
+    those for people and of hidden ones. seed: of the random weights of `tiny`."""
+    folder = Path(find_model(name))
+    if name == "tiny":
+        return [name, seed]
+    if not folder.is_dir():
+        config = try_to_load_from_cache(name, "config.json")
+        if not isinstance(config, str):
+            raise InputError(f"{name} is neither a folder nor in the cache of the hub")
+        folder = Path(config).parent
+    files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
+    with ThreadPoolExecutor() as pool:
+        return list(map(list, zip([file.name for file in files], pool.map(sha256, files))))
+
+
+def sha256(path) -> str:
+    """Of a file, which is read again only where its size or time is another one."""
+    path = Path(path).resolve()
+    return _sha256(path, path.stat().st_size, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _sha256(path, *_):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _kind(config):

@@ -5,7 +5,6 @@ written last, summary.json: a run that has a summary is finished, one without is
 """
 
 import dataclasses
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -16,12 +15,13 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from common import data, dist, metrics
+from common import data, dist, identity, metrics
 from common.cli import check_flags, parse
 from common.errors import InputError, NotFinite
 from common.metrics import read_json, write_json
@@ -96,6 +96,8 @@ class Run:
             check(args)
         self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
+        begun = read_json(Path(args.output_dir, "args.json")).get("began") if self.resumed else None
+        [data.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
         self.state, self.laps = {"step": 0}, {}
@@ -267,23 +269,19 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     if data.n_shown:
         raise InputError("--preview shows what a script trains on: give its command the data")
     dist.barrier()  # data were tokenised and models downloaded
-    fingerprint = hashlib.sha256(json.dumps(held_out, default=str).encode()).hexdigest()
-    now = json.loads(json.dumps(dataclasses.asdict(args)))  # as JSON gives them back: tuples become lists
-    files = filter(os.path.isfile, data.sources_of(args))
-    hashes = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
+    failed, head = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse --verify HEAD")
+    packages = "torch transformers datasets tokenizers numpy".split()
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    begun = {
+        "stage": stage, "args": dataclasses.asdict(args), "world_size": dist.world_size(),
+        "began": data.Clock.began.isoformat(), "git": None if failed else head, "versions": versions,
+        "python": sys.version.split()[0], "command": sys.argv,
+        "began_with": identity.of_run(args, held_out) if dist.is_main() else {},
+    }  # fmt: skip
+    dist.barrier()  # models were read once more
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
-    before = dist.gather([read_json(folder / "args.json")])[0]
-    old, new = {**before.get("args", {}), **before.get("data", {})}, {**now, **hashes}
-    names = sorted(old.keys() & new.keys() - {"resume", "overwrite", "output_dir"})
-    changed = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
-    if resume and before.get("stage", stage) != stage:
-        raise InputError(f"--resume: {folder} holds an unfinished run of {before['stage']}, not of {stage}")
-    if resume and before.get("held_out", fingerprint) != fingerprint:
-        what = "; ".join(changed.values()) or "its rows"
-        raise InputError(f"--resume: {folder} began with another held-out set ({what}): try --overwrite")
-    for name in ("lora_rank", "freeze_layers"):  # the checkpoint has the weights that learnt
-        if resume and name in changed:
-            raise InputError(f"--resume: {folder} began with another {changed[name]}: try --overwrite")
+    before, now = dist.gather([read_json(folder / "args.json"), json.loads(json.dumps(begun))])[:2]
+    changed = identity.changes(before, now, folder) if resume else []
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
@@ -292,16 +290,8 @@ def start_run(args, stage: str, state: str | None, held_out=None):
                 (folder / name).unlink(missing_ok=True)
             for old in _outputs(folder):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
-        for what in changed.values() if resume else ():
+        for what in changed:
             print(f"resuming with another {what}")
-        failed, head = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse --verify HEAD")
-        packages = "torch transformers datasets tokenizers numpy".split()
-        versions = {name: importlib.metadata.version(name) for name in packages}
-        begun = {
-            "stage": stage, "args": now, "world_size": dist.world_size(), "data": hashes,
-            "held_out": fingerprint, "git": None if failed else head, "versions": versions,
-            "python": sys.version.split()[0], "command": sys.argv,
-        }  # fmt: skip
         write_json(folder / "args.json", begun)
     dist.barrier()
 

@@ -12,8 +12,8 @@ log P(a beats b) / P(b beats a), as of common.pairwise:oracle=RUN.
 import collections
 import contextlib
 import functools
+import hashlib
 import importlib
-import inspect
 import itertools
 import json
 import math
@@ -149,7 +149,7 @@ def _numbers(values) -> list[float]:
 # -- scores ----------------------------------------------------------------------------------------
 class Scorer(NamedTuple):
     name: str
-    version: str  # name and a fingerprint of the model's files, or of the functions' own source
+    version: str  # a fingerprint of the model's files, or of the functions' files
     functions: list[Term] | tuple = ()  # or
     model: object = None  # with its
     tokenizer: object = None
@@ -163,14 +163,8 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     score is to be the logit of P(safe), which it is of a model only after a fit (fit_safety_gate).
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
-    terms, sources = terms_of(spec), []
+    terms, version = terms_of(spec), version_of(spec)
     for i, term in enumerate(terms):
-        code = ""
-        with contextlib.suppress(OSError, TypeError):  # of what is not written in Python there is none
-            code = inspect.getsource(term.function)
-        with contextlib.suppress(InputError, OSError):  # the text may name a model, which can change
-            code = [code, loading.identity(term.text)] if term.text else code
-        sources.append(code)
         try:
             terms[i] = term if term.text is None else term._replace(function=term.function(term.text))
         except InputError:
@@ -183,12 +177,10 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
         if kinds == {False, True} or True in kinds and not pairwise:
             mend = "it may be, alone, --scorer of dpo_iterative.py and common.evaluate"
             raise InputError(f"{spec} compares two responses, and scores none: {mend}")
-        version = version_of(spec, sources if len(terms) > 1 else sources[0])
         return Scorer(spec, version, terms, pairwise=True in kinds)
     own = loading.load_tokenizer(spec, quiet=True)
     model = loading.load_scorer(spec, own)
     model = dist.shard(model.requires_grad_(False), device)
-    version = version_of(spec, loading.identity(spec))
     scorer = Scorer(spec, version, (), model, own, same_tokens=same_tokens(own, tokenizer))
     if scorer.same_tokens:
         loading.check_room(max_length, spec, model.config)
@@ -200,9 +192,30 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     return scorer._replace(gate=(gate["scale"], gate["bias"])) if gate else scorer
 
 
-def version_of(spec, behind) -> str:
-    """The name and a fingerprint of what is behind it: rank 0's, for copies elsewhere have other times."""
-    return dist.gather([f"{spec}@{zlib.crc32(json.dumps(behind).encode()):08x}"])[0]
+def version_of(spec) -> str:
+    """A fingerprint of what is behind a name, behind the functions' names. Rank 0 reads for all."""
+    version = ""
+    if dist.is_main():
+        behind = identity(spec)
+        names = "+".join(function for _, function, *_ in behind.get("function", ()))
+        version = f"{names}@{hashlib.sha256(json.dumps(behind).encode()).hexdigest()[:8]}"
+    dist.barrier()  # files may be large
+    return dist.gather([version])[0]
+
+
+def identity(name, seed=0) -> dict:
+    """{"content": of a model's files}, or of functions {"function": [file or module, name, text, weight] of
+    each, and for a text that names a model its content, "file": the content of the files that hold them}."""
+    terms, functions, files = terms_of(name), [], []
+    for term in terms:
+        place, _, function = re.match(NAMED, term.name)[0].rpartition(":")
+        file = place if place.endswith(".py") else vars(importlib.import_module(place)).get("__file__")
+        files.append(file and loading.sha256(file))  # of what is not written in Python there is none
+        text = term.text
+        with contextlib.suppress(InputError, OSError, ValueError):  # it may name a model
+            text = text and loading.identity(text)
+        functions.append([Path(place).name, function, text, term.weight])
+    return {"function": functions, "file": files} if terms else {"content": loading.identity(name, seed)}
 
 
 def same_tokens(a, b) -> bool:
@@ -304,7 +317,6 @@ class Gated:
 
     def __init__(self, scorer, safety, args):
         self.scorer, self.safety, self.args = scorer, safety, args
-        self.version = [scorer.version, safety and safety.version]
 
     def score(self, pairs) -> tuple[torch.Tensor, float]:
         """(score of each (prompt, response), on every rank; the share that the gate sent to the safety

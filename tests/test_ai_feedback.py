@@ -967,7 +967,7 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     ended = script(folder, pairs, model="gold_labeler:dying", **options)
     assert ended.code == 9 and not (folder / "summary.json").exists()
     assert len(read_jsonl(folder / "rows.jsonl")) == 18  # three chunks of six
-    for words, other in (("an unfinished run", {}), ("of ai_feedback label", {"task": "revise", "resume": True})):
+    for words, other in (("an unfinished run", {}), ("another script: .ai_feedback label.", {"task": "revise", "resume": True})):
         with pytest.raises(InputError, match=words):
             run(folder, pairs, model="gold_labeler:noisy", **options, **other)
     with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line

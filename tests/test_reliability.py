@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,9 @@ from scorers import (
     write_rows,
 )  # fmt: skip
 
-from common import tiny
+from transformers.utils import chat_template_utils
+
+from common import metrics, plots, tiny
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -177,12 +180,74 @@ def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
     assert any(not torch.equal(x, kept[key]) for key, x in ours.items())
 
 
-def test_ppo_does_not_go_on_with_another_scorer(small, stopped, tmp_path):
+@pytest.mark.parametrize("flag", ["scorer", "reference"])
+def test_ppo_does_not_go_on_with_another_scorer_or_reference(small, stopped, tmp_path, flag):
     shutil.copytree(stopped("ppo", "Ctrl-C").folder, tmp_path / "run")
     before = (tmp_path / "run" / "args.json").read_text()
-    message = error_of("ppo", small, tmp_path / "run", resume=True, scorer="common.tiny:safety_scorer")
-    assert "--resume with another scorer" in message
+    another = {"scorer": "common.tiny:safety_scorer", "reference": small / "base"}[flag]
+    message = error_of("ppo", small, tmp_path / "run", resume=True, **{flag: another})
+    assert f"of --{flag} (" in message and str(another) in message and "--overwrite" in message
     assert (tmp_path / "run" / "args.json").read_text() == before
+
+
+def test_a_reward_function_that_raised_is_mended_and_the_run_goes_on(small, tmp_path):
+    """With a line that says so, from the last checkpoint; also where the mend is in a function that it calls."""
+    text = "def good(prompts, responses, rows):\n    return [score(r) for r in responses]\n\n\n"
+    broken = text + "def score(r, asked=[]):\n    asked.append(r)\n    return 1.0 if len(asked) < 60 else 1 / 0\n"
+    (tmp_path / "reward_of_mine.py").write_text(broken)
+    options = {"scorer": f"{tmp_path}/reward_of_mine.py:good"}
+    assert_error(run("ppo", small, tmp_path / "run", **options), "ZeroDivisionError")
+    assert (tmp_path / "run" / "checkpoint" / "latest").exists() and not (tmp_path / "run" / "model").exists()
+    (tmp_path / "reward_of_mine.py").write_text(text + "def score(r):\n    return float(len(r))\n")
+    ended = succeeds(run("ppo", small, tmp_path / "run", "--resume", **options))
+    assert ended.out.count("resuming with another file of --scorer") == 1
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+class Day(datetime):
+    """Stands for datetime, on a day of choice."""
+
+    day = 1
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls(2026, 1, cls.day)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo", "dpo_iterative"])
+def test_a_template_that_writes_the_date_writes_the_day_on_which_the_run_began(
+    small, tmp_path, monkeypatch, name
+):
+    """Resumed a day later, a run has the texts, and so the weights, of one that ended on the first day."""
+    template = tmp_path / "dated.jinja"
+    template.write_text('{{ "ant " * (strftime_now("%d") | int) }}' + tiny.tokenizer().chat_template)
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    monkeypatch.setattr("common.run.datetime", Day, raising=False)
+    monkeypatch.setattr(plots, "curves", lambda *_, **__: None)
+    monkeypatch.setattr(plots, "frontier", lambda *_, **__: None)
+    script, log = importlib.import_module(name), metrics.Metrics.log
+    options = {**options_of(name, small), "chat_template": template}
+    options = {key: str(x) if isinstance(x, Path) else x for key, x in options.items()}
+
+    def start(folder, day, **more):
+        monkeypatch.setattr(Day, "day", day)
+        script.main(script.Args(**options, output_dir=str(tmp_path / folder), **more))
+
+    def killed(self, step, iteration, **values):
+        log(self, step, iteration, **values)
+        if step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(processes.ROOT / "tests")
+    start("whole", 1)
+    start("other_day", 2)
+    monkeypatch.setattr(metrics.Metrics, "log", killed)
+    with pytest.raises(KeyboardInterrupt):
+        start("run", 1)
+    monkeypatch.setattr(metrics.Metrics, "log", log)
+    start("run", 2, resume=True)
+    assert_same_weights(tmp_path / "run", tmp_path / "whole")
+    assert not same_weights(tmp_path / "run", tmp_path / "other_day")
 
 
 OTHERWISE = [(name, "eval_dataset") for name in SCRIPTS]

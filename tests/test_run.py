@@ -9,6 +9,7 @@ import io
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -422,15 +423,21 @@ def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(
     one, two, run = tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz", str(tmp_path / "run")
     one.write_text("1\n")
     two.write_bytes(b"22")
-    given = {"output_dir": run, "offline_data": f"{one}:0.7, {two}:.3,org/name[train]", "model": str(one)}
+    given = {"output_dir": run, "offline_data": f"{one}:0.7, {two}:.3,org/name[train]", "model": "org/name"}
     start_run(Inputs(**given), "dpo_iterative", None)
-    hashes = json.loads((tmp_path / "run/args.json").read_text())["data"]
-    assert hashes == {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)}
+    begun = json.loads((tmp_path / "run/args.json").read_text())["began_with"]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)]
+    assert begun["content of --offline-data"] == [[*hashes, "org/name[train]"]]
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
     assert capsys.readouterr().out == ""
     one.write_text("2\n")
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
-    assert capsys.readouterr().out.startswith(f"resuming with another {one}: '")
+    assert capsys.readouterr().out == "resuming with another content of --offline-data\n"
+    copy = shutil.move(one, tmp_path / "elsewhere.jsonl")
+    given["offline_data"] = given["offline_data"].replace(str(one), str(copy))
+    start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
+    (line,) = capsys.readouterr().out.splitlines()  # of the name alone
+    assert line.startswith("resuming with another offline_data: ")
 
 
 @pytest.mark.parametrize("left, word", [(FINISHED, "finished run"), (UNFINISHED, "unfinished run")])
@@ -571,7 +578,7 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
     before = sorted(path.name for path in tmp_path.rglob("*"))
     args = Args(output_dir=str(tmp_path), resume=True)
     assert find_run(args) == "resume"
-    with pytest.raises(InputError, match="holds an unfinished run of ppo, not of sft"):
+    with pytest.raises(InputError, match="began with another script: 'ppo' -> 'sft'"):
         start_run(args, "sft", "resume")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     assert '"stage": "ppo"' in (tmp_path / "args.json").read_text()

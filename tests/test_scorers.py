@@ -4,6 +4,7 @@ import importlib
 import math
 import os
 import re
+import shutil
 import sys
 
 import pytest
@@ -177,7 +178,14 @@ def test_the_version_changes_with_the_models_files(tmp_path):
     save(tmp_path / "rm", 1, seed=1)  # another head, files of the same sizes
     versions.append(scorers.load_scorer(name, TOKENIZER, CPU).version)
     assert versions[0] == versions[1] != versions[2]
-    assert all(version.startswith(f"{name}@") for version in versions)
+
+
+def test_the_version_of_a_model_is_that_of_a_copy_in_another_folder(tmp_path):
+    name = save(tmp_path / "rm", 1)
+    version = scorers.load_scorer(name, TOKENIZER, CPU).version
+    shutil.copytree(name, tmp_path / "copy")
+    (tmp_path / "copy" / "README.md").write_text("a page")
+    assert scorers.load_scorer(str(tmp_path / "copy"), TOKENIZER, CPU).version == version
 
 
 # -- where a score is read ------------------------------------------------------------------------
@@ -485,11 +493,19 @@ def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, mon
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
-def test_the_version_changes_with_the_functions_source(write):
+def test_the_version_changes_with_the_functions_file(write, tmp_path, monkeypatch):
+    """With another function of the file too, which this one may call; not with the file's folder."""
     versions = [write("return [0.0]", "a").version, write("return [0.0]", "b").version]
     versions.append(write("return [1.0]", "c").version)
     assert versions[0] == versions[1] != versions[2]
-    assert all(version.startswith("my_scores:f@") for version in versions)
+    assert all(version.startswith("f@") for version in versions)
+    text = "def f(prompts, responses, rows):\n    return helper(prompts)\n\n\ndef helper(x):\n    return [{}] * len(x)\n"
+    for name, x in (("one", 1.0), ("same", 1.0), ("helper", 2.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "s.py").write_text(text.format(x))
+    one, same, helper = (scorers.version_of(f"{tmp_path / name}/s.py:f") for name in ("one", "same", "helper"))
+    weighted = scorers.version_of(f"{tmp_path / 'one'}/s.py:f*0.5")
+    assert one == same and len({one, helper, weighted}) == 3
 
 
 # -- what compares two responses -----------------------------------------------------------------
@@ -561,7 +577,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
     dist.save_model(policy, TOKENIZER, tmp_path)
     name = f"common.pairwise:oracle={tmp_path}"
     scorer = scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and scorer.version.startswith(f"{name}@")
+    assert scorer.pairwise and scorer.version.startswith("oracle@")
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
@@ -602,6 +618,7 @@ def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_respons
 
 # -- versions ------------------------------------------------------------------------------------
 def test_a_version_is_rank_0s(monkeypatch):
-    """Copies of the same files on two nodes have other times."""
+    """It alone reads the files, which are large."""
     monkeypatch.setattr(dist, "gather", lambda values: ["a@of rank 0", *values])
-    assert scorers.version_of("a", [1]) == "a@of rank 0"
+    monkeypatch.setattr(dist, "is_main", lambda: False)
+    assert scorers.version_of("no/such/model") == "a@of rank 0"

@@ -24,7 +24,7 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
     "comparisons",
     "generate",
     "scorers evaluation reward_evaluation",
-    "cli",
+    "cli identity",
     "run",
     "pool versions",
     "rehearsal ai_feedback evaluate",

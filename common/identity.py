@@ -1,0 +1,77 @@
+"""What a run began with. It is recorded once, in args.json, and compared in one place when the run is resumed.
+
+A model is known by the content of its files, so that a folder may move; a function by its name, and by the
+content of its file; data by their content; a held-out set by its messages. Of the models that scripts take
+--model for, None and `sft`, the content is that of --model.
+"""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+from common import data, loading, scorers
+from common.errors import InputError
+
+ALL = "all scripts"
+REFUSED = {  # of what another one is refused on --resume, and in which scripts; of all else a line is printed
+    "script": ALL,
+    "held-out set": ALL,
+    "content of --model": ALL,
+    "content of --policy": ALL,
+    "content of --behavior-policies": ALL,
+    "content of --reference": ALL,
+    "content of --others": ALL,
+    "content of --chat-template": ALL,
+    "content of --scorer": "ppo",
+    "function of --scorer": "ppo",
+    "content of --safety-scorer": "ppo",
+    "function of --safety-scorer": "ppo",
+    "content of --dataset": "ai_feedback",
+    "lora_rank": ALL,
+    "freeze_layers": ALL,
+}
+
+
+def of_run(args, held_out) -> dict:
+    """{name in the table of docs/runs.md: what tells it from another one}. It reads whole files: rank 0 asks."""
+    messages = json.dumps(held_out, default=str).encode()
+    known = {"held-out set": hashlib.sha256(messages).hexdigest()}
+    for name, value in vars(args).items():
+        if name in ("policy", "reference") and value in (None, "sft"):
+            value = args.model
+        values = value if isinstance(value, tuple) else [value]
+        for text in (x for x in values if isinstance(x, str) and name != "output_dir"):
+            with contextlib.suppress(InputError, OSError, ValueError):  # a word, which names nothing
+                for kind, x in _behind(name, text, getattr(args, "seed", 0)).items():
+                    known.setdefault(f"{kind} of --{name.replace('_', '-')}", []).append(x)
+    return known
+
+
+def _behind(name, text, seed) -> dict:
+    if name.endswith(("dataset", "_data")):  # of a name on the hub the name itself
+        sources = [source for source, *_ in data.sources(text)]
+        return {"content": [loading.sha256(x) if Path(x).is_file() else x for x in sources]}
+    return {"content": loading.sha256(text)} if Path(text).is_file() else scorers.identity(text, seed)
+
+
+def changes(before: dict, now: dict, folder) -> list[str]:
+    """What has changed since a run began, as lines to print. before, now: contents of its args.json, then and
+    now. InputError where another one is refused."""
+    old, new = _settings(before), _settings(now)
+    names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
+    lines = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
+    why = f" ({'; '.join(lines.values()) or 'under the same name'})"
+    old, new = before.get("began_with", now["began_with"]), now["began_with"]
+    lines.update({x: x for x in sorted(old.keys() | new.keys()) if old.get(x) != new.get(x)})
+    for name, scripts in REFUSED.items():
+        if name in lines and scripts in (ALL, now["stage"].split()[0]):
+            what = lines[name] + why * (name == lines[name])
+            mend = "resume with the one that it began with, or begin anew with --overwrite"
+            raise InputError(f"--resume: {folder} began with another {what}: {mend}")
+    return list(lines.values())
+
+
+def _settings(begun) -> dict:
+    values = {"ranks": begun.get("world_size"), **begun.get("args", {}), **begun.get("versions", {})}
+    return {"script": begun["stage"], **values} if begun else {}

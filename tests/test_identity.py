@@ -1,0 +1,125 @@
+"""common/identity.py: what a resumed run is refused, and what it says; the table of docs/runs.md is the code's."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import processes
+import pytest
+from scorers import TOKENIZER
+
+from common import dist, identity, loading
+from common.errors import InputError
+
+FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
+
+
+def test_the_table_of_the_docs_is_the_codes():
+    page = (processes.ROOT / "docs" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
+    refused = {}
+    for names, verdict in re.findall(r"^\| (.+?) \| (refused.*?) \|", page, re.M):
+        script = re.search(r"`(?:common\.)?(\w+)(\.py)?`", verdict)
+        for name in names.replace("`", "").split(", "):
+            name = name[2:].replace("-", "_") if name.startswith("--") else name
+            refused[name] = script[1] if script else identity.ALL
+    assert refused == identity.REFUSED
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """What the flags of a run name, in a folder."""
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("sft", 0), ("ref", 1), ("rm", 2)):
+        dist.save_model(loading.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ant"}\n')
+    (tmp_path / "chat.jinja").write_text("{{ messages }}")
+    (tmp_path / "f.py").write_text(FUNCTION)
+    return tmp_path
+
+
+def begun(stage="ppo", held_out=("a",), world_size=1, **options):
+    """args.json of a run."""
+    args = {"model": "sft", "reference": None, "scorer": "rm", "safety_scorer": None, "chat_template": None}
+    args |= {"dataset": "rows.jsonl", "lora_rank": 0, "lr": 0.1, "seed": 0, "output_dir": "run", **options}
+    known = identity.of_run(SimpleNamespace(**args), held_out)
+    record = {"stage": stage, "args": args, "world_size": world_size, "began_with": known}
+    return json.loads(json.dumps(record))
+
+
+def copied(name):
+    copy = shutil.copytree if Path(name).is_dir() else shutil.copy
+    copy(name, f"copy_{name}")
+
+
+def other_weights(name):
+    """As many bytes, and the time of before."""
+    path = Path(name, "model.safetensors")
+    content, times = bytearray(path.read_bytes()), path.stat()
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    loading._sha256.cache_clear()  # a resumed run is another process
+
+
+def write(name, text):
+    Path(name).write_text(text)
+
+
+CASES = {  # what happens between: (options of the run, change, options of the resuming command, what is said)
+    "nothing": ({}, None, {}, []),
+    "another learning rate": ({}, None, {"lr": 0.2}, ["lr: 0.1 -> 0.2"]),
+    "more ranks": ({}, None, {"world_size": 2}, ["ranks: 1 -> 2"]),
+    "a reference named": ({}, None, {"reference": "ref"}, "content of --reference (reference: None -> 'ref')"),
+    "--model named as the reference": ({}, None, {"reference": "sft"}, ["reference: None -> 'sft'"]),
+    "another reference": ({"reference": "ref"}, None, {"reference": "rm"}, "content of --reference (reference"),
+    "other weights of a model": ({}, lambda: other_weights("sft"), {}, "content of --model (under the same name)"),
+    "another tokenizer": ({}, lambda: write("sft/tokenizer_config.json", "{}"), {}, "content of --model"),
+    "a moved model": ({}, lambda: copied("sft"), {"model": "copy_sft"}, ["model: 'sft' -> 'copy_sft'"]),
+    "a page beside a model": ({}, lambda: write("sft/README.md", "a page"), {}, []),
+    "another seed of random weights": ({"model": "tiny"}, None, {"seed": 1}, "content of --model (seed: 0 -> 1)"),
+    "another seed": ({}, None, {"seed": 1}, ["seed: 0 -> 1"]),
+    "other weights of a scorer": ({}, lambda: other_weights("rm"), {}, "content of --scorer"),
+    "another scorer of rejection sampling": ({"stage": "rejection_sampling"}, lambda: other_weights("rm"), {},
+                                             ["content of --scorer"]),
+    "a function for a model": ({}, None, {"scorer": "f.py:f"}, "content of --scorer (scorer"),
+    "another function": ({"scorer": "f.py:f"}, lambda: write("f.py", FUNCTION + FUNCTION.replace("f(", "g(")),
+                         {"scorer": "f.py:g"}, "function of --scorer"),
+    "another weight": ({"scorer": "f.py:f"}, None, {"scorer": "f.py:f*0.5"}, "function of --scorer"),
+    "a mended function": ({"scorer": "f.py:f"}, lambda: write("f.py", FUNCTION + "# a comment"), {},
+                          ["file of --scorer"]),
+    "a moved function": ({"scorer": "f.py:f"}, lambda: (Path("x").mkdir(), shutil.copy("f.py", "x")),
+                         {"scorer": "x/f.py:f"}, ["scorer: 'f.py:f' -> 'x/f.py:f'"]),
+    "a judge's model": ({"scorer": "f.py:f=ref"}, lambda: other_weights("ref"), {}, "function of --scorer"),
+    "a gate": ({}, None, {"safety_scorer": "rm"}, "content of --safety-scorer (safety_scorer"),
+    "another template": ({"chat_template": "chat.jinja"}, lambda: write("chat.jinja", ""), {}, "content of --chat-t"),
+    "a template": ({}, None, {"chat_template": "chat.jinja"}, "content of --chat-template (chat_template"),
+    "rows behind the others": ({}, lambda: write("rows.jsonl", "{}\n"), {}, ["content of --dataset"]),
+    "rows of feedback": ({"stage": "ai_feedback label"}, lambda: write("rows.jsonl", "{}\n"), {}, "content of --d"),
+    "moved rows": ({}, lambda: copied("rows.jsonl"), {"dataset": "copy_rows.jsonl"},
+                   ["dataset: 'rows.jsonl' -> 'copy_rows.jsonl'"]),
+    "other held-out messages": ({}, None, {"held_out": ["b"]}, "held-out set (under the same name)"),
+    "another script": ({}, None, {"stage": "sft"}, "script: 'ppo' -> 'sft'"),
+    "adapters": ({}, None, {"lora_rank": 4}, "lora_rank: 0 -> 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of_what_has_changed_a_line_is_printed_or_the_run_is_refused(world, case):
+    options, change, resuming, said = CASES[case]
+    before = begun(**options)
+    change and change()
+    now = begun(**{**options, **resuming})
+    if isinstance(said, list):
+        assert identity.changes(before, now, "run") == said
+    else:
+        with pytest.raises(InputError, match=re.escape(f"--resume: run began with another {said}")):
+            identity.changes(before, now, "run")
+
+
+def test_a_run_of_an_earlier_version_is_compared_by_its_arguments(world):
+    before = {key: x for key, x in begun().items() if key != "began_with"}
+    assert identity.changes(before, begun(lr=0.2), "run") == ["lr: 0.1 -> 0.2"]
+    assert identity.changes({}, begun(), "run") == []
