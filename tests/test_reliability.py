@@ -214,7 +214,7 @@ class Day(datetime):
         return cls(2026, 1, cls.day)
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo", "dpo_iterative"])
+@pytest.mark.parametrize("name", ["sft", "ppo"])
 def test_a_template_that_writes_the_date_writes_the_day_on_which_the_run_began(
     small, tmp_path, monkeypatch, name
 ):
