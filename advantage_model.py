@@ -226,7 +226,10 @@ def main(args: Args):
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin(modules={"advantage": (model, optimizer)}, held_out=[comparison.row for comparison in held_out])
+    plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
+    plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
+    held_out_rows = [comparison.row for comparison in held_out]
+    run.begin(plan=plan, modules={"advantage": (model, optimizer)}, held_out=held_out_rows)
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them

@@ -318,7 +318,11 @@ def main(args: Args):
         args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)
     versions.evaluate = evaluate = Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
 
-    run.begin(held_out=evaluate.fingerprint)  # only now is an old run replaced
+    plan = f"{len(offline):,} offline pairs; " if offline else ""
+    n_prompts = len(prompts_of.get(1, []))
+    plan += f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
+    plan += f"responses and at most one pair each; {args.epochs:g} epochs on an iteration's pairs"
+    run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now is an old run replaced
     versions.begin()
     pool = Pool(run)
     evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
@@ -362,6 +366,8 @@ def main(args: Args):
         model = versions.load(start)
         steps = plan_steps(to_learn, iteration, args)
         optimizer = dist.adamw(model, args.lr, args)
+        if dist.is_main():
+            print(f"iteration {iteration}: {len(steps)} optimiser steps on {len(to_learn):,} pairs")
         # writes checkpoints, and behind the last step the new version, which is then evaluated
         for step in versions.train(iteration, len(steps), optimizer):
             lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(steps), args))

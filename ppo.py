@@ -392,7 +392,12 @@ def main(args: Args):
     modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
     fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0]}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
-    state = run.begin(modules=modules, state=fresh, held_out=evaluate.fingerprint)
+    n_prompts = min(args.prompts_per_iteration, len(prompts))
+    steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
+    plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
+    plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
+    plan += f"{steps:,} optimiser steps, the first {args.value_warmup_steps} or more of the value model alone"
+    state = run.begin(plan=plan, modules=modules, state=fresh, held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
     if args.patience and "best_version" not in state:  # this policy, until another one is better

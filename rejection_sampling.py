@@ -257,7 +257,10 @@ def main(args: Args):
     if args.packing:  # asked now, not after hours of sampling
         args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
 
-    run.begin(held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
+    n_prompts = min(args.prompts_per_iteration or len(prompts), len(prompts))
+    plan = f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
+    plan += f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
+    run.begin(plan=plan, held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
     pool = Pool(run, given_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
     if not args.n_samples:  # a pool alone: its last iteration is selected from again
@@ -306,6 +309,9 @@ def main(args: Args):
         plan = plan_steps(stages, iteration, args)
         model = versions.load(latest if args.start_from == "last" or not selected else args.model)
         optimizer = dist.adamw(model, args.lr, args)
+        if dist.is_main():
+            n_documents = sum(map(len, stages))
+            print(f"iteration {iteration}: {len(plan)} optimiser steps on {n_documents:,} responses")
         # writes checkpoints, and behind the last step the new version, which is then evaluated
         for step in versions.train(iteration, len(plan), optimizer):
             lr, blocks = plan[step - 1]

@@ -135,7 +135,9 @@ def main(args: Args):
     optimizer = dist.adamw(model, args.lr, args)
 
     # only now is an old run replaced, or a checkpoint loaded
-    run.begin(modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint)
+    plan = f"{total_steps} optimiser steps of {args.batch_size} rows, "
+    plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,} documents in {len(blocks):,} rows"
+    run.begin(plan=plan, modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 
     for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them

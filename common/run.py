@@ -102,9 +102,12 @@ class Run:
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
         self.state, self.laps = {"step": 0}, {}
 
-    def begin(self, *, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
+    def begin(self, *, plan: str, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
         """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
-        optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run."""
+        optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run. plan:
+        how many steps, rows or prompts the run will see; it is printed."""
+        if dist.is_main():
+            print(f"plan: {plan}")
         start_run(self.args, self.stage, self.status, held_out)
         Run.current, self.modules = self, modules or {}
         self.dtype = getattr(torch, self.args.save_dtype)  # of model/

@@ -1,8 +1,10 @@
 """What several test files share: small runs of the scorers, what they leave, the same scores by plain
 transformers; prompts, and rows of the pool."""
 
+import collections
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -356,6 +358,10 @@ def assert_whole_versions(whole, stage, files, start):
     written = read_json(folder / "args.json")
     assert written["stage"] == stage and written["args"]["n_samples"] == 4
     assert f"wrote {folder}/model" in whole.ended.out and "version 2:" in whole.ended.out
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "optim/lr" in row]
+    planned = re.findall(r"iteration (\d+): (\d+) optimiser steps on", whole.ended.out)
+    steps = collections.Counter(row["iteration"] for row in rows)
+    assert {int(iteration): int(n) for iteration, n in planned} == steps and len(steps) == 2
     folders = [start, *(folder / name for name in ("versions/1", "versions/2", "model"))]
     base, one, two, final = (load_file(folder / "model.safetensors") for folder in folders)
     assert set(base) == set(one) == set(two) == set(final) and len(base) > 8

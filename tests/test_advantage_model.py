@@ -2,6 +2,7 @@
 ratios to other policies and samples of the policy, resuming, and bad input."""
 
 import math
+import re
 from types import SimpleNamespace
 
 import processes
@@ -58,6 +59,8 @@ def test_a_run_leaves_the_whole_run_directory(undisturbed):
     assert "gold/expected_correlation" not in after  # rows of a file have no known true reward
     assert "ratio/clipped" not in after and not rows_of(undisturbed.folder, "loss/expected_reward")
     assert f"wrote {undisturbed.folder}/model" in undisturbed.ended.out
+    (n_steps,) = re.findall(r"plan: (\d+) optimiser steps", undisturbed.ended.out)
+    assert int(n_steps) == read_jsonl(undisturbed.folder / "metrics.jsonl")[-1]["step"]
 
 
 def assert_scores_are_plain_advantages(folder, share):

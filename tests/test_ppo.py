@@ -608,8 +608,8 @@ def undisturbed(small, tmp_path_factory):
 
 FILES = "args.json checkpoint frontier.png metrics.jsonl metrics.png model samples.jsonl summary.json"
 TRAINING = """loss/policy loss/value policy/ratio_mean policy/ratio_max policy/clipped policy/approx_kl policy/entropy
-    policy/first_ratio_max policy/first_approx_kl policy/sampler_kl policy/sampler_ratio_max value/clipped value/explained_variance optim/policy_grad_norm
-    optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
+    policy/first_ratio_max policy/first_approx_kl policy/sampler_kl policy/sampler_ratio_max value/clipped
+    value/explained_variance optim/policy_grad_norm optim/value_grad_norm loss/ptx loss/rehearsal ptx/tokens_ratio reward/score reward/normalised reward/deviation reward/gated
     kl/per_response rollout/finished rollout/length time/rollout_s time/score_s time/estimate_s time/update_s
     perf/tokens_per_s step iteration time_s"""
 OF_THE_POLICY = """loss/policy loss/ptx loss/rehearsal ptx/tokens_ratio optim/policy_grad_norm policy/first_approx_kl
@@ -625,6 +625,8 @@ def test_a_run_leaves_the_whole_run_directory(small, undisturbed):
     args = parse(ppo.RECIPES, ["tiny"] + flags(**options_of(small, folder, **all_options(small))))
     assert written["args"] == vars(args) and written["stage"] == "ppo"
     assert "wrote " in undisturbed.ended.out and "eval/score: " in undisturbed.ended.out
+    (n_steps,) = re.findall(r"plan: .*; ([\d,]+) optimiser steps", undisturbed.ended.out)
+    assert int(n_steps) == read_jsonl(folder / "metrics.jsonl")[-1]["step"]
 
 
 def test_the_metrics_have_a_row_before_of_every_iteration_and_after(undisturbed):

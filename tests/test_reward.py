@@ -1,6 +1,7 @@
 """reward.py in one process: what a run leaves behind, its loss, its variants, resuming, and bad input."""
 
 import math
+import re
 import zlib
 from types import SimpleNamespace
 
@@ -71,6 +72,8 @@ def test_a_run_leaves_the_whole_run_directory(default):
     assert {"eval/bayes_accuracy", "gold/correlation", "eval/accuracy_low"} <= set(after)
     assert {"gate/caught", "gate/recall", "length/correlation"} <= set(after)
     assert "wrote runs/reward/model" in default.ended.out
+    (n_steps,) = re.findall(r"plan: (\d+) optimiser steps", default.ended.out)
+    assert int(n_steps) == read_jsonl(default.folder / "metrics.jsonl")[-1]["step"]
 
 
 def test_the_baselines_are_length_and_the_log_probability_of_the_sft_model(default):

@@ -64,6 +64,8 @@ def test_default_command_leaves_the_whole_run_directory(default):
     names = "args.json checkpoint metrics.jsonl metrics.png model samples.jsonl summary.json"
     assert_files(default.folder, names)
     assert sorted(path.name for path in (default.folder / "checkpoint").iterdir()) == ["latest", "step_8"]
+    (n_steps,) = re.findall(r"plan: (\d+) optimiser steps", default.ended.out)
+    assert int(n_steps) == rows_of(default.folder)[-1]["step"]
 
 
 def test_default_command_prints_at_most_15_lines_and_as_many_of_its_progress_as_20(default):
