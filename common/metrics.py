@@ -38,7 +38,7 @@ class Metrics:
         self.n_rows, self.last = self.n_rows + 1, (step, iteration)
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
-            row = finite({"step": step, "iteration": iteration, "time_s": seconds, **values})
+            row = {"step": step, "iteration": iteration, "time_s": seconds, **finite(values)}
             if self.report:
                 self.report(row)
             with open(self.path, "a") as file:
@@ -81,23 +81,17 @@ def read_jsonl(path) -> list[dict]:
     return rows
 
 
-def finite(value):
-    """`value` without the numbers that JSON does not have, NaN and infinity: a figure of nothing, or of what
-    does not vary, is left out of its row, and None in a list."""
-    gap = lambda x: isinstance(x, float) and not math.isfinite(x)  # noqa: E731
-    if isinstance(value, dict):
-        return {key: finite(x) for key, x in value.items() if not gap(x)}
-    if isinstance(value, list | tuple):
-        return [None if gap(x) else finite(x) for x in value]
-    return value
+def finite(figures: dict) -> dict:
+    """`figures` without those that are NaN or infinite: of nothing, or of what does not vary."""
+    return {key: x for key, x in figures.items() if not isinstance(x, float) or math.isfinite(x)}
 
 
 def to_json(value, **options) -> str:
-    """JSON that every reader takes: see `finite`."""
-    try:
-        return json.dumps(value, allow_nan=False, **options)
-    except ValueError:
-        return json.dumps(finite(value), allow_nan=False, **options)
+    """JSON that every reader takes: NaN and infinity, which it does not have, become null."""
+    text = json.dumps(value, **options)
+    if "NaN" in text or "Infinity" in text:
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), **options)
+    return text
 
 
 def write_jsonl(path, rows: list[dict]):
