@@ -280,7 +280,9 @@ def compare_policies(args, run):
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
         metrics.print_table(lines)
-        plots.compared(run.folder, results)
+        # random weights would stretch the axes of all others
+        without = ["untrained"] if policies.get("untrained") == "tiny" else []
+        plots.compared(run.folder, results, without)
     return samples, {**summary, "temperatures": results}
 
 

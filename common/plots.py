@@ -1,5 +1,6 @@
 """Pictures of a run: functions of its folder, which return the figure, or None of nothing."""
 
+import itertools
 import math
 from pathlib import Path
 from statistics import fmean
@@ -93,29 +94,49 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 
 # -- of policies that are compared -----------------------------------------------------------------
-def compared(folder, results):
+def compared(folder, results, without=()):
     """`folder`/frontier.png: rewards against the KL, at the first temperature where it is known, of the
     policies of which it is; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
 
-    results: temperature -> policy -> figures of common/evaluate.py."""
-    known = [{name: r for name, r in at.items() if "kl" in r} for at in results.values()]
-    policies = max(known, key=len)  # of equally long ones the first
+    results: temperature -> policy -> figures of common/evaluate.py. without: policies that are left out."""
+    is_drawn = lambda name, r: "kl" in r and name not in without  # noqa: E731
+    drawn = [{name: r for name, r in at.items() if is_drawn(name, r)} for at in results.values()]
+    policies = max(drawn, key=len)  # of equally long ones the first
     if len(policies) < 2:
         return None
     kinds = [kind for kind in metrics.JUDGES if all(kind in r for r in policies.values())]
     drawing, axes = figure(len(kinds))
     for kind, axis in zip(kinds, axes):
-        curves = {}
+        curves, labels = {}, []
         for name, r in policies.items():
-            curve, _, label = name.partition("/")
-            curves.setdefault(curve, []).append((r["kl"], r[kind], label))
-        for curve, points in curves.items():
-            x, y, labels = zip(*sorted(points))
-            [line] = axis.plot(x, y, "o-", markersize=6, label=curve)
-            for label, *place in zip(labels, x, y):
-                axis.annotate(label, place, (3, 5), textcoords="offset points", color=line.get_color())
+            curves.setdefault(name.partition("/")[0], []).append((r["kl"], r[kind], name))
+        for points in map(sorted, curves.values()):
+            x, y, names = zip(*points)
+            [line] = axis.plot(x, y, "o-", markersize=6)
+            short = [name.partition("/")[2] for name in names[:-1]]  # the curve's name stands at its end
+            labels += [(*point, line.get_color()) for point in zip(x, y, [*short, names[-1]])]
         axis.set(title=f"{metrics.JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
         axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("{x:g}")
+        label_points(axis, labels)
     return save(drawing, folder / "frontier.png")
+
+
+def label_points(axis, labels: list[tuple]):
+    """Write each (x, y, text, color) beside its point, where it covers no point and no other text, if such a
+    place is near."""
+    from matplotlib.transforms import Bbox
+
+    axis.figure.draw_without_rendering()  # now each point has a place
+    places = axis.transData.transform([label[:2] for label in labels])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for x, y, text, color in labels:
+        note = axis.annotate(text, (x, y), (0, 0), textcoords="offset points", color=color, va="center")
+        for up, right in itertools.product((0, 9, -9, 18, -18, 27, -27), (7, -7)):
+            note.set(position=(right, up), ha="left" if right > 0 else "right")
+            box = note.get_window_extent()
+            inside = axis.bbox.x0 < box.x0 and box.x1 < axis.bbox.x1
+            if inside and not any(map(box.overlaps, taken)):
+                break
+        taken.append(box)

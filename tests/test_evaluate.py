@@ -399,6 +399,15 @@ def world(small, tmp_path_factory):
     return found
 
 
+def test_random_weights_are_in_the_table_and_not_in_the_picture(small, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(evaluate.plots, "compared", lambda folder, results, without: drawn.append(without))
+    for specs in (["tiny", "again=tiny"], ["tiny=tiny", f"untrained={small / 'a'}"]):
+        found = run(tmp_path / str(len(drawn)), specs, reference=specs[1].partition("=")[0], eval_prompts=4)
+        assert len(found.summary["temperatures"]["1"]) == 2
+    assert drawn == [["untrained"], []]
+
+
 def of(found, policy, temperature):
     return [r for r in found.rows if (r["policy"], r["temperature"]) == (policy, temperature)]
 

@@ -1,5 +1,6 @@
 """common/plots.py: what stands in a figure, and whether it can be read."""
 
+import itertools
 import random
 
 import pytest
@@ -83,20 +84,34 @@ def results_to_plot(**kls):
 @pytest.mark.parametrize(
     "kls, ticks",
     [
-        ({"untrained": 90.6, "sft": 0.0, "ppo": 0.54, "dpo": 1.82}, ["0", "1", "10", "100"]),
+        ({"far": 90.6, "sft": 0.0, "ppo": 0.54, "dpo": 1.82}, ["0", "1", "10", "100"]),
         ({"sft": -0.02, "ppo": 12.0}, ["0", "1", "10"]),
         ({"sft": 0.0, "ppo": 0.5, "dpo": 1.0}, ["0", "1"]),
     ],
 )
-def test_the_frontier_has_readable_ticks_and_every_policy_in_its_legend(kls, ticks, tmp_path):
-    results = {"1": results_to_plot(**kls, unknown=None), "0": results_to_plot(**kls)}
-    frontier = plots.compared(tmp_path, results)
+def test_the_frontier_has_readable_ticks_and_every_policys_name_at_its_point(kls, ticks, tmp_path):
+    results = {"1": results_to_plot(**kls, unknown=None, left_out=1.0), "0": results_to_plot(**kls)}
+    frontier = plots.compared(tmp_path, results, ["left_out"])
     assert_readable(frontier)
     for axes, kind in zip(frontier.axes, ("the scorer", "the true reward"), strict=True):
-        assert legend_texts(axes) == list(kls)
+        assert {text.get_text(): text.xy[0] for text in axes.texts} == kls and not axes.get_legend()
         assert axes.get_title() == f"{kind} against the KL" and "nats" in axes.get_xlabel()
         assert [label.get_text() for label in tick_labels(axes.xaxis)] == ticks
     assert (tmp_path / "frontier.png").exists()
+
+
+def test_the_names_of_points_cover_neither_points_nor_each_other(tmp_path):
+    """Four policies nearly in one place, one at the right edge."""
+    kls = {"rejection_sampling": 1.8, "ppo": 0.5, "ppo_am_sr": 0.5, "dpo_offline": 0.48, "dpo_iterative": 2.6}
+    results = results_to_plot(**kls, sft=0.0)
+    results["sft"] |= {"score": 0.0, "gold": 1.0}
+    for axes in plots.compared(tmp_path, {"1": results}).axes:
+        dots = axes.transData.transform([text.xy for text in axes.texts])
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 6
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+        assert not any(box.contains(*dot) for box in boxes for dot in dots)
+        assert all(axes.bbox.x0 < box.x0 and box.x1 < axes.bbox.x1 for box in boxes)
 
 
 def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp_path):
@@ -106,7 +121,6 @@ def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp
     assert_readable(frontier)
     gold = frontier.axes[1]
     assert points_of(gold) == [([0.5, 1, 3], [2, 5, 2]), ([0], [2]), ([2], [2])]
-    assert legend_texts(gold) == ["dpo", "sft", "ppo"]
     labels = {text.get_text(): text.xy for text in gold.texts}
-    assert labels["1"] == (0.5, 2) and labels["0.3"] == (1, 5) and labels[""] == (0, 2)
+    assert labels == {"1": (0.5, 2), "0.3": (1, 5), "dpo/0.1": (3, 2), "sft": (0, 2), "ppo/0.1": (2, 2)}
     assert plots.compared(tmp_path, {"1": results_to_plot(a=0.0, b=None)}) is None
