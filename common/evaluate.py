@@ -327,7 +327,8 @@ def pair_table(results) -> list[dict]:
         line["ECE"] = metrics.interval(result, "ece", ".3f")
         for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
             line[title] = f"{result[key]:.3f}"
-        lines.append(line)
+        scores = f"{result['mean']:+.2f} ± {result['deviation']:.2f}" if "mean" in result else ""
+        lines.append({**line, "scores": scores})
     return lines
 
 
@@ -344,9 +345,10 @@ def compare_scorers(args, run):
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
     if dist.is_main():
         for name, of_scorer in rows.items():
-            results[name] = {"all": metrics.pair_figures(of_scorer)}
-            for (kind, part), inside in metrics.parts_of(of_scorer).items():
-                results[name][f"{kind} {part}"] = metrics.pair_figures(inside)
+            results[name] = {}
+            for part, inside in {("all",): of_scorer, **metrics.parts_of(of_scorer)}.items():
+                both = {**metrics.pair_figures(inside), **metrics.score_figures(inside)}
+                results[name][" ".join(part)] = both
         metrics.print_table(pair_table(results))
         plots.scores(run.folder, rows)
     return samples, {"dataset": args.dataset, "scorers": results}

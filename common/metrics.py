@@ -303,6 +303,12 @@ def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
     return parts
 
 
+def score_figures(rows) -> dict[str, float]:
+    """Mean and standard deviation of the responses' scores; nothing of a scorer that compares."""
+    scores = [r["score"] for row in rows for r in row["responses"] if "score" in r]
+    return {"mean": statistics.fmean(scores), "deviation": statistics.pstdev(scores)} if scores else {}
+
+
 def accuracy(differences) -> float:
     """Share of differences above 0, ties counting 1/2; NaN of none."""
     right = [float(d > 0) + float(d == 0) / 2 for d in differences]

@@ -67,15 +67,18 @@ def scorer(folder):
 
 
 def scores(folder, scorers: dict[str, list[dict]]):
-    """`folder`/scores.png: accuracy against score difference, and scores of better and worse responses (of
-    the first scorer). scorers: {name: rows of metrics.pair_figures}; without pairs one is left out."""
+    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
+    first scorer), and scores by category. scorers: {name: rows of metrics.pair_figures}; without pairs one is
+    left out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if metrics.pairs_of(rows)}
     if not scorers:
         return None
     name, first = next(iter(scorers.items()))
     compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
-    drawing, axes = figure(1 if compares else 2, (4.4, 3.2))
-    left, right = axes[0], axes[-1]
+    categories = sorted({str(row["category"]) for row in first})
+    n_panels = 1 if compares else 2 if len(categories) == 1 else 3
+    drawing, axes = figure(n_panels, (4.4, max(3.2, 0.2 * len(categories))))
+    left, right = axes[0], axes[min(1, n_panels - 1)]
     for label, rows in scorers.items():
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows)]
         pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
@@ -90,7 +93,23 @@ def scores(folder, scorers: dict[str, list[dict]]):
         values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
         right.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
         right.set(title="scores", xlabel="score", ylabel="density")
+    if n_panels == 3:
+        scores_by_category(axes[2], scorers, categories)
     return save(drawing, Path(folder) / "scores.png")
+
+
+def scores_by_category(axis, scorers, categories):
+    """Mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
+    for i, (label, rows) in enumerate(scorers.items()):
+        inside = [[row for row in rows if str(row["category"]) == name] for name in categories]
+        figures = [(y + 0.2 * i, metrics.score_figures(part)) for y, part in enumerate(inside)]
+        points = [(x["mean"], y, x["deviation"]) for y, x in figures if x]
+        if points:
+            x, y, deviation = zip(*points)
+            axis.errorbar(x, y, xerr=deviation, fmt="o", capsize=2, label=label)
+    axis.set_yticks(range(len(categories)), [name[:24] for name in categories], fontsize=8)
+    axis.invert_yaxis()  # from top to bottom
+    axis.set(title="scores by category", xlabel="mean and standard deviation")
 
 
 # -- of policies that are compared -----------------------------------------------------------------

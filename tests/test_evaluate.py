@@ -704,6 +704,13 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
         want = metrics.pair_figures(rows)  # of the very rows that are written
         for key in ("pairs", "accuracy", "nll", "brier", "ece", "ece_low", "ece_high", "ece_floor"):
             assert parts["all"][key] == want[key]
+        for part in () if name == "pm" else {row["category"] for row in rows}:
+            inside = [row for row in rows if row["category"] == part]
+            scores = [r["score"] for row in inside for r in row["responses"]]
+            of_part = parts[f"category {part}"]
+            assert of_part["mean"] == pytest.approx(statistics.fmean(scores))
+            assert of_part["deviation"] == pytest.approx(statistics.pstdev(scores))
+        assert ("mean" in parts["all"]) == (name != "pm")
         for row in rows if name == "gold" else ():
             for r in row["responses"]:
                 assert r["score"] == tiny.gold_score(row["prompt"][-1]["content"], r["text"])
@@ -743,7 +750,7 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
     lines = compared.out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pairs of"))
-    assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier".split()
+    assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier scores".split()
     names, parts = list(compared.summary["scorers"]), list(compared.summary["scorers"]["rm"])
     rows = lines[start + 1 : start + 1 + len(names) * len(parts)]
     for row, (part, name) in zip(rows, itertools.product(parts, names), strict=True):

@@ -52,17 +52,34 @@ def pairs(n, seed):
 def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     first, second = pairs(400, 1), pairs(300, 2)
     compares = [{**row, "differences": [1.0]} for row in second]
-    both = ["accuracy", "scores"]
+    three = ["accuracy", "scores", "scores by category"]
+    many = [{**row, "category": f"a subset of number {i % 25}"} for i, row in enumerate(first)]
     for scorers, titles in (
-        ({"runs/reward": first, "runs/advantage_model": second}, both),
-        ({"pairwise": compares, "reward": first}, both[:1]),
-        ({"reward": first, "pairwise": compares}, both),
-        ({"x" * 200: first[:1]}, both),
+        ({"runs/reward": first, "runs/advantage_model": second}, three),
+        ({"reward": many, "other": many}, three),
+        ({"pairwise": compares, "reward": first}, three[:1]),
+        ({"reward": first, "pairwise": compares}, three),
+        ({"x" * 200: first[:1]}, three[:2]),
     ):
         figure = plots.scores(tmp_path, scorers)
         assert_readable(figure)
         assert [axes.get_title() for axes in figure.axes] == titles
     assert plots.scores(tmp_path, {"reward": []}) is None
+
+
+def test_scores_by_category_are_each_scorers_mean_and_deviation(tmp_path):
+    scores = {"a": [1.0, 3.0], "b": [0.0, -4.0]}
+    rows = [
+        {"category": name, "responses": [{"rank": i, "score": x} for i, x in enumerate(both)]}
+        for name, both in scores.items()
+    ]
+    halves = [{**row, "responses": [{**r, "score": r["score"] / 2} for r in row["responses"]]} for row in rows]
+    axes = plots.scores(tmp_path, {"reward": rows, "advantage": halves}).axes[2]
+    drawn = [(line.get_xdata(), segments.get_segments()) for line, _, [segments] in axes.containers]
+    assert [list(x) for x, _ in drawn] == [[2, -2], [1, -1]]
+    assert [[abs(b[0] - a[0]) / 2 for a, b in bars] for _, bars in drawn] == [[1, 2], [0.5, 1]]
+    assert [label.get_text() for label in tick_labels(axes.yaxis)] == ["a", "b"]
+    assert legend_texts(axes) == ["reward", "advantage"]
 
 
 def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
