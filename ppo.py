@@ -396,7 +396,8 @@ def main(args: Args):
     steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
     plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
     plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
-    plan += f"{steps:,} optimiser steps, the first {args.value_warmup_steps} or more of the value model alone"
+    plan += f"{steps:,} optimiser steps"
+    plan += f", the first {args.value_warmup_steps} or more of the value model alone"
     state = run.begin(plan=plan, modules=modules, state=fresh, held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
