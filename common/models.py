@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from common import batches, dist, losses
-from common.sampler import n_positions as n_positions, to_device
+from common.sampler import cache_argument, n_positions as n_positions, to_device
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
@@ -126,9 +126,10 @@ def next_token_logprobs(model, input_ids, where, before=()):
         options = {"use_cache": False}
         if before:
             first = torch.tensor([before], device=input_ids.device)
-            kept = model.base_model(input_ids=first, use_cache=True).past_key_values
+            name = cache_argument(model.config, type(model.base_model))
+            kept = getattr(model.base_model(input_ids=first, use_cache=True), name)
             kept.batch_repeat_interleave(len(input_ids))
-            options = {"past_key_values": kept, "use_cache": True}
+            options = {name: kept, "use_cache": True}
         hidden = model.base_model(input_ids=input_ids, **options).last_hidden_state
     head = model.get_output_embeddings()
     bias = None if head.bias is None else head.bias.float()

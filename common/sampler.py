@@ -28,6 +28,9 @@ import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
+from transformers.utils.versions import require_version
+
+require_version("transformers>=5.15")  # caches of older ones cannot be filled slot by slot
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts run together up to this many tokens, and are held until they have slots
@@ -37,6 +40,7 @@ SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
 LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _sampling
+CACHES = "cache", "past_key_values", "cache_params"  # its names in models, from transformers 5.24 and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python goes on, and are waited for to be read
 
 
@@ -309,7 +313,8 @@ class RaggedCache(Cache):
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
         # With full attention alone the mask is ours, which a model need not make anew at every step
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
-        self.is_plain = full and config._attn_implementation == "sdpa" and _takes(type(model), "position_ids")
+        taken = _arguments(type(model), type(config))
+        self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
         self.columns, self.end = columns, longest_prompt  # rows end before column `end`
         self.held = longest_prompt  # columns of the longest row so far
 
@@ -356,10 +361,11 @@ def _next_logits(model, ids, mask, cache):
     others -> logits (B, V) of the tokens that come next."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     options = {"position_ids": positions, "logits_to_keep": 1}
-    options = {name: value for name, value in options.items() if _takes(type(model), name)}
+    taken = _arguments(type(model), type(model.config))
+    options = {name: value for name, value in options.items() if name in taken}
     mask = mask[:, None, None] if getattr(cache, "is_plain", False) else mask.long()
-    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-    return model(**inputs, **options).logits[:, -1]
+    options |= {"attention_mask": mask, cache_argument(model.config, type(model)): cache, "use_cache": True}
+    return model(input_ids=ids, **options).logits[:, -1]
 
 
 @contextlib.contextmanager
@@ -389,12 +395,18 @@ def _sampling(model):
 
 
 # -- checks ----------------------------------------------------------------------------------------
-def check_attention(config):
+def check_attention(config, model_class=None):
     """ValueError unless a model with this (text) config keeps what it needs of a row in one of LAYERS."""
-    kind, model = config.model_type, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    if (model and not _takes(model, "past_key_values")) or not layers <= set(LAYERS):
+    if not cache_argument(config, model_class) or not layers <= set(LAYERS):
+        kind = config.model_type
         raise ValueError(f"sample: {kind} keeps what it has read in a way that the sampler does not know")
+
+
+def cache_argument(config, model_class=None):
+    """The name by which a model with this config, of transformers' class or another, takes a cache; None: it
+    takes none."""
+    return next((name for name in _arguments(model_class, type(config)) if name in CACHES), None)
 
 
 def _check_model(model, prompts, max_new_tokens):
@@ -406,14 +418,15 @@ def _check_model(model, prompts, max_new_tokens):
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
     if getattr(model, "ragged_cache_works", False):
         return
-    check_attention(config)
-    # Two rows of different lengths, beyond a small window: did the model not honour mask, positions or cache,
-    # the padding of the shorter one or what a window leaves out would show
+    check_attention(config, type(model))
+    # Rows of different lengths, beyond a small window, two that are run together and a short one alone: did the
+    # model not honour mask, positions or cache, their padding or what a window leaves out would show
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
-    rows = [[(7 * i + k) % config.vocab_size for i in range(size - k)] for k in (4, 6)]
-    out = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=2, seed=0, progress=False)
+    lengths = size - 4, size - 6, size // 2
+    rows = [[(7 * i + length) % config.vocab_size for i in range(length)] for length in lengths]
+    out = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, out.response_tokens, out.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]
@@ -434,8 +447,16 @@ def n_positions(config) -> int:
 
 
 @functools.cache
-def _takes(kind, argument):
-    return argument in inspect.signature(kind.forward).parameters
+def _arguments(model_class, config_class) -> list[str]:
+    """The names of what a model's forward takes; where it hands on others (**kwargs), or there is no class,
+    then also those of transformers' causal LM of such a config."""
+    names = []
+    for kind in filter(None, (model_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None))):
+        parameters = inspect.signature(kind.forward).parameters
+        names += parameters
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            break
+    return names
 
 
 # -- talk ------------------------------------------------------------------------------------------

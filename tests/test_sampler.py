@@ -4,6 +4,7 @@ import collections
 import gc
 import io
 import re
+import runpy
 import shutil
 import sys
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import tiny_families
 import torch
 from transformers import (
-    AutoModelForCausalLM, DeepseekV32Config, LlamaConfig, LlamaForCausalLM, MambaConfig, MistralConfig,
+    AutoModelForCausalLM, DeepseekV32Config, LlamaConfig, LlamaForCausalLM, MistralConfig, RwkvConfig,
 )  # fmt: skip
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -140,7 +141,7 @@ def test_prompts_run_in_groups_of_so_many_tokens_and_change_no_answer(llama, mon
 @pytest.mark.parametrize(
     "config, why",
     [
-        (MambaConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "mamba keeps"),
+        (RwkvConfig(vocab_size=V, hidden_size=64, num_hidden_layers=2), "rwkv keeps"),
         (DeepseekV32Config(), "deepseek_v32 keeps"),
     ],
 )
@@ -162,15 +163,59 @@ def test_a_window_one_token_too_narrow_is_caught_by_the_trial_batch(monkeypatch)
         sample(build(MistralConfig(**SIZES, **W)), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
 
 
-def test_a_model_that_ignores_the_mask_is_caught_by_the_trial_batch():
-    class Deaf(LlamaForCausalLM):
-        def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
-            mask = None if attention_mask is None else torch.ones_like(attention_mask)
-            return super().forward(input_ids, attention_mask=mask, past_key_values=past_key_values, **kwargs)
+class NoMask(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        mask = None if attention_mask is None else torch.ones_like(attention_mask)
+        return super().forward(input_ids, attention_mask=mask, **kwargs)
 
+
+class NoPositions(LlamaForCausalLM):
+    def forward(self, input_ids, attention_mask=None, cache=None, use_cache=None):
+        options = {sampler.cache_argument(self.config): cache, "use_cache": use_cache}
+        return super().forward(input_ids, attention_mask, **options)
+
+
+@pytest.mark.parametrize("kind", [NoMask, NoPositions])
+def test_a_model_that_ignores_mask_or_positions_is_caught_by_the_trial_batch(kind):
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="other logits with a ragged cache"):
-        sample(Deaf(LlamaConfig(**SIZES)), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
+        sample(kind(LlamaConfig(**SIZES)), [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
+
+
+class NamesCache(LlamaForCausalLM):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, cache=None, use_cache=None):
+        options = {sampler.cache_argument(self.config): cache, "use_cache": use_cache}
+        return super().forward(input_ids, attention_mask, position_ids, **options)
+
+
+class NamesPastKeyValues(NamesCache):
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None):
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+
+
+class HandsOn(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [NamesCache, NamesPastKeyValues, HandsOn])
+def test_a_model_is_given_what_its_class_names_or_hands_on_to_transformers_class(kind, llama):
+    """transformers 5.24 renamed past_key_values to cache."""
+    model = kind(LlamaConfig(**SIZES)).eval()
+    model.load_state_dict(llama.state_dict())
+    options = {"max_new_tokens": 8, "stop_ids": [7], "pad_id": 0, "temperature": 0, "slots": 5}
+    want = sample(llama, MIXED, **options).response_tokens
+    assert torch.equal(sample(model, MIXED, **options).response_tokens, want)
+
+
+def test_a_transformers_that_is_too_old_is_named_when_the_file_is_imported(monkeypatch):
+    oldest = re.search(r"^transformers>=(\S+),", (processes.ROOT / "requirements.txt").read_text(), re.M)[1]
+    for version in ("4.57.6", "5.9.0"):
+        monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+        with pytest.raises(ImportError, match=f"transformers>={oldest} is required .* found transformers=={version}"):
+            runpy.run_path(sampler.__file__)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: oldest)
+    runpy.run_path(sampler.__file__)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +285,8 @@ def test_a_prompt_is_run_once_and_no_finished_row_is_run_again(llama):
 
     def count(module, args, kwargs):
         ids = kwargs["input_ids"]
-        seen["steps" if isinstance(kwargs["past_key_values"], sampler.RaggedCache) else "prompts"] += len(ids)
+        step = any(isinstance(value, sampler.RaggedCache) for value in kwargs.values())
+        seen["steps" if step else "prompts"] += len(ids)
 
     sample(llama, [[3]], max_new_tokens=1, stop_ids=[], pad_id=0)  # the trial batch, once for this model
     handle = llama.register_forward_pre_hook(count, with_kwargs=True)
@@ -283,12 +329,11 @@ def test_a_seed_decides_and_generation_config_does_not():
 
 
 def test_training_mode_and_gradient_checkpointing_survive():
-    model = build(LlamaConfig(**SIZES)).train()
-    model.activation_checkpointing_enable()
+    model = loading.load_policy("tiny", tiny.tokenizer(), gradient_checkpointing=True)
     greedy = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0}
     out = sample(model, MIXED, **greedy)
-    assert model.training and model.is_activation_checkpointing
-    want = sample(build(LlamaConfig(**SIZES)), MIXED, **greedy)
+    assert model.training and model.base_model.gradient_checkpointing
+    want = sample(loading.load_policy("tiny", tiny.tokenizer()), MIXED, **greedy)
     assert torch.equal(out.response_tokens, want.response_tokens)
     model(input_ids=torch.tensor([MIXED[0]])).logits.sum().backward()  # no inference tensors are left behind
 
