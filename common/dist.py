@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import warnings
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as td
 import transformers
 
-from common import tensor_parallel
+from common import files, tensor_parallel
 from common.errors import InputError, NotFinite
 
 LAYOUT = 2  # of checkpoints; raise it when those before cannot be gone on with
@@ -320,7 +321,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
     import torch.distributed.checkpoint as dcp
 
     root = Path(root)
-    final, temporary, pointer = root / f"step_{step}", root / f"step_{step}.tmp", root / "latest.tmp"
+    final, temporary = root / f"step_{step}", root / f"step_{step}.tmp"
     try:
         with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
@@ -331,23 +332,23 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         said = str(causes[0]).split("\n")[0][:120]
         raise OSError(f"{temporary} cannot be written ({said}): make room, then --resume") from error
     if is_main():
-        (temporary / "state.json").write_text(json.dumps({**state, "layout": LAYOUT}))
+        files.replace(temporary / "state.json", json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        pointer.write_text(final.name)
-        os.replace(pointer, root / "latest")
-        for old in root.glob("step_*"):
+        files.sync_folder(root)
+        files.replace(root / "latest", final.name)
+        for old in root.glob("step_*"):  # only now, when the new one is on the disk
             if old != final:
                 shutil.rmtree(old, ignore_errors=True)
     barrier()
 
 
-def load_checkpoint(root, modules: dict) -> dict:
+def load_checkpoint(root, modules: dict, wanted: dict | None = None) -> dict:
     """Fill `modules` from the checkpoint that `root`/latest names, and return its `state`. Learning rate,
-    weight decay and their like stay as the optimisers have them now."""
+    weight decay and their like stay as the optimisers have them now. wanted: see files.read_json."""
     import torch.distributed.checkpoint as dcp
 
-    folder, state = Path(root) / (Path(root) / "latest").read_text(), checkpoint_state(root)
+    folder, state = _latest(root, wanted)
     try:
         with warnings.catch_warnings(action="ignore"):
             dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
@@ -357,15 +358,26 @@ def load_checkpoint(root, modules: dict) -> dict:
     return state
 
 
-def checkpoint_state(root) -> dict:
-    """The `state` of the checkpoint that `root`/latest names, {} if there is none; the same on every rank."""
-    state, latest = {}, Path(root) / "latest"
+def checkpoint_state(root, wanted: dict | None = None) -> dict:
+    """The `state` of the checkpoint that `root`/latest names, {} if there is none; the same on every rank.
+    wanted: see files.read_json."""
+    return _latest(root, wanted)[1]
+
+
+def _latest(root, wanted) -> tuple[Path | None, dict]:
+    """(folder, state) of the last checkpoint, (None, {}) if there is none: as rank 0 sees it, on every rank."""
+    folder, state, latest = None, {}, Path(root) / "latest"
     if is_main() and latest.exists():
-        folder = latest.parent / latest.read_text()
-        state = json.loads((folder / "state.json").read_text())
+        name = latest.read_text("utf-8", "replace").strip()
+        folder = latest.parent / name
+        if not re.fullmatch(r"step_\d+", name) or not (folder / "state.json").is_file():
+            there = ", ".join(sorted(path.name for path in latest.parent.glob("step_*"))) or "none"
+            why = f"names {name[:40]!r}, which is no checkpoint. There are: {there}"
+            raise InputError(f"{latest} {why}. Write one of them into it, or begin anew with --overwrite.")
+        state = files.read_json(folder / "state.json", wanted)
         if state.pop("layout", None) != LAYOUT:
             raise InputError(f"{folder} is of another version of these scripts: use that, or --overwrite")
-    return gather([state])[0]
+    return gather([(folder, state)])[0]
 
 
 def _tensors(modules):

@@ -1,10 +1,7 @@
 """Files of rows, what is printed, and measures. Every key is defined by a formula in docs/runs.md."""
 
-import contextlib
 import importlib
-import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -15,6 +12,10 @@ from tqdm import tqdm
 
 from common import dist
 from common.errors import InputError
+from common.files import append_jsonl, read_jsonl, write_jsonl
+from common.files import read_json, write_json  # noqa: F401 (for who reads what a run wrote)
+
+ROW = {"step": int, "iteration": int, "time_s": int | float}  # of metrics.jsonl, beside the metrics
 
 
 class Metrics:
@@ -26,13 +27,15 @@ class Metrics:
     report = end_report = writer = None  # of report_to
 
     def __init__(self, folder, keep_rows: int | None = None):
-        self.path, self.n_rows = Path(folder) / "metrics.jsonl", keep_rows or 0
-        last = {"step": 0, "iteration": 0, "time_s": 0.0}
+        self.path, kept = Path(folder) / "metrics.jsonl", []
         if keep_rows is not None and dist.is_main():
-            kept = read_jsonl(self.path)[:keep_rows]
+            kept = read_jsonl(self.path, ROW)[:keep_rows]
             write_jsonl(self.path, kept)
-            last = kept[-1] if kept else last
-        self.start, self.last = time.time() - last["time_s"], (last["step"], last["iteration"])
+            if len(kept) < keep_rows:
+                print(f"{self.path} holds {len(kept)} of the {keep_rows} rows that were logged")
+        last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
+        self.start, self.n_rows = time.time() - last["time_s"], len(kept)
+        self.last = last["step"], last["iteration"]
 
     def log(self, step: int, iteration: int, **values):
         self.n_rows, self.last = self.n_rows + 1, (step, iteration)
@@ -41,8 +44,7 @@ class Metrics:
             row = {"step": step, "iteration": iteration, "time_s": seconds, **finite(values)}
             if self.report:
                 self.report(row)
-            with open(self.path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_jsonl(self.path, [row], sync=False)
 
 
 def report_to(kind: str):
@@ -72,57 +74,9 @@ def report_to(kind: str):
     Metrics.end_report = getattr(package, "finish", None)
 
 
-def read_jsonl(path) -> list[dict]:
-    """The rows of a .jsonl file but a last line that a crash cut short. No file: no rows."""
-    rows = []
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        for line in filter(None, Path(path).read_text("utf-8", "replace").split("\n")):
-            rows.append(json.loads(line))
-    return rows
-
-
 def finite(figures: dict) -> dict:
     """`figures` without those that are NaN or infinite: of nothing, or of what does not vary."""
     return {key: x for key, x in figures.items() if not isinstance(x, float) or math.isfinite(x)}
-
-
-def to_json(value, **options) -> str:
-    """JSON that every reader takes: NaN and infinity, which it does not have, become null."""
-    text = json.dumps(value, **options)
-    if "NaN" in text or "Infinity" in text:
-        text = json.dumps(json.loads(text, parse_constant=lambda _: None), **options)
-    return text
-
-
-def write_jsonl(path, rows: list[dict]):
-    _replace(path, "".join(to_json(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def append_jsonl(path, rows: list[dict]):
-    """Append rows to `path`, on the disk when this returns."""
-    with open(path, "a", encoding="utf-8", errors="replace") as file:
-        file.writelines(to_json(row, ensure_ascii=False) + "\n" for row in rows)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_json(path):
-    """The content of a .json file; {} if there is none, or none that can be read."""
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def write_json(path, value):
-    _replace(path, to_json(value, indent=2) + "\n")
-
-
-def _replace(path, text):
-    """Write `text` to `path`, whole or not at all."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(text, "utf-8", "replace")  # half a character becomes `?`
-    os.replace(temporary, path)
 
 
 # -- what is printed -------------------------------------------------------------------------------

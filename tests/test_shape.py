@@ -14,7 +14,7 @@ import pytest
 ROOT, SCRIPTS = processes.ROOT, processes.SCRIPTS
 LAYERS = [  # a file of common/ imports from layers above its own line only
     "errors losses sampler tiny",
-    "tensor_parallel",
+    "tensor_parallel files",
     "dist",
     "metrics",
     "batches plots lora",
@@ -165,7 +165,7 @@ def test_an_algorithm_copied_out_with_what_it_needs_takes_a_step(name, tmp_path)
             head += [ast.unparse(node)] if node.names else []
     (tmp_path / "algorithm.py").write_text("\n".join([*head, *map(ast.unparse, kept)]))
     (tmp_path / "common").mkdir()
-    for file in NEEDED | {"tensor_parallel", "sampler", "loading", "lora", "tiny"}:  # and what these need
+    for file in NEEDED | {"tensor_parallel", "files", "sampler", "loading", "lora", "tiny"}:  # and what these need
         shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
     (tmp_path / "step.py").write_text(f"NAME = {name!r}\n{STEP}")
     ended = processes.script(tmp_path / "step.py", cwd=tmp_path, alone=True)
