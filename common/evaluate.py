@@ -20,6 +20,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -230,7 +231,7 @@ def table_line(name, result) -> dict:
 
 
 def compare_policies(args, run):
-    """(rows of samples.jsonl, summary.json)"""
+    """(rows of samples.jsonl, summary.json, what draws the picture)"""
     device, (policies, tokenizer) = run.device, read_policies(args)
     models = {name: path for name, path in policies.items() if path != "dataset"}
     given = read_prompts(args, tokenizer, answered=len(models) < len(policies))
@@ -280,10 +281,10 @@ def compare_policies(args, run):
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
         metrics.print_table(lines)
-        # random weights would stretch the axes of all others
-        without = ["untrained"] if policies.get("untrained") == "tiny" else []
-        plots.compared(run.folder, results, without)
-    return samples, {**summary, "temperatures": results}
+    # random weights would stretch the axes of all others
+    without = ["untrained"] if policies.get("untrained") == "tiny" else []
+    picture = partial(plots.compared, run.folder, results, without)
+    return samples, {**summary, "temperatures": results}, picture
 
 
 # -- scorers ---------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ def pair_table(results) -> list[dict]:
 
 
 def compare_scorers(args, run):
-    """(rows of samples.jsonl, summary.json)"""
+    """(rows of samples.jsonl, summary.json, what draws the picture)"""
     paths, rows, samples, results = named(args.scorers, "--scorers", args), {}, [], {}
     held_out, tokenizer = load_pairs(paths, args)
     for name, path in paths.items():
@@ -350,8 +351,7 @@ def compare_scorers(args, run):
                 both = {**metrics.pair_figures(inside), **metrics.score_figures(inside)}
                 results[name][" ".join(part)] = both
         metrics.print_table(pair_table(results))
-        plots.scores(run.folder, rows)
-    return samples, {"dataset": args.dataset, "scorers": results}
+    return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)
 
 
 def main(args: Args):
@@ -360,10 +360,11 @@ def main(args: Args):
         return
     scorers.try_functions(args)
     compare = compare_scorers if args.scorers else compare_policies
-    samples, summary = compare(args, run)
+    samples, summary, picture = compare(args, run)
     if dist.is_main():
         metrics.write_jsonl(run.folder / "samples.jsonl", samples)
-        metrics.write_json(run.folder / "summary.json", summary)  # last
+        metrics.write_json(run.folder / "summary.json", summary)  # of the results the last
+        plots.draw(picture)
         print(f"wrote {run.folder}/summary.json")
 
 

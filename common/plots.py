@@ -35,6 +35,14 @@ def save(drawing, path):
     return drawing
 
 
+def draw(picture, *given):
+    """picture(*given), of which no error ends a run: results count more. It becomes a printed line."""
+    try:
+        picture(*given)
+    except Exception as error:
+        print(f"a picture could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
 # -- of training -----------------------------------------------------------------------------------
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
     """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
@@ -112,7 +120,9 @@ def scores(folder, scorers: dict[str, list[dict]]):
     left.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
     for side, label in () if compares else ((2, "better"), (3, "worse")):
         values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
-        right.hist(values, bins=40, alpha=0.5, density=True, label=f"{label} responses, {name}")
+        spread = max(values) - min(values)  # of next to none, not even a float64 has room for 40 bins
+        bins = 40 if spread > 1e-9 * max(map(abs, values)) else 1
+        right.hist(values, bins=bins, alpha=0.5, density=True, label=f"{label} responses, {name}")
         right.set(title="scores", xlabel="score", ylabel="density")
     if n_panels == 3:
         scores_by_category(axes[2], scorers, categories)
