@@ -4,11 +4,13 @@ A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.
 written last, summary.json: a run that has a summary is finished, one without is not, whatever else it has.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -17,27 +19,30 @@ import time
 import traceback
 from datetime import datetime
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import torch
 from tqdm import tqdm
 
-from common import data, dist, identity, metrics
+from common import data, dist, files, identity, metrics, plots
 from common.cli import check_flags, parse
 from common.errors import InputError, NotFinite
-from common.metrics import read_json, write_json
+from common.files import write_json
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
 OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out*
-    "model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl rehearsal.jsonl "
-    "best pairs.jsonl rows.jsonl failed.jsonl wandb"
+    "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
+    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl wandb"
 )
+ARGS = {"stage": str, "args": dict, "began": str | None, "began_with": dict | None}  # of args.json
+SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
 
 def launch(main, recipes):
     """Run a script's main to its end: one clear line for an error to be mended, a traceback for a bug."""
-    code, go_on = 0, "--resume goes on from the last checkpoint"
+    code = 0
     sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
     try:
         main(parse(recipes))
@@ -53,20 +58,27 @@ def launch(main, recipes):
         _say(f"error{where}: {said}")
         code = 2
     except KeyboardInterrupt:
-        _say(f"interrupted: {go_on}")
+        _say(f"interrupted: {_what_is_saved()}")
         code = 130
     except SystemExit as stop:  # tyro's --help
         code = stop.code
     except BaseException as error:
         code = 1
         if dist.world_size() > 1 and GONE.search(str(error)):
-            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {go_on}")
+            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {_what_is_saved()}")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
     if metrics.Metrics.end_report:
         metrics.Metrics.end_report(code)
     dist.shutdown(code)
+
+
+def _what_is_saved():
+    """How the run that was interrupted can continue."""
+    if Run.current and any((Run.current.folder / name).exists() for name in BEGUN):
+        return f"--resume continues from what is saved in {Run.current.folder}"
+    return "nothing is saved yet, the same command starts from the beginning"
 
 
 def _say(text):
@@ -96,11 +108,12 @@ class Run:
             check(args)
         self.status = None if data.n_shown else find_run(args)  # --preview looks at nothing else
         self.finished, self.resumed = self.status == "finished", self.status == "resume"
-        begun = read_json(Path(args.output_dir, "args.json")).get("began") if self.resumed else None
+        begun = _args_of(Path(args.output_dir)).get("began") if self.resumed else None
         [data.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
-        self.state, self.laps = {"step": 0}, {}
+        self.state, self.laps, self.saved, self.saving_s = {"step": 0}, {}, time.monotonic(), 0.0
+        Run.current = self
 
     def begin(self, *, plan: str, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
         """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
@@ -109,11 +122,13 @@ class Run:
         if dist.is_main():
             print(f"plan: {plan}")
         start_run(self.args, self.stage, self.status, held_out)
-        Run.current, self.modules = self, modules or {}
+        self.modules = modules or {}
         self.dtype = getattr(torch, self.args.save_dtype)  # of model/
         self.state.update(state or {})
         if self.resumed and modules:
-            self.state.update(dist.load_checkpoint(self.checkpoint, modules))
+            wanted = {key: type(value) for key, value in self.state.items() if value is not None}
+            wanted |= {"logged_rows": int, "before": dict | None}
+            self.state.update(dist.load_checkpoint(self.checkpoint, modules, wanted))
         self.metrics = metrics.Metrics(self.folder, self.state.get("logged_rows"))
         return self.state
 
@@ -129,7 +144,7 @@ class Run:
 
     def steps(self, total: int):
         """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
-        and only then, the checkpoint that --save-every asks for is written."""
+        and only then, the checkpoint that --save-every asks for is written, or that the time asks for."""
         self.total = total
         with metrics.progress(total, self.state["step"], self.stage) as self.bar:
             while self.state["step"] < total:
@@ -137,10 +152,18 @@ class Run:
                 yield self.state["step"] + 1
                 self.state["step"] += 1
                 self.bar.update()
-                if self.args.save_every and self.state["step"] % self.args.save_every == 0:
-                    state = {**self.state, "logged_rows": self.metrics.n_rows}
+                if self.args.save_every and self.must_save():
+                    began, state = time.monotonic(), {**self.state, "logged_rows": self.metrics.n_rows}
                     number = self.state.get("first_step", 0) + self.state["step"]
                     dist.save_checkpoint(self.checkpoint, number, self.modules, state)
+                    self.saved = time.monotonic()
+                    self.saving_s = self.saved - began
+
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due: by --save-every, or because much would be lost by now. By rank 0's
+        clock, and so rarely that at most a twentieth of the time goes to it."""
+        is_late = time.monotonic() - self.saved > max(SAVE_AFTER_S, 20 * self.saving_s)
+        return self.state["step"] % self.args.save_every == 0 or dist.gather([is_late])[0]
 
     def begin_round(self):
         self.began, self.laps = time.time(), {}
@@ -223,9 +246,9 @@ class Run:
         dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             metrics.write_jsonl(self.folder / "samples.jsonl", samples)
-            for plot in self.plots:
-                plot(self.folder)
             write_json(self.folder / "summary.json", summary)
+            for plot in self.plots:
+                plots.draw(plot, self.folder)
             metrics.print_results(before, after, shown, samples)
             hint = "" if self.dtype == torch.float32 else ": rounded; --save-dtype float32 keeps the trained weights"
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
@@ -237,29 +260,59 @@ def find_run(args) -> str | None:
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
     folder = Path(args.output_dir)
-    finished = (folder / "summary.json").exists()
-    begun = any((folder / name).exists() for name in BEGUN)
-    [finished, begun, *_] = dist.gather([finished, begun])  # what rank 0 sees decides for all
+    if (folder / "lock").exists():
+        _lock(folder)
+    before, outputs = _args_of(folder), _outputs(folder)
+    if outputs and not before:
+        raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
+    there = [(folder / name).exists() for name in ("summary.json", "model", *BEGUN)]
+    finished, has_model, *begun = dist.gather([there])[0]  # what rank 0 sees decides for all
     if finished and args.resume:
         if dist.is_main():
-            print(f"{folder} is finished already, by {read_json(folder / 'args.json').get('stage')}")
+            print(f"{folder} is finished already, by {before['stage']}")
         return "finished"
-    if (finished or begun) and not (args.resume or args.overwrite):
-        what = "a finished run" if finished else "an unfinished run (--resume goes on with it)"
+    if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
+        what = "an unfinished run (--resume continues it)" if any(begun) else "a model, and no summary.json"
+        what = "a finished run" if finished else what
         raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
-    outputs = _outputs(folder)
-    if outputs and not (folder / "args.json").exists():
-        raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
-    if args.resume and begun:
+    if args.resume and any(begun):
         dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
-    words = [(name, x) for name, x in vars(args).items() if isinstance(x, str) and name != "output_dir"]
-    words += [(name, part.strip()) for name, spec in words for part in re.split("[?:,]", spec)]
-    for name, value in words if outputs else ():  # start_run removes the outputs
-        path = Path("/" if value in ("", "sft", "last", "previous") else value).resolve()  # words of flags
-        if path == folder.resolve() or any(path.is_relative_to(old.resolve()) for old in outputs):
-            flag = f"--{name.replace('_', '-')} {value}"
-            raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
+    for path in _removed(args):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link, and what it names stays: remove it, or another --output-dir")
+    removed = [path.resolve() for path in _removed(args)]
+    for field in dataclasses.fields(args) if removed else ():
+        texts = _paths_in(getattr(args, field.name)) if field.name != "output_dir" else ()
+        for text in set(texts) - _words_of(field.type):
+            path = Path(text).resolve()
+            if path == folder.resolve() or any(map(path.is_relative_to, removed)):
+                flag = f"--{field.name.replace('_', '-')} {text}"
+                raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
+
+
+def _args_of(folder) -> dict:
+    """What args.json says; {} if there is none. InputError for one that no run wrote: the folder is not ours."""
+    mend = f"{folder} may be no run's: another --output-dir"
+    return files.read_json(folder / "args.json", ARGS, mend)
+
+
+def _words_of(kind) -> set:
+    """The words that a flag of this type takes, which are no paths."""
+    if get_origin(kind) is Literal:
+        return set(get_args(kind))
+    return set().union(*map(_words_of, get_args(kind)))
+
+
+def _paths_in(value) -> list[str]:
+    """Each text in a flag's value that may be a path: of several values in each; in name=path, a:0.5,b?x=y or
+    module:function=path what stands between such signs. A path may hold such signs itself."""
+    if isinstance(value, list | tuple):
+        return [path for item in value for path in _paths_in(item)]
+    pieces = re.split("([?:,=*+])", value) if isinstance(value, str) and value else []
+    ends = [(i, j) for i in range(0, len(pieces), 2) for j in range(i + 1, len(pieces) + 1, 2)]
+    texts = ["".join(pieces[i:j]).strip() for i, j in ends]
+    return [text for text in texts if text]
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):
@@ -272,26 +325,29 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     if data.n_shown:
         raise InputError("--preview shows what a script trains on: give its command the data")
     dist.barrier()  # data were tokenised and models downloaded
-    failed, head = subprocess.getstatusoutput(f"git -C '{Path(__file__).parent}' rev-parse --verify HEAD")
+    if dist.is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+    _lock(folder, write=True)
+    if find_run(args) != state:
+        raise InputError(f"{folder} has changed since this command began: another one wrote there. Start it again")
     packages = "torch transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
     begun = {
         "stage": stage, "args": dataclasses.asdict(args), "world_size": dist.world_size(),
-        "began": data.Clock.began.isoformat(), "git": None if failed else head, "versions": versions,
+        "began": data.Clock.began.isoformat(), "git": _git_head(), "versions": versions,
         "python": sys.version.split()[0], "command": sys.argv,
         "began_with": identity.of_run(args, held_out) if dist.is_main() else {},
     }  # fmt: skip
     dist.barrier()  # models were read once more
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
-    before, now = dist.gather([read_json(folder / "args.json"), json.loads(json.dumps(begun))])[:2]
+    before, now = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
     changed = identity.changes(before, now, folder) if resume else []
     if dist.is_main():
-        folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             # These first: what is left then is neither a finished run nor one to resume
             for name in ("summary.json", *BEGUN):
                 (folder / name).unlink(missing_ok=True)
-            for old in _outputs(folder):
+            for old in _removed(args):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         for what in changed:
             print(f"resuming with another {what}")
@@ -299,6 +355,49 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     dist.barrier()
 
 
-def _outputs(folder):
+def _outputs(folder) -> list[Path]:
+    """What is there of what a run writes."""
     paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png"), *folder.glob("events.out*")]
-    return [path for path in paths if path.exists()]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def _removed(args) -> list[Path]:
+    """What a run that begins anew removes: the old one's outputs. After a crash without a checkpoint --resume
+    begins anew, too: a model that is there then stays until the new one replaces it."""
+    outputs = _outputs(Path(args.output_dir))
+    return [path for path in outputs if path.name != "model" or args.overwrite or not args.resume]
+
+
+def _git_head() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "HEAD"]
+    with contextlib.suppress(OSError):  # there is no git
+        head = subprocess.run(command, capture_output=True, text=True)
+        return head.stdout.strip() if head.returncode == 0 else None
+
+
+_locks = {}  # path -> the open file of the run that this process is in
+
+
+def _lock(folder, write=False):
+    """Keep other processes out of a run's folder, until this one ends or begins another run: InputError, on
+    every rank, if one is in it. The system forgets a lock with its process, however that ends. Where it has
+    none (Windows, some network file systems) nobody is kept out. write: who this is, into the file."""
+    path, other = folder.resolve() / "lock", None
+    if dist.is_main():
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            file = _locks.get(path) or open(path, "a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                other = path.read_text() or "another process"
+            else:
+                _locks.clear()  # which closes the file of the run before
+                _locks[path] = file
+                if write:
+                    file.truncate(0)
+                    file.write(f"process {os.getpid()} on {platform.node()}")
+                    file.flush()
+    if other := dist.gather([other])[0]:
+        raise InputError(f"{folder} is in use by {other}: wait for its end, or another --output-dir")

@@ -267,7 +267,7 @@ def test_no_run_goes_on_with_another_held_out_set(small, stopped, tmp_path, name
 
 
 # -- Ctrl-C, a full disk, a rank that dies -----------------------------------------------
-LAST_CHECKPOINT = "interrupted: --resume goes on from the last checkpoint"
+WHAT_IS_SAVED = "interrupted: --resume continues from what is saved in "
 # In every script the 4th step is in the middle of the run, and a checkpoint follows it
 MOMENTS = {"Ctrl-C": "interrupt row 4", "full disk": "full row 4", "dead rank": "rank1 row 4"}
 
@@ -291,7 +291,7 @@ def stopped(small, tmp_path_factory):
 def test_ctrl_c_leaves_a_run_that_goes_on_to_the_same_bits(small, undisturbed, stopped, tmp_path, name):
     before = stopped(name, "Ctrl-C")
     assert before.ended.code == 130 and "Traceback" not in before.ended.err, before.ended.err[-2000:]
-    assert last_line(before.ended) == LAST_CHECKPOINT
+    assert last_line(before.ended) == f"{WHAT_IS_SAVED}{before.folder}"
     assert (before.folder / "checkpoint" / "latest").exists()
     shutil.copytree(before.folder, tmp_path / "run")
     succeeds(run(name, small, tmp_path / "run", "--resume"))

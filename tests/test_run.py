@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import processes
 import pytest
@@ -26,7 +27,7 @@ from common import cli, data, dist, metrics, tiny
 from common.errors import InputError
 from common.cli import check_flags, parse
 from common.metrics import write_json
-from common.run import find_run, launch, start_run
+from common.run import Run, find_run, launch, start_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +38,7 @@ class Args:
     lr: float = 1e-3
     max_steps: int | None = None
     packing: bool = True
+    save_dtype: str = "float32"
     layers: tuple[int, ...] = (1, 2)
     resume: bool = False
     overwrite: bool = False
@@ -354,9 +356,16 @@ def test_a_bug_is_a_traceback_and_code_1(monkeypatch, capsys):
     assert code == 1 and "Traceback" in output.err and "oops" in output.err and "[rank 0]" in output.err
 
 
-def test_ctrl_c_says_how_to_go_on_and_is_code_130(monkeypatch, capsys):
-    code, output = ends_with(monkeypatch, capsys, raises(KeyboardInterrupt()))
-    assert code == 130 and "--resume" in output.err and "Traceback" not in output.err
+@pytest.mark.parametrize("left, said", [([], "nothing is saved yet"), (["checkpoint/latest"], "--resume")])
+def test_ctrl_c_says_what_is_saved_and_is_code_130(monkeypatch, capsys, tmp_path, left, said):
+    def main(args):
+        Run(Args(output_dir=str(tmp_path / "run")), "sft").begin(plan="1 step", held_out=None)
+        leave(tmp_path / "run", *left)
+        raise KeyboardInterrupt
+
+    code, output = ends_with(monkeypatch, capsys, main)
+    assert code == 130 and said in output.err and "Traceback" not in output.err
+    assert output.err.count("\n") == 1 and ("--resume" in output.err) == bool(left)
 
 
 def test_a_text_that_the_console_cannot_encode_ends_no_run(monkeypatch, capsys):
@@ -396,7 +405,7 @@ def leave(folder, *names):
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("{}")
+        path.write_text('{"stage": "sft", "args": {}}')
     if "checkpoint/latest" in names:
         dist.save_checkpoint(folder / "checkpoint", 1, {}, {})
 
@@ -411,6 +420,7 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     written = json.loads((tmp_path / "a" / "b" / "args.json").read_text())
     assert written["stage"] == "reward" and written["world_size"] == 1 and written["command"] == sys.argv
     given = {"output_dir": str(tmp_path / "a" / "b"), "lr": 0.25, "max_steps": None, "packing": True}
+    given["save_dtype"] = "float32"
     assert written["args"] == {**given, "layers": [1, 2], "resume": False, "overwrite": False}
     assert written["python"] == sys.version.split()[0]
     for name in ("torch", "transformers"):
@@ -428,6 +438,7 @@ def test_a_run_knows_the_content_of_its_data_files_and_says_when_it_has_changed(
     begun = json.loads((tmp_path / "run/args.json").read_text())["began_with"]
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (one, two)]
     assert begun["content of --offline-data"] == [[*hashes, "org/name[train]"]]
+    leave(tmp_path / "run", "pool.jsonl")
     start_run(Inputs(**given, resume=True), "dpo_iterative", "resume")
     assert capsys.readouterr().out == ""
     one.write_text("2\n")
@@ -453,7 +464,7 @@ def test_a_run_in_the_way_is_an_error_that_names_both_ways_out(tmp_path, left, w
 def test_overwrite_removes_what_a_run_left_and_nothing_else(tmp_path, left):
     leave(tmp_path, *left, "notes.txt")
     assert begin(tmp_path, overwrite=True) is None
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "notes.txt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock", "notes.txt"]
 
 
 POOL = ["args.json", "pool.jsonl", "versions/1/config.json", "metrics.jsonl"]  # sampled, never a checkpoint
@@ -466,7 +477,7 @@ def test_a_run_that_has_a_pool_only_is_unfinished(tmp_path):
     assert begin(tmp_path, resume=True) == "resume"
     assert all((tmp_path / name).exists() for name in POOL)
     assert begin(tmp_path, overwrite=True) is None
-    assert [p.name for p in tmp_path.iterdir()] == ["args.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock"]
 
 
 @dataclass
@@ -475,9 +486,11 @@ class Inputs(Args):
     policy: str | None = None
     scorer: str = "common.tiny:gold_scorer"
     pool: str | None = None
-    reference: str | None = None
-    enhancer: str | None = None
+    reference: Literal["sft", "last"] | str = "sft"
+    enhancer: Literal["previous"] | str | None = None
     offline_data: str | None = None
+    scorers: tuple[str, ...] = ()
+    also: list[str] | None = None
 
 
 INPUTS = ["model", "policy", "scorer", "pool", "reference", "enhancer", "offline_data"]
@@ -505,11 +518,36 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     assert find_run(args) == "finished"  # nothing is removed then
 
 
-@pytest.mark.parametrize("word", ["sft", "last"])
-def test_the_references_words_are_no_paths(word, tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag, word", [("reference", "sft"), ("reference", "last"), ("enhancer", "previous")])
+def test_a_flags_own_words_are_no_paths_and_of_another_flag_they_are(flag, word, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave(tmp_path / word, *FINISHED)
-    assert find_run(Inputs(output_dir=word, overwrite=True, reference=word)) is None
+    assert find_run(Inputs(output_dir=word, overwrite=True, **{flag: word})) is None
+    for other in ("model", "policy", "scorer"):
+        with pytest.raises(InputError, match=f"would remove --{other} {word} before it is read"):
+            find_run(Inputs(output_dir=word, overwrite=True, **{other: word}))
+
+
+FORMS = [
+    ("scorers", ("ours=a", "theirs=run/model")),
+    ("scorers", ("run",)),
+    ("also", ["a", "run/pool.jsonl"]),
+    ("scorer", "common.pairwise:oracle=run"),
+    ("scorer", "a.py:good*2+common.pairwise:oracle=run*0.5"),
+    ("offline_data", "a:0.5, run/pool.jsonl?question=prompt:0.5"),
+    ("offline_data", "run/model/a=b,c.jsonl:0.5"),
+    ("model", "./link"),
+]
+
+
+@pytest.mark.parametrize("flag, value", FORMS, ids=[str(value) for _, value in FORMS])
+def test_an_input_inside_is_refused_in_whatever_form_a_flag_names_it(flag, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    leave(tmp_path / "run", *FINISHED, "pool.jsonl")
+    (tmp_path / "link").symlink_to("run/model")
+    with pytest.raises(InputError, match=f"would remove --{flag.replace('_', '-')} .*before it is read"):
+        find_run(Inputs(output_dir="run", overwrite=True, **{flag: value}))
+    assert all((tmp_path / "run" / name).exists() for name in FINISHED)
 
 
 def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
@@ -529,11 +567,22 @@ def test_an_input_inside_what_an_unfinished_run_left_is_refused_too(tmp_path):
 
 
 @pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("left", [[], OUTPUT, ["args.json", "versions/1/config.json"]])
+@pytest.mark.parametrize("left", [[], OUTPUT[1:], ["args.json", "versions/1/config.json"]])
 def test_a_run_without_pool_or_checkpoint_is_begun_anew(tmp_path, left, resume):
     leave(tmp_path, *left)
     assert begin(tmp_path, resume=resume) is None
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock"]
+
+
+def test_a_model_without_a_summary_is_replaced_by_overwrite_alone(tmp_path):
+    """Somebody removed summary.json, or a crash came just before it and there was no checkpoint."""
+    leave(tmp_path, *OUTPUT)
+    with pytest.raises(InputError, match="holds a model, and no summary.json: --overwrite"):
+        begin(tmp_path)
+    assert (tmp_path / "samples.jsonl").exists()
+    assert begin(tmp_path, resume=True) is None  # which replaces it at its end
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["args.json", "lock", "model"]
+    assert begin(tmp_path, overwrite=True) is None and not (tmp_path / "model").exists()
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout": 0}])
@@ -569,13 +618,13 @@ def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
     monkeypatch.setattr(dist, "shutdown", lambda code: None)
     launch(raises(RuntimeError(said)), RECIPES)
     said = capsys.readouterr().err
-    assert line in said and (ranks == 1 or "Traceback" not in said and "--resume" in said)
+    assert line in said and (ranks == 1 or "Traceback" not in said and "nothing is saved yet" in said)
 
 
 def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp_path):
     leave(tmp_path, "checkpoint/latest")
     (tmp_path / "args.json").write_text('{"stage": "ppo", "args": {}}')
-    before = sorted(path.name for path in tmp_path.rglob("*"))
+    before = sorted(["lock", *(path.name for path in tmp_path.rglob("*"))])
     args = Args(output_dir=str(tmp_path), resume=True)
     assert find_run(args) == "resume"
     with pytest.raises(InputError, match="began with another script: 'ppo' -> 'sft'"):
@@ -588,11 +637,102 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
 @pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
 def test_files_of_somebody_else_are_not_removed(tmp_path, name, options):
     leave(tmp_path, name)
-    with pytest.raises(
-        InputError, match=f"{name} is in the way" if options or name == "a.png" else "unfinished"
-    ):
+    with pytest.raises(InputError, match=f"{name} is in the way"):
         begin(tmp_path, **options)
     assert (tmp_path / name).exists()
+
+
+OF_OTHERS = ["{}", "[]", '{"lr": 0.1}', '{"stage": 1, "args": {}}', '{"stage": "sft", "args": []}', "", "\0"]
+
+
+@pytest.mark.parametrize("content", OF_OTHERS)
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
+def test_a_folder_whose_args_json_no_run_wrote_loses_nothing(tmp_path, content, options):
+    for names in (["args.json"], ["args.json", "model/config.json", "versions/1", "a.png", "summary.json"]):
+        leave(tmp_path, *names)
+        (tmp_path / "args.json").write_text(content)
+        with pytest.raises(InputError, match="args.json: .*another --output-dir$"):
+            begin(tmp_path, **options)
+        assert all((tmp_path / name).exists() for name in names)
+        assert (tmp_path / "args.json").read_text() == content
+
+
+@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
+def test_a_link_in_the_place_of_an_output_is_refused_before_anything_is_removed(tmp_path, options):
+    leave(tmp_path / "run", "args.json", "summary.json" if "overwrite" in options else "metrics.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("versions", "wandb"):  # the second one's place is not there
+        (tmp_path / "run" / name).symlink_to(tmp_path / ("elsewhere" if name == "versions" else "gone"))
+        before = sorted(path.name for path in (tmp_path / "run").iterdir())
+        with pytest.raises(InputError, match=f"{name} is a link"):
+            begin(tmp_path / "run", **options)
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
+        (tmp_path / "run" / name).unlink()
+
+
+# -- two processes, one folder -----------------------------------------------------------
+HOLD = """
+import sys
+from test_run import Args, begin
+begin(sys.argv[1])
+print("it began", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_in_a_folder_is_refused_until_the_first_one_has_ended(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    options = {"cwd": ROOT / "tests", "env": processes.ENV, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **options) as first:
+        assert first.stdout.readline() == "it began\n"
+        before = (folder / "args.json").read_bytes()
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(InputError, match=f"in use by process {first.pid} on .*another --output-dir"):
+                find_run(Args(output_dir=str(folder), **options))  # before anything is loaded
+        with pytest.raises(InputError, match="in use by"):  # it looked before the first one began
+            start_run(Args(output_dir=str(folder)), "sft", None)
+        assert (folder / "args.json").read_bytes() == before
+        first.kill()
+    assert begin(folder) is None  # a lock ends with its process
+
+
+def test_a_run_that_began_and_ended_while_this_one_was_loading_is_not_removed(tmp_path):
+    args = Args(output_dir=str(tmp_path))
+    state = find_run(args)
+    leave(tmp_path, *FINISHED)  # the other one
+    with pytest.raises(InputError, match="holds a finished run: --overwrite"):
+        start_run(args, "sft", state)
+    args.resume = True
+    with pytest.raises(InputError, match="has changed since this command began"):
+        start_run(args, "sft", state)
+    assert all((tmp_path / name).exists() for name in FINISHED)
+
+
+def test_where_a_file_system_knows_no_locks_a_run_begins_all_the_same(tmp_path, monkeypatch):
+    import fcntl
+
+    def unknown(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    assert begin(tmp_path / "run") is None and (tmp_path / "run" / "args.json").exists()
+
+
+def test_the_commit_is_known_whatever_characters_the_checkouts_path_holds(tmp_path, monkeypatch):
+    folder = tmp_path / "it's $(touch \"x\") here"
+    for command in ("init -q", "-c user.name=a -c user.email=b commit -q --allow-empty -m one"):
+        folder.mkdir(exist_ok=True)
+        subprocess.run(["git", *command.split()], cwd=folder, check=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("common.run.__file__", str(folder / "run.py"))
+    begin(tmp_path / "run")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
+    assert json.loads((tmp_path / "run/args.json").read_text())["git"] == head.stdout.strip()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([folder.name, "run"])
+    monkeypatch.setenv("PATH", "")  # without git
+    begin(tmp_path / "other")
+    assert json.loads((tmp_path / "other/args.json").read_text())["git"] is None
 
 
 def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys):
@@ -612,6 +752,7 @@ def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys
 def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
     path, rows = tmp_path / f"a.{kind}", [{"x": "é\n a\u2028b\u2029c\u0085d"}, {"y": 2.5}]
     write, read = getattr(metrics, f"write_{kind}"), getattr(metrics, f"read_{kind}")
+    rows = rows if kind == "jsonl" else rows[0]
     write(path, rows)
     with pytest.raises(TypeError):
         write(path, [{"x": object()}])
