@@ -2,6 +2,7 @@
 
 import itertools
 from functools import partial
+from statistics import fmean
 
 from common import data, dist, generate, metrics, models, tiny
 from common.batches import a_part, make_blocks, response_mask
@@ -43,11 +44,12 @@ def fingerprint(documents) -> list:
 
 
 class HeldOutDocuments:
-    """What sft.py evaluates: the held-out loss, and `samples`, answers to held-out documents' prompts."""
+    """What sft.py evaluates: the held-out loss, `losses`, of each document, and `samples`, answers to their
+    prompts."""
 
     def __init__(self, documents, tokenizer, args):
         self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
-        self.blocks = make_blocks(documents, args.max_length, args.packing)
+        self.blocks, self.losses = make_blocks(documents, args.max_length, args.packing), []
         self.fingerprint = fingerprint(documents)
         if args.sample_prompts:
             generate.check_sampled(args.model, "--sample-prompts 0 trains without samples")
@@ -58,8 +60,10 @@ class HeldOutDocuments:
         return {**self.loss(model), **metrics.means(self.samples, FIGURES)}
 
     def loss(self, model) -> dict[str, float]:
-        blocks, size = self.blocks, self.args.micro_batch_size
-        return {"eval/nll": models.mean_nll(model, blocks, size)} if blocks else {}
+        if not self.blocks:
+            return {}
+        self.losses = models.nll_of_each(model, self.blocks, self.args.micro_batch_size)
+        return {"eval/nll": fmean(self.losses)}
 
     def answers(self, model) -> list[dict]:
         """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
@@ -85,7 +89,8 @@ class HeldOutPrompts:
     def __call__(self, policy) -> dict[str, float]:
         figures = self.answer(policy) if self.prompts else {}
         if self.blocks_of_text:
-            figures["eval/ptx_nll"] = models.mean_nll(policy, self.blocks_of_text, self.args.micro_batch_size)
+            of_each = models.nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
+            figures["eval/ptx_nll"] = fmean(of_each)
         return figures
 
     def answer(self, policy):

@@ -102,6 +102,13 @@ class Lines(tqdm):
             print(self, file=self.fp, flush=True)
 
 
+WORSE = [  # a figure, and the end of its paired difference's interval that says it ended worse
+    ("eval/nll", "eval/nll_change_low"), ("pairs/loss", "pairs/loss_change_low"),
+    ("eval/score", "eval/score_gain_high"), ("eval/score", "eval/score_over_first_high"),
+    ("eval/score", "sft/score_gain_high"),
+]  # fmt: skip
+
+
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
     """Three samples, the figures `shown` before -> after, and the held-out ones that ended worse: what a
     person wants to read, the rest is in the run's summary.json."""
@@ -111,10 +118,12 @@ def print_results(before: dict, after: dict, shown, samples: list[dict]):
     for key in [key for key in shown if key in after]:
         first = f"{before[key]:z.4g} -> " if key in before else ""
         print(f"{key}: {first}{after[key]:z.4g}")
-    for key, better in (("eval/nll", -1), ("pairs/loss", -1), ("eval/score", 1)):
-        if key in before and key in after and better * (after[key] - before[key]) < 0:
-            change = f"{before[key]:.8g} -> {after[key]:.8g}"
-            print(f"held-out {key} ended worse than it began: {change}; try a lower --lr or fewer steps")
+    for key, end in WORSE:
+        better, (change, _, _) = 1 if end.endswith("_high") else -1, end.rpartition("_")
+        if key in before and better * after.get(end, 0) < 0:
+            values = f"{before[key]:.8g} -> {after[key]:.8g}, paired difference "
+            values += interval(after, change, "+.3g")
+            print(f"held-out {key} ended worse than it began: {values}; try a lower --lr or fewer steps")
 
 
 def print_table(rows: list[dict]):
@@ -172,14 +181,23 @@ def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
     """As means: of two policies' responses to the same prompts the mean difference and its 95 % interval."""
-    figures, n = {}, len(after)
+    figures = {}
     for key, column in columns.items():
         if after and column in after[0]:
-            differences = [b[column] - a[column] for a, b in zip(before, after, strict=True)]
-            mean = statistics.fmean(differences)
-            half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
-            figures.update(with_interval(key, mean, mean - half, mean + half, n))
+            values = [[row[column] for row in rows] for rows in (before, after)]
+            figures.update(change(key, *values))
     return figures
+
+
+def change(key: str, before: list[float], after: list[float]) -> dict[str, float]:
+    """{key: mean difference of the same items before and after} and its 95 % interval; {} where one of them
+    is not finite."""
+    differences, n = [b - a for a, b in zip(before, after, strict=True)], len(after)
+    if not all(map(math.isfinite, differences)):
+        return {}
+    mean = statistics.fmean(differences)
+    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return with_interval(key, mean, mean - half, mean + half, n)
 
 
 def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
@@ -311,6 +329,17 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         "ece_floor": torch.stack(floor).mean(),
     }
     return {key: float(value) for key, value in figures.items()}
+
+
+def nll_of_each(rows) -> list[float]:
+    """Of each row the negative log likelihood of its labels, in nats per pair of an average row: their mean
+    is pair_figures' nll."""
+    pairs, losses = pairs_of(rows), [0.0] * len(rows)
+    for difference, number, *_ in pairs:
+        label = rows[number].get("preference", 1.0)  # of a soft one its likelier side is the better response
+        nll = torch.nn.functional.softplus(torch.tensor(-difference, dtype=torch.float64)).item()
+        losses[number] += nll + min(label, 1 - label) * difference
+    return [nll * len(rows) / max(1, len(pairs)) for nll in losses]
 
 
 def known_figures(rows) -> dict[str, float]:

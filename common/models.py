@@ -138,13 +138,19 @@ def next_token_logprobs(model, input_ids, where, before=()):
 
 
 @torch.no_grad()
-def mean_nll(model, blocks, micro_batch_size) -> float:
-    """Mean negative log likelihood of the response tokens of blocks (batches.make_blocks), in nats, over all
-    ranks. Every rank must call it."""
-    sums = dist.Sums()
+def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
+    """The negative log likelihood of each document of blocks (batches.make_blocks), in nats per response
+    token of an average document: their mean is that of all response tokens. The same on every rank; every
+    rank must call it."""
+    documents, sums = [document for block in blocks for document in block], []
+    place = {id(document): i for i, document in enumerate(documents)}
     for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
-        sums.add({"nll": -losses.masked_sum(logprobs(model, batch), batch.action_mask)})
-    return sums.over_ranks()["nll"] / batches.n_response_tokens(blocks)
+        of_tokens = logprobs(model, batch)[tuple(batch.places)].float().cpu().double()
+        sizes = [batches.n_response_tokens([[document]]) for document in batch.documents]
+        of_documents = [-x.sum().item() for x in of_tokens.split(sizes)]
+        sums += zip([place[id(document)] for document in batch.documents], of_documents)
+    scale = len(documents) / batches.n_response_tokens(blocks)
+    return [nll * scale for _, nll in sorted(dist.gather(sums))]
 
 
 def _computing(model, input_ids):

@@ -27,15 +27,16 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 class HeldOutComparisons:
     """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
-    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores."""
+    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores. `losses`: their
+    negative log likelihoods."""
 
     def __init__(self, held_out, args):
-        self.held_out, self.args, self.samples = held_out, args, []
+        self.held_out, self.args, self.samples, self.losses = held_out, args, [], []
 
     def __call__(self, model) -> dict[str, float]:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
-        figures = metrics.pair_figures(self.samples)
+        figures, self.losses = metrics.pair_figures(self.samples), metrics.nll_of_each(self.samples)
         for (_, name), rows in metrics.parts_of(self.samples if figures["pairs"] else []).items():
             differences = [d for d, *_ in metrics.pairs_of(rows)]
             figures[f"accuracy/{name}"] = metrics.accuracy(differences)

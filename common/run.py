@@ -137,6 +137,7 @@ class Run:
         keep_samples: its `samples` stand in samples.jsonl, with those after training behind them."""
         if "before" not in self.state:
             self.state["before"] = evaluate(model)
+            self.state["losses"] = getattr(evaluate, "losses", [])  # of each held-out item
             self.log(self.state["before"], step=0)
             if keep_samples and dist.is_main():
                 samples = [{"when": "before", **sample} for sample in evaluate.samples]
@@ -211,6 +212,9 @@ class Run:
         pairs = [f"{key} {full[key]:.6g} -> {rounded[key]:.6g}" for key in full if key.startswith("eval/")]
         if pairs and dist.is_main():
             print(f"rounding the weights for --save-dtype {self.args.save_dtype}: {', '.join(pairs)}")
+        before, losses = self.state.get("losses"), getattr(evaluate, "losses", None)
+        if before and losses:
+            result.update(metrics.change("eval/nll_change", before, losses))
         return result
 
     @torch.no_grad()
