@@ -232,7 +232,7 @@ def pairs_loss(logprobs, pairs, n, args):
 
 
 def pair_figures(policy, pairs, args):
-    """The implicit reward's loss, accuracy and margin on held-out pairs, and the losses of each of them."""
+    """The implicit reward's loss, accuracy and margin on held-out pairs."""
     logprobs = pair_logprobs(policy, pairs, args)
     losses = [pairs_loss(of_pair, [pair], 1, args)[0].item() for of_pair, pair in zip(logprobs, pairs)]
     _, sums = pairs_loss(torch.cat(logprobs), pairs, len(pairs), args)
@@ -241,7 +241,7 @@ def pair_figures(policy, pairs, args):
         "pairs/loss": means["loss_sum"],
         "pairs/accuracy": means["n_correct"],
         "pairs/margin": means["chosen_reward_sum"] - means["rejected_reward_sum"],
-        "losses": losses,
+        "losses": losses,  # of each pair
     }
 
 

@@ -105,9 +105,9 @@ def scores(folder, scorers: dict[str, list[dict]]):
     name, first = next(iter(scorers.items()))
     compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
     categories = sorted({str(row["category"]) for row in first})
-    n_panels = 1 if compares else 2 if len(categories) == 1 else 3
-    drawing, axes = figure(n_panels, (4.4, max(3.2, 0.2 * len(categories))))
-    left, right = axes[0], axes[min(1, n_panels - 1)]
+    by_category = len(categories) > 1 and any("differences" not in rows[0] for rows in scorers.values())
+    drawing, axes = figure(2 - compares + by_category, (4.4, max(3.2, 0.2 * len(categories))))
+    left, right = axes[0], axes[1 - compares]
     for label, rows in scorers.items():
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in metrics.pairs_of(rows)]
         pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
@@ -124,8 +124,8 @@ def scores(folder, scorers: dict[str, list[dict]]):
         bins = 40 if spread > 1e-9 * max(map(abs, values)) else 1
         right.hist(values, bins=bins, alpha=0.5, density=True, label=f"{label} responses, {name}")
         right.set(title="scores", xlabel="score", ylabel="density")
-    if n_panels == 3:
-        scores_by_category(axes[2], scorers, categories)
+    if by_category:
+        scores_by_category(axes[-1], scorers, categories)
     return save(drawing, Path(folder) / "scores.png")
 
 

@@ -79,7 +79,8 @@ def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     for scorers, titles in (
         ({"runs/reward": first, "runs/advantage_model": second}, three),
         ({"reward": many, "other": many}, three),
-        ({"pairwise": compares, "reward": first}, three[:1]),
+        ({"pairwise": compares, "reward": first}, [three[0], three[2]]),
+        ({"pairwise": compares}, three[:1]),
         ({"reward": first, "pairwise": compares}, three),
         ({"x" * 200: first[:1]}, three[:2]),
     ):
