@@ -119,11 +119,9 @@ def print_results(before: dict, after: dict, shown, samples: list[dict]):
         first = f"{before[key]:z.4g} -> " if key in before else ""
         print(f"{key}: {first}{after[key]:z.4g}")
     for key, end in WORSE:
-        better, (change, _, _) = 1 if end.endswith("_high") else -1, end.rpartition("_")
-        if key in before and better * after.get(end, 0) < 0:
-            values = f"{before[key]:.8g} -> {after[key]:.8g}, paired difference "
-            values += interval(after, change, "+.3g")
-            print(f"held-out {key} ended worse than it began: {values}; try a lower --lr or fewer steps")
+        if key in before and after.get(end, 0) * (1 if end.endswith("_high") else -1) < 0:
+            change = f"{before[key]:.8g} -> {after[key]:.8g}"
+            print(f"held-out {key} ended worse than it began: {change}; try a lower --lr or fewer steps")
 
 
 def print_table(rows: list[dict]):
@@ -329,17 +327,6 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         "ece_floor": torch.stack(floor).mean(),
     }
     return {key: float(value) for key, value in figures.items()}
-
-
-def nll_of_each(rows) -> list[float]:
-    """Of each row the negative log likelihood of its labels, in nats per pair of an average row: their mean
-    is pair_figures' nll."""
-    pairs, losses = pairs_of(rows), [0.0] * len(rows)
-    for difference, number, *_ in pairs:
-        label = rows[number].get("preference", 1.0)  # of a soft one its likelier side is the better response
-        nll = torch.nn.functional.softplus(torch.tensor(-difference, dtype=torch.float64)).item()
-        losses[number] += nll + min(label, 1 - label) * difference
-    return [nll * len(rows) / max(1, len(pairs)) for nll in losses]
 
 
 def known_figures(rows) -> dict[str, float]:

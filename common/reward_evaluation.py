@@ -27,8 +27,8 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 class HeldOutComparisons:
     """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
-    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores. `losses`: their
-    negative log likelihoods."""
+    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores. `losses`:
+    negative log likelihoods of their pairs, of a soft label by its likelier side."""
 
     def __init__(self, held_out, args):
         self.held_out, self.args, self.samples, self.losses = held_out, args, [], []
@@ -36,7 +36,8 @@ class HeldOutComparisons:
     def __call__(self, model) -> dict[str, float]:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
-        figures, self.losses = metrics.pair_figures(self.samples), metrics.nll_of_each(self.samples)
+        figures, pairs = metrics.pair_figures(self.samples), metrics.pairs_of(self.samples)
+        self.losses = torch.nn.functional.softplus(-torch.tensor([float(d) for d, *_ in pairs])).tolist()
         for (_, name), rows in metrics.parts_of(self.samples if figures["pairs"] else []).items():
             differences = [d for d, *_ in metrics.pairs_of(rows)]
             figures[f"accuracy/{name}"] = metrics.accuracy(differences)

@@ -215,8 +215,7 @@ class Sweep:
 
 class Answers:
     """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
-    held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "losses": of each of
-    these pairs, if it says them, "scorer": its version}.
+    held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}.
     A pairwise oracle's score is the probability that a response beats version 0's."""
 
     def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
@@ -229,11 +228,8 @@ class Answers:
     def __call__(self, policy, version, studies) -> dict:
         pairs = self.held_out_pairs
         figures = self.pair_figures(policy, pairs, self.args) if pairs else {}
-        losses, samples = figures.pop("losses", []), []
-        if self.prompts:
-            samples = self.answer(policy, version, studies)
-        scorer = self.scorer and self.scorer.version
-        return {"samples": samples, "pairs": figures, "losses": losses, "scorer": scorer}
+        samples = self.answer(policy, version, studies) if self.prompts else []
+        return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
 
     def answer(self, policy, version, studies) -> list[dict]:
         args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
@@ -252,9 +248,9 @@ class Answers:
         the first version and of the one before."""
         samples = studies[version]["samples"]
         figures = {**studies[version]["pairs"], **metrics.means(samples, evaluation.FIGURES)}
-        losses = [studies[v].get("losses") for v in (0, version)]
-        if version and all(losses):
-            figures.update(metrics.change("pairs/loss_change", *losses))
+        losses = figures.pop("losses", None)  # of each pair
+        if version and losses:
+            figures.update(metrics.change("pairs/loss_change", studies[0]["pairs"]["losses"], losses))
         same = comparable(studies, version)
         if version and samples and 0 in same:
             figures.update(metrics.against(same[0], samples, None, "sft/", self.scorer.pairwise))
