@@ -395,6 +395,19 @@ def _tensors(modules):
     return tensors
 
 
+def skeleton(model, dtype):
+    """The model without content, each weight in the dtype that transformers reads it in where it loads the
+    model in `dtype`: integers stay integers, and what a family keeps in fp32 (routers, recurrences) does."""
+    with torch.device("meta"):
+        empty = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
+    kept = {*empty._keep_in_fp32_modules_strict} if dtype != torch.float32 else set()
+    kept |= {*empty._keep_in_fp32_modules} if dtype == torch.float16 else set()
+    for name, weight in empty.state_dict(keep_vars=True).items():
+        if any(re.search(glob.replace("*", ".*"), name) for glob in kept):
+            weight.data = weight.data.float()
+    return empty
+
+
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export with save_pretrained to `path`, whole or not at all: written beside it, then renamed."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -405,12 +418,12 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     if is_main():
         path, temporary = Path(path), Path(f"{path}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)
-        with torch.device("meta"):  # to save from: no second copy of the weights, and not sharded
-            skeleton = type(model)(copy.deepcopy(model.config)).to(dtype)
-        skeleton.generation_config = getattr(model, "generation_config", None)
-        tied = skeleton.all_tied_weights_keys  # by now copies of others, that need no place in the file
-        weights = {k: x.to(dtype) for k, x in weights.items() if k not in tied and ".lora_" not in k}
-        skeleton.save_pretrained(temporary, state_dict=weights)
+        empty = skeleton(model, dtype)  # to save from: no second copy of the weights, and not sharded
+        empty.generation_config = getattr(model, "generation_config", None)
+        tied = empty.all_tied_weights_keys  # by now copies of others, that need no place in the file
+        kinds = {name: x.dtype for name, x in empty.state_dict().items() if name not in tied}
+        weights = {name: weights[name].to(kind) for name, kind in kinds.items()}  # without lora.py's
+        empty.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)

@@ -241,7 +241,8 @@ def _kind(config):
 
 
 def _read_config(name):
-    """The config of a model, without dropout of any kind; of a multimodal one that of its text part, if a causal LM."""
+    """The config of a model, without dropout or layerdrop; of a multimodal one its text part's, if it is a
+    causal LM."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)

@@ -223,8 +223,8 @@ class Run:
         weights = model.state_dict()
         if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
             model.merge_adapters(weights)
-        for weight in weights.values():
-            weight.copy_(weight.to(self.dtype))
+        for name, empty in dist.skeleton(model, self.dtype).state_dict().items():
+            weights[name].copy_(weights[name].to(empty.dtype))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
         """write_results of a script that trains one model.

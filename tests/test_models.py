@@ -31,7 +31,7 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import batches, dist, loading, models, sampler, tiny
+from common import batches, dist, loading, models, run, sampler, tiny
 from common.batches import Document, Row
 from common.errors import InputError
 
@@ -838,3 +838,33 @@ def test_a_device_that_works_ahead_answers_alike_and_is_waited_for_once_a_step(m
     assert torch.equal(got.response_tokens, want.response_tokens) and torch.equal(got.finished, want.finished)
     torch.testing.assert_close(got.sample_logprobs, want.sample_logprobs)
     assert seen.count("wait") == seen.count("step") > 9 and waits.n == 1  # the one for NaN
+
+
+KEPT = ["DeepSeek V3", "DeepSeek V4", "Hunyuan MoE", "LFM2 MoE", "OLMo hybrid"]  # each for another reason
+HALF = [*((kind, torch.bfloat16) for kind in KEPT), ("RWKV", torch.float16), ("DeepSeek V3", torch.float32)]
+
+
+@pytest.mark.parametrize("kind, dtype", HALF)
+@torch.no_grad()
+def test_an_export_rounds_what_transformers_rounds_and_so_does_the_model_that_is_measured(
+    kind, dtype, tmp_path, monkeypatch
+):
+    """A router's biases of 14.22 to 14.27 are all 14.25 in bfloat16, and an expert's number 257 is 256."""
+    monkeypatch.setitem(tiny_families.FAMILIES, "DeepSeek V4", "deepseek_v4")  # which cannot be sampled
+    policy = loading.load_policy(family(kind, tmp_path / "lm"), tiny.tokenizer())
+    for name, weight in policy.state_dict().items():
+        if "bias" in name or not weight.is_floating_point():
+            weight.copy_(257 if weight.dtype == torch.long else 14.22 + 0.01 * torch.rand(weight.shape))
+    before = {name: weight.clone() for name, weight in policy.state_dict().items()}
+    policy.save_pretrained(tmp_path / "whole")
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=dtype).state_dict()
+    dist.save_model(policy, tiny.tokenizer(), tmp_path / "rounded", dtype)
+    run.Run.round_weights(types.SimpleNamespace(dtype=dtype), policy)
+    files = load_file(tmp_path / "rounded/model.safetensors")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded").state_dict()
+    for name, weight in policy.state_dict().items():
+        assert torch.equal(weight, wanted[name].to(weight.dtype)), name
+        assert torch.equal(read[name], wanted[name]) and read[name].dtype == wanted[name].dtype, name
+        assert files.get(name, wanted[name]).dtype == wanted[name].dtype, name
+    changed = {name for name, weight in policy.state_dict().items() if not torch.equal(weight, before[name])}
+    assert (changed == set()) == (dtype == torch.float32) and len(changed) < len(before)
