@@ -121,8 +121,10 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *others] if others else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
-    methods = models.token_logprobs, models.logprobs_at
+    methods, n_rows = (models.token_logprobs, models.logprobs_at), len(model.get_input_embeddings().weight)
     model = _ready(model, tokenizer, methods, gradient_checkpointing)
+    if lora_rank and dist.is_main():
+        _check_rows(model, tokenizer, n_rows, name)
     return lora.attach(model, lora_rank, seed) if lora_rank else model
 
 
@@ -342,6 +344,26 @@ def _fit_embeddings(model, n_tokens):
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
             for weight in module.parameters() if module else ():  # a scalar head replaced the unembedding
                 weight[old:] = weight[:old].mean(0)
+
+
+@torch.no_grad()
+def _check_rows(model, tokenizer, n_rows, name):
+    """InputError for adapters if the end token's row of the unembedding, which they leave as it is, is no
+    other than the mean of all rows or another token's: it can then never be likelier than these are. New
+    tokens, beyond the n_rows that the model came with, are printed. (Padding is never predicted.)"""
+    end, rows = tokenizer.eos_token_id, model.get_output_embeddings().weight
+    mean = rows.mean(0, keepdim=True)
+    distance = lambda row: torch.cdist(rows, row, compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
+    to_end = distance(rows[end : end + 1])
+    to_end[end] = (rows[end] - mean).norm()
+    if to_end.min() < 0.01 * distance(mean).median():
+        said = f"{name} has never learnt {tokenizer.eos_token!r}, which ends an answer, and adapters cannot"
+        mend = "train once without --lora-rank, or give a --chat-template with an end token that it knows"
+        raise InputError(f"--lora-rank: {said}: {mend}")
+    new = [i for i in range(n_rows, len(tokenizer)) if i != tokenizer.pad_token_id]
+    if new:
+        tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(new[:3])))
+        print(f"{name}: with --lora-rank {len(new)} new token(s) cannot be learnt ({tokens})")
 
 
 # -- what is written ------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
-"""LoRA (arXiv:2106.09685): two thin matrices learn in place of each linear layer's weights, which stay.
+"""LoRA (arXiv:2106.09685): two thin matrices learn in place of each nn.Linear's weights, which stay.
 
     y = W x + (alpha / r) B A x            A: (r, in), drawn at random; B: (out, r), 0 at first
 
 Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alpha / r) B A, as any other.
 """
 
+import collections
 import math
+import re
 
 import torch
 from torch import nn
@@ -25,13 +27,21 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model, rank: int, seed: int):
-    """The model, its own weights frozen, with an adapter of this rank in every linear layer of its decoder
-    layers. What it computes is the same until B learns. seed: of A."""
+    """The model, its own weights frozen, with an adapter of this rank in every nn.Linear of its decoder
+    layers; what share of the weights that is, and what has none, is printed. What it computes is the same
+    until B learns. seed: of A."""
     model.requires_grad_(False)
     layers = dist.decoder_layers(model)
     adapted = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
     if not adapted:
         raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
+    if dist.is_main():
+        sizes, with_one = collections.Counter(), {id(layer.weight) for layer in adapted}
+        for name, p in model.named_parameters():
+            sizes["" if id(p) in with_one else re.sub(r".*\.\d+\.", "", name)] += p.numel()
+        shares = {name: f"{n / sizes.total():.0%}" for name, n in sizes.most_common()}
+        others = ", ".join(f"{name} {share}" for name, share in shares.items() if name and share != "0%")
+        print(f"adapters for {shares['']} of the weights; the others do not learn: {others}")
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted:
         layer.__class__ = LoraLinear

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+import tiny_families
 import torch
 from processes import flags, script
 from scorers import column
@@ -71,6 +72,45 @@ def test_a_model_without_linear_layers_is_refused():
     model._no_split_modules, model.config = None, type("Config", (), {"model_type": "odd"})
     with pytest.raises(InputError, match="odd has no linear layers"):
         lora.attach(model, 4, 0)
+
+
+def test_what_has_no_adapter_is_named_with_its_share_of_the_weights(tmp_path, capsys):
+    """Experts, which are one tensor, for one. Shares by hand: 2 layers, 4 experts of 3 x 32 x 16, attention of
+    32 x 32 (two) and 16 x 32 (two), routers of 4 x 32, embedding and unembedding of 43 x 32."""
+    tiny_families.save("Qwen3 MoE", tmp_path)
+    capsys.readouterr()
+    model = loading.load_policy(str(tmp_path), TOKENIZER, lora_rank=4)
+    experts, attention, table = 2 * 4 * 3 * 32 * 16, 2 * 3 * 32 * 32, 32 * len(TOKENIZER)
+    total = sum(p.numel() for name, p in model.named_parameters() if "lora" not in name)
+    said = capsys.readouterr().out
+    assert f"adapters for {attention / total:.0%} of the weights; the others do not learn: " in said
+    assert f"mlp.experts.gate_up_proj {experts * 2 / 3 / total:.0%}, " in said
+    assert f"lm_head.weight {table / total:.0%}" in said and experts + attention + 2 * table < total < 58000
+
+
+def with_token(how):
+    """The tiny world's tokenizer with one more token, <|new|>."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({how: "<|new|>"} if how.endswith("token") else {how: ["<|new|>"]})
+    return tokenizer
+
+
+def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_path, capsys):
+    for how, said in (("pad_token", ""), ("extra_special_tokens", "1 new token(s) cannot be learnt ('<|new|>')")):
+        loading.load_policy("tiny", with_token(how), lora_rank=4)
+        assert said in capsys.readouterr().out and (said or "new token" not in capsys.readouterr().out)
+    tokenizer = with_token("eos_token")
+    with pytest.raises(InputError, match=r"^--lora-rank: tiny has never learnt '<\|new\|>', .* --chat-template"):
+        loading.load_policy("tiny", tokenizer, lora_rank=4)
+    model = loading.load_policy("tiny", tokenizer)  # all weights learn it
+    table = model.get_input_embeddings().weight.data  # as in a base model: two that it never met are the same
+    table[-1] = table[7] + 1e-4
+    dist.save_model(model, tokenizer, tmp_path / "base")
+    with pytest.raises(InputError, match="has never learnt"):
+        loading.load_policy(str(tmp_path / "base"), tokenizer, lora_rank=4)
+    table[-1] = 1.2 * table[7] + 0.05 * torch.randn(table.shape[1])  # it was learnt
+    dist.save_model(model, tokenizer, tmp_path / "learnt")
+    loading.load_policy(str(tmp_path / "learnt"), tokenizer, lora_rank=4)
 
 
 def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
