@@ -39,7 +39,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from common import comparisons, data, dist, generate, loading, metrics, models, scorers
+from common import comparisons, data, dist, formats, generate, loading, metrics, models, scorers
 from common.batches import a_part, split, turns_key
 from common.cli import check_flags
 from common.errors import InputError
@@ -376,6 +376,9 @@ class Item(NamedTuple):
     human: float | None = None  # P(texts[0] is the better one) by the row's label; hindsight: the score
 
 
+ANSWERS = {"revise": ("response",), "hindsight": ("response", "completion")}  # the columns of a response
+
+
 def read_items(args) -> list[Item]:
     numbers = itertools.count()
 
@@ -384,14 +387,15 @@ def read_items(args) -> list[Item]:
         if args.task == "label":
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
-            prompt, text, human = generate.prompt_turns(values), values.get("response"), values.get("score")
-            text = text or args.task == "hindsight" and values.get("completion")
-            if isinstance(text, str):
-                texts = [text]
-            elif args.task == "hindsight" and "response" in values:
+            prompt, names = generate.prompt_turns(values), ANSWERS.get(args.task, ())
+            for name in [name for name in names if name in values][:1]:
+                texts = [turn["content"] for turn in data.turns(values[name], "assistant")]
+            if args.task == "hindsight" and not texts and values.keys() & {*names}:
                 raise ValueError("no response")
-            if texts and args.task == "hindsight" and not isinstance(human, int | float):
-                raise ValueError("the response has no score")
+            if len(texts) > 1:
+                raise ValueError("the response is several messages")
+            if texts and args.task == "hindsight":
+                human = formats.number(values.get("score"))
         for text in texts:
             data.check_messages([*prompt, {"role": "assistant", "content": text}])
         if len({text.strip() for text in texts}) < len(texts):
@@ -399,6 +403,7 @@ def read_items(args) -> list[Item]:
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
         about = {"prompt": prompt, **given}
         if args.task == "select":
+            values.read.update(values)  # they stay as they are
             about = json.loads(json.dumps(values, default=str))  # a file may hold dates
             about.pop("failed", None)
         return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
@@ -406,7 +411,8 @@ def read_items(args) -> list[Item]:
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
     if args.task == "label":
         rows = comparisons.joined(rows)
-    return a_part(data.made_of(rows, item, args.dataset), args.max_rows)
+    items = data.read(rows, item, args.dataset, f"rows of {args.task}")
+    return a_part(data.made_of(rows, lambda _, item: item, args.dataset, zip(items)), args.max_rows)
 
 
 TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}

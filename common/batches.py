@@ -21,6 +21,7 @@ RATINGS = ("significantly better", "better", "slightly better", "negligibly bett
 class Row(NamedTuple):
     where: str  # "file:12", for messages
     data: dict
+    read: frozenset = frozenset()  # what of it is used already, as formats.Cells notes it
 
 
 class Document(NamedTuple):

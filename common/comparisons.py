@@ -2,6 +2,7 @@
 formats, filters them, and says what it dropped and why."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -9,7 +10,7 @@ import zlib
 
 import torch
 
-from common import data, dist, metrics, models
+from common import data, dist, formats, metrics, models
 from common.batches import RATINGS, Comparison, a_part, labelled_pairs, of_each_comparison, turns_key
 from common.errors import InputError
 
@@ -18,7 +19,7 @@ MARGINS = {  # Llama 2, table 27: m by rating
     "large": dict(zip(RATINGS, (3, 2, 1, 0))),
 }
 
-PROMPT = ("system", *data.QUESTION)  # the columns of a prompt
+OF_EACH = ("gold", "utility", "is_safe", "behavior_logprobs")  # what `column` is asked for
 
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
@@ -30,13 +31,14 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
       scored at its end token. min_score_gap: a pair whose scores differ by less is left out, of rankings
       too. max_per_prompt: the first rows of a prompt that count."""
     per_prompt = collections.Counter()
-    rows = joined(data.load_rows(spec, "preferences", split))
+    rows = joined(data.load_rows(spec, "preferences", split), tokenizer)
     labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
-    tokens = data.by_shares(rows, labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
+    labelled = data.read(rows, labelled, spec, "comparisons", tokenizer)
+    tokens = data.by_shares(labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
 
     def comparison(row, c, tokens):
         data.check_known(tokenizer, tokens[0])
-        c = _with_ids(c, *tokens, max_length)
+        c = _with_ids(c._replace(row=row), *tokens, max_length)
         if max_per_prompt and per_prompt[c.key] >= max_per_prompt:
             raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
         per_prompt[c.key] += 1
@@ -59,26 +61,31 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     return kept
 
 
-def joined(rows):
+def joined(rows, tokenizer=None):
     """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
     which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
     kept, single = [], collections.defaultdict(list)
     for row in rows:
-        values, column = row.data, "score" if row.data.get("label") is None else "label"
-        is_other = values.get("chosen") is not None or values.get("responses") is not None
-        is_other |= not (values.get("prompt") or values.get("instruction"))
-        if is_other or "completion" not in values or not isinstance(values.get(column), int | float):
+        column = "score" if row.data.get("label") is None else "label"
+        paths = {*row.read, column}
+        cells = data.cells_of({**row.data, "label": None}, paths, tokenizer)
+        try:
+            if "chosen" in cells or "responses" in cells:
+                raise ValueError("it is a pair or a ranking already")
+            number = formats.number(row.data.get(column))
+            *prompt, last = data.sft_messages(cells)[0]
+        except ValueError:  # as its reader will
             kept.append(row)
         else:
-            single[column, repr([values.get(name) for name in PROMPT])].append(row)
+            single[column, turns_key(prompt)].append((row._replace(read=paths), prompt, last, number))
     for (column, _), rows in single.items():
-        pairs = [(a, b) for a, b in itertools.product(rows, rows) if a.data[column] > b.data[column]]
-        for a, b in pairs:
-            sides = {"chosen": a.data["completion"], "rejected": b.data["completion"]}
+        pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
+        for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
+            sides = {"messages": prompt, "chosen": [chosen], "rejected": [rejected]}
             if column == "score":
-                sides.update(chosen_score=a.data["score"], rejected_score=b.data["score"])
-            kept.append(a._replace(data={**a.data, **sides}))
-        kept += [] if pairs else rows
+                sides.update(chosen_score=score, rejected_score=other)
+            kept.append(row._replace(data={**row.data, **sides}))
+        kept += [] if pairs else [row for row, *_ in rows]
     return kept
 
 
@@ -127,16 +134,16 @@ def _labelled(row, min_score_gap) -> Comparison:
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
     labels = {"category": data.printable(category)}
     if values.get("responses") is not None:
-        prompt, texts, grades = _ranking(values)
+        prompt, texts, grades = _ranking(values, values["responses"])
         ranks = _ranks(grades, min_score_gap)
     elif "chosen" in values and "rejected" in values:
         prompt, texts = _pair(values)
         grades, ranks, rating = None, [0, 1], values.get("rating")
         for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
-            if grades is None and all(values.get(name) is not None for name in names):
+            if grades is None and all(name in values for name in names):
                 grades = [_number(values, name, -math.inf, math.inf) for name in names]
         if rating is not None and rating not in RATINGS:
-            raise ValueError(f"rating {repr(rating)[:40]} is none of {', '.join(RATINGS)}")
+            raise formats.unreadable("rating", rating, f"none of {', '.join(RATINGS)}")
         preference = _number(values, "preference", 0, 1)
         if grades and _ahead(grades, preference) < _least(min_score_gap):
             raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
@@ -153,6 +160,8 @@ def _labelled(row, min_score_gap) -> Comparison:
     ranks = torch.tensor(ranks, dtype=torch.float64 if isinstance(ranks[0], float) else torch.long)
     prompt, source = messages[:-1], row.where.rpartition(":")[0]
     labels.update(grades=grades, kept=tuple(range(len(texts))))
+    for name in OF_EACH:
+        _of_each(values, name, labels["kept"])  # now, while it is noted what is read
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
 
@@ -200,16 +209,16 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     are a pair without a label. ValueError says why there is none."""
     responses = values.get("responses")
     if responses is None:
-        if not {"chosen", "rejected"} <= values.keys():
+        if "chosen" not in values or "rejected" not in values:
             raise _no_pair(values)
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
         return prompt, texts, 1.0 if label is None else label
     objects = isinstance(responses, list) and all(isinstance(r, dict) for r in responses)
     if objects and not any("score" in r for r in responses):
-        values = {**values, "responses": [{**r, "score": i} for i, r in enumerate(responses[:2])]}
-        return *_ranking(values)[:2], None
-    prompt, texts, grades = _ranking(values)
+        prompt, texts, _ = _ranking(values, [{**r, "score": i} for i, r in enumerate(responses[:2])])
+        return prompt, texts, None
+    prompt, texts, grades = _ranking(values, responses)
     places = itertools.permutations(range(len(texts)), 2)
     pairs = [(i, j) for i, j in places if grades[i] != grades[j] and texts[i].strip() != texts[j].strip()]
     if not pairs:
@@ -221,20 +230,23 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
 def column(comparison, name) -> list | None:
     """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
     rejected_`name`; None if it does not say it of all."""
-    values = comparison.row.data
+    return _of_each(comparison.row.data, name, comparison.kept)
+
+
+def _of_each(values, name, kept):
     if values.get("responses") is not None:
-        of_each = [values["responses"][i].get(name) for i in comparison.kept]
+        of_each = [values["responses"][i].get(name) for i in kept]
     else:
-        of_each = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in comparison.kept]
+        of_each = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in kept]
     return None if None in of_each else of_each
 
 
-def _ranking(values):
-    """(prompt messages, texts, scores) of a row of `responses`."""
-    texts, grades = data.ranking(values["responses"])
+def _ranking(values, responses):
+    """(prompt messages, texts, scores) of a row with these `responses`."""
+    texts, grades = data.ranking(responses)
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
-    return data.check_prompt(data.turns(data.question(values), "user"), values.get("system")), texts, grades
+    return data.check_prompt(data.prompt_of(values) or [], values), texts, grades
 
 
 def _ranks(grades, gap):
@@ -261,28 +273,36 @@ def _ahead(grades, preference) -> float:
 
 def _no_pair(values) -> ValueError:
     """What is wrong with a row that has neither two sides nor responses."""
-    if "completion" in values and data.question(values) and values.keys() & {"label", "score"}:
-        return ValueError("no other completion of its prompt has another label or score")
+    if values.keys() >= {"chosen", "rejected"}:
+        return ValueError("no response")
+    for name in [name for name in ("label", "score") if name in values]:
+        formats.number(values[name], name)
+        with contextlib.suppress(data.WrongColumns):
+            data.sft_messages({**values, "label": None})
+            return ValueError("no other completion of its prompt has another label or score")
     return data.WrongColumns(values, "preference")
 
 
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
-    prompt = {name: values[name] for name in PROMPT if name in values}
-    sides = [{**prompt, "chosen": values[side]} for side in ("chosen", "rejected")]
-    chosen, rejected = (data.sft_messages(side)[0] for side in sides)
-    if turns_key(chosen[:-1]) != turns_key(rejected[:-1]):
+    sides = [data.check_messages(data.answered(values, values[x]), values) for x in ("chosen", "rejected")]
+    (*prompt, chosen), (*other, rejected) = sides
+    if turns_key(prompt) != turns_key(other):
         raise ValueError("chosen and rejected have different prompts")
-    return chosen[:-1], [chosen[-1]["content"], rejected[-1]["content"]]
+    if more := (chosen.keys() | rejected.keys()) - {"role", "content"}:
+        why = f"chosen or rejected has {', '.join(sorted(more))}, as only demonstrations may"
+        raise ValueError(why)
+    return prompt, [chosen["content"], rejected["content"]]
 
 
 def _number(values, name, low, high):
     value = values.get(name)
     if value is None:
         return None
-    if type(value) not in (int, float) or not max(low, -1e308) <= value <= min(high, 1e308):  # NaN is not
-        raise ValueError(f"{name} {repr(value)[:40]} is no number from {low} to {high}")
-    return float(value)
+    number = formats.number(value, name)
+    if isinstance(value, bool) or not low <= number <= high:
+        raise formats.unreadable(name, value, f"no number from {low} to {high}")
+    return number
 
 
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:

@@ -8,10 +8,11 @@ the ids that generation starts from.
 """
 
 import bisect
+import collections
 import contextlib
 import functools
 import itertools
-import math
+import json
 import re
 import zlib
 from datetime import datetime
@@ -29,6 +30,7 @@ from common.formats import WrongColumns, columns
 PART = re.compile(r"(.+?)(?:\?(.+?))?(?::(\d*\.?\d+))?")  # of a mixture: source ? items : weight
 ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
 QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
+DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns of messages
 TINY = {"seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety"}
 TINY |= {"kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+"}
 
@@ -48,6 +50,10 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         # The largest mixture of these proportions that needs no row twice
         scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
         sizes = [round(weight * scale) for weight in weights]
+        if 0 in sizes:
+            source, _, weight = listed[sizes.index(0)]
+            why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
+            raise InputError(f"--dataset {source}: {why}")
         parts = [a_part(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
@@ -73,13 +79,17 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
         if not found or not all(items):
             raise InputError(f"--dataset {spec!r}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2")
-        source = found[1]
+        source, weight = found[1], found[3]
+        items = [item.groups() for item in items]
+        if items and re.fullmatch(r"==.*\d:\d+", f"{items[-1][1]}{items[-1][2]}:{weight}"):
+            *items, (column, sign, value) = items  # a time of the day, say: a weight there has a point
+            items, weight = [*items, (column, sign, f"{value}:{weight}")], None
         if is_tiny(source):
             _tiny_options(source)
         elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
             wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
             raise InputError(f"--dataset {source}: no such file, or {wanted}")
-        parts.append((source, [item.groups() for item in items], found[3] and float(found[3])))
+        parts.append((source, items, weight and float(weight)))
     return parts
 
 
@@ -114,7 +124,7 @@ def _read(source, name, items, kind, split):
     else:
         import datasets
 
-        name, _, part = source.rstrip("]").partition("[")
+        name, _, part = source.removesuffix("]").partition("[")
         config, _, part = part.rpartition("/")
         try:
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
@@ -123,12 +133,12 @@ def _read(source, name, items, kind, split):
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
-    read = {*formats.TEXT, *formats.NOT_TEXT, *" ".join(formats.PUBLIC).split()}
-    unread = {name for row in rows for name, value in row.data.items() if value is not None} - read
-    if unread:
-        _note(f"{source}: columns {columns(unread)} are not read")
     read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
-    return [row._replace(data=read_as(row.data)) for row in rows]
+    conditions, made = {column for column, sign, _ in items if sign != "="}, []
+    for row in rows:
+        values, used = read_as(row.data)
+        made.append(Row(row.where, values, frozenset(conditions | used)))
+    return made
 
 
 def _select(rows, items, source):
@@ -177,39 +187,131 @@ def _tiny_options(source):
 
 
 # -- rows -> messages ------------------------------------------------------------------------------
+ROLES = {"system": "system developer", "user": "user human prompter"}
+ROLES |= {"assistant": "assistant gpt chatgpt bing bard claude model bot ai"}
+ROLES = {alias: role for role, aliases in ROLES.items() for alias in aliases.split()}
+FLAGS = ("weight", "train", "training", "loss")  # keys of a message, false or 0 where it is not learnt
+CALLS = ("tool_calls", "function_call")
+MALFORMED = "a message is not {role, content} with text in both"
+
+
+def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
+    """reader(row) of every row, whose data it gets as formats.Cells, or the ValueError that it raises. What
+    rows hold and the reader did not ask for is printed, once for each data set, and in how many rows it is.
+
+    kind: of rows, for that line. tokenizer: whose chat template may read more keys of a message."""
+    results, unread = [], collections.defaultdict(collections.Counter)
+    for row in metrics.progress(len(rows), 0, f"read {name}", rows, lines=False):
+        paths = set(row.read)
+        results.append(tried(reader, row._replace(data=cells_of(row.data, paths, tokenizer))))
+        if not isinstance(results[-1], ValueError) and not row.where.startswith("tiny/"):
+            unread[row.where.rpartition(":")[0]].update(set(formats.unread(row.data, paths)))
+    for source, counts in unread.items():
+        named = [f"{ascii(path)[1:-1][:60] or 'no name'} ({n:,})" for path, n in sorted(counts.items())]
+        if named:
+            _note(f"{source}: not read as {kind} (in so many rows): {', '.join(named)}")
+    return results
+
+
+def cells_of(row, paths, tokenizer=None):
+    """The row as formats.Cells, which note in `paths` what is read; its messages keep the keys that the chat
+    template reads."""
+    return formats.cells(row, paths, functools.partial(_template_reads, tokenizer))
+
+
+@functools.lru_cache(maxsize=1000)
+def _template_reads(tokenizer, key):
+    """Whether the chat template writes something else where messages have this key."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with_key = [{**turn, key: "a value"} for turn in turns]
+    return tokenizer is not None and _render(tokenizer, turns) != _render(tokenizer, with_key)
+
+
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
-    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row.
-    ValueError says what is wrong with it. docs/data.md lists the columns."""
-    if row.get("messages") is not None:
-        return check_messages(row["messages"], row.get("system")), True
-    asked = question(row)
-    if "completion" in row and "prompt" in row:
-        if row.get("label", True) not in (True,):
+    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A turn
+    that is none has `weight` 0. ValueError says what is wrong with it. docs/data.md lists the columns."""
+    row = formats.cells(row)
+    if "label" in row and "chosen" not in row and "responses" not in row:
+        if row["label"] not in (False, True):
+            raise formats.unreadable("label", row["label"], "neither true nor false")
+        if not row["label"]:
             raise ValueError("its label is not true, so the completion is not learnt")
-        asked, answer = row["prompt"], row["completion"]
+    dialogue = dialogue_of(row)
+    if dialogue and dialogue[-1]["role"] == "assistant":
+        return check_messages(dialogue, row), True
+    if "completion" in row and prompt_of(row):
+        answer = turns(row["completion"], "assistant")
+        if sum(turn["role"] == "assistant" for turn in answer) > 1:
+            raise ValueError("the completion has several answers: write the dialogue as messages")
+        messages = answered(row, answer)
     elif "output" in row and "instruction" in row:
-        asked, answer = question({**row, "prompt": None}), row["output"]
-    elif "responses" in row and asked is not None:
+        messages = answered(row, row["output"], instruction(row))
+    elif "responses" in row and prompt_of(row) is not None:
         texts, scores = ranking(row["responses"])
-        answer = texts[scores.index(max(scores))] if texts else None
-    elif "chosen" in row and (is_dialogue(row["chosen"]) or not row.keys() & {"prompt", "instruction"}):
-        asked, answer = [], turns(row["chosen"])  # with or without its prompt beside it
+        messages = answered(row, texts[scores.index(max(scores))] if texts else None)
     elif "chosen" in row:
-        answer = row["chosen"]
+        messages = answered(row, row["chosen"])
+    elif row.keys() & {*DIALOGUES, "completion", "output", "responses", "chosen"} and prompt_of(row):
+        raise ValueError("no response")
     else:
         raise WrongColumns(row, "SFT")
-    messages = turns(asked, "user") + turns(answer, "assistant")
-    return check_messages(messages, row.get("system")), False
+    return check_messages(messages, row), False
+
+
+def dialogue_of(row) -> list[dict]:
+    """The messages of the first of DIALOGUES that a row has."""
+    return next((turns(row[name]) for name in DIALOGUES if row.get(name)), [])
+
+
+def prompt_of(row, text=None) -> list[dict] | None:
+    """The messages before an answer, by the row's columns of a dialogue, or of a question, with `history`
+    before it; None without these. text: read in place of them all but `history`."""
+    dialogue = dialogue_of(row) if text is None else []
+    while dialogue and dialogue[-1]["role"] == "assistant":
+        dialogue.pop()
+    if dialogue:
+        return dialogue
+    text = question(row) if text is None else text
+    if text is None:
+        return None
+    history, earlier = row.get("history", []), []
+    for turn in history if isinstance(history, list) else [history]:
+        if isinstance(turn, list) and len(turn) == 2:
+            earlier += turns(turn[0], "user") + turns(turn[1], "assistant")
+        elif isinstance(turn, dict):
+            earlier.append(message(turn))
+        elif turn not in ("", text):  # SHP's history is the prompt itself
+            raise formats.unreadable("history", history, "no list of [question, answer]")
+    return earlier + turns(text, "user")
 
 
 def question(row):
-    """The column `prompt`, or `instruction` with the text of `input` behind it; None without either."""
-    if row.get("prompt") is not None or "instruction" not in row:
-        return row.get("prompt")
+    """The column `prompt`, or the row's `instruction`; None without either."""
+    if "prompt" in row:
+        return row["prompt"]
+    return instruction(row) if "instruction" in row else None
+
+
+def instruction(row):
+    """The column `instruction` with the text of `input` behind it."""
     text, extra = row["instruction"], row.get("input")
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, wanted text")
     return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
+
+
+def answered(row, answer, text=None) -> list[dict]:
+    """The messages of the row's prompt and this answer, which may be a whole dialogue: of a prompt beside it
+    a system turn alone may not be in it. text: as of prompt_of."""
+    prompt = prompt_of(row, text)
+    if prompt is not None and not is_dialogue(answer):
+        return prompt + turns(answer, "assistant")
+    dialogue = turns(answer)
+    there = [(turn["role"], turn["content"].strip()) for turn in dialogue]
+    missing = [turn for turn in prompt or [] if (turn["role"], turn["content"].strip()) not in there]
+    if any(turn["role"] != "system" for turn in missing) or missing and there[0][0] == "system":
+        raise ValueError("the prompt is not that of the dialogue beside it")
+    return missing + dialogue
 
 
 def printable(value) -> str | None:
@@ -219,31 +321,30 @@ def printable(value) -> str | None:
 
 def is_dialogue(value):
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return value[0].get("role") != "assistant"
+        return ROLES.get(str(value[0].get("role") or value[0].get("from")).lower()) != "assistant"
     return isinstance(value, str) and value.startswith("\n\nHuman:")
-
-
-def role(message) -> str | None:
-    return message.get("role") if isinstance(message, dict) else None
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
     """(texts, scores) of a column of {text, score}."""
-    with contextlib.suppress(TypeError, KeyError, ValueError, OverflowError):
-        texts, scores = [r["text"] for r in responses], [float(r["score"]) for r in responses]
-        if all(isinstance(text, str) for text in texts) and all(map(math.isfinite, scores)):
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        texts, scores = [r["text"] for r in responses], [formats.number(r["score"]) for r in responses]
+        if all(isinstance(text, str) for text in texts):
             return texts, scores
     raise ValueError("responses is no list of {text, score}")
 
 
 def turns(value, role=None):
-    """The messages in a column: a list of them; the text of one turn of `role`; in a prompt, or without a
-    role, an HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
-    if isinstance(value, list):
-        return value
+    """The messages in a column: a list of them, or one; the text of one turn of `role`; in a prompt, or
+    without a role, an HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    if isinstance(value, list | dict):
+        return [message(turn) for turn in (value if isinstance(value, list) else [value])]
+    column = "prompt" if role == "user" else "response"
+    if role and value is None:
+        raise ValueError(f"no {column}")
+    if role and not isinstance(value, str):
+        raise ValueError(f"the {column} is {type(value).__name__}, wanted text or messages")
     if role and not (role == "user" and is_dialogue(value)):
-        if value is None:
-            raise ValueError("no prompt" if role == "user" else "no response")
         return [{"role": role, "content": value}]
     parts = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
     if parts[0].strip() or len(parts) < 3:
@@ -254,14 +355,32 @@ def turns(value, role=None):
     return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
 
 
-MALFORMED = "a message is not {role, content} with text in both"
+def message(value) -> dict:
+    """A message, or one of ShareGPT's, as {role, content}, with `weight` 0 where it says that it is not to be
+    learnt, and with the keys that the chat template reads. ValueError rather than losing anything else."""
+    value = formats.cells(value)
+    name = isinstance(value, dict) and (value["role"] if "role" in value else value.get("from"))
+    if not isinstance(name, str):
+        raise ValueError(MALFORMED)
+    if name.strip().lower() not in ROLES:
+        raise ValueError(f"a message of role {repr(name)[:40]}, wanted system, user or assistant")
+    for key in CALLS:
+        if value.get(key):
+            raise ValueError(f"a message has {key}, which are not supported")
+    made = {"role": ROLES[name.strip().lower()], "content": text_of(value)}
+    for key in FLAGS:
+        if key in value and value[key] not in (0, 1):
+            raise ValueError(f"{key} {repr(value[key])[:40]} of a message, wanted 0 or 1")
+        if key in value and not value[key]:
+            made["weight"] = 0
+    known = {"role", "from", "content", "value", *FLAGS, *CALLS}
+    more = [key for key in value if key in value and key not in known and value.passes(key)]
+    return {**made, **{key: value[key] for key in more}}
 
 
 def text_of(message: dict) -> str:
     """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
-    content = message.get("content")
-    if message.get("tool_calls"):
-        raise ValueError("a message has tool_calls, which are not supported")
+    content = message["content"] if "content" in message else message.get("value")
     if isinstance(content, list) and content:
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -273,14 +392,12 @@ def text_of(message: dict) -> str:
     return content
 
 
-def check_messages(messages, system=None) -> list[dict]:
-    """The messages, ending in the assistant's turn, as {role, content}, after the text of the column `system`
-    unless they have a system turn. ValueError says what is wrong with them."""
+def check_messages(messages, row=None) -> list[dict]:
+    """Messages, ending in the assistant's turn, as `message` gives them, after the text of the row's column
+    `system` unless they have a system turn. ValueError says what is wrong with them."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
-    if not all(isinstance(role(message), str) for message in messages):
-        raise ValueError(MALFORMED)
-    messages = [{"role": message["role"], "content": text_of(message)} for message in messages]
+    messages = [message(turn) for turn in messages]
     *earlier, last = [(m["role"], m["content"].strip()) for m in messages]
     if last[0] != "assistant" or not last[1]:
         raise ValueError("no response")
@@ -288,18 +405,18 @@ def check_messages(messages, system=None) -> list[dict]:
         raise ValueError("an earlier answer is empty")
     if not any(text for _, text in earlier):
         raise ValueError("no prompt")
-    if system and all(m["role"] != "system" for m in messages):
-        if not isinstance(system, str):
-            raise ValueError(f"system is {type(system).__name__}, wanted text")
-        messages = [{"role": "system", "content": system}, *messages]
-    if re.search("[\ud800-\udfff]", "".join(m["role"] + m["content"] for m in messages)):
+    if row and all(m["role"] != "system" for m in messages) and row.get("system"):
+        if not isinstance(row["system"], str):
+            raise ValueError(f"system is {type(row['system']).__name__}, wanted text")
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if re.search("[\ud800-\udfff]", "".join(str(x) for m in messages for x in m.values())):
         raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
     return messages
 
 
-def check_prompt(messages: list, system=None) -> list[dict]:
+def check_prompt(messages: list, row=None) -> list[dict]:
     """check_messages for what an answer follows."""
-    return check_messages([*messages, {"role": "assistant", "content": "an answer"}], system)[:-1]
+    return check_messages([*messages, {"role": "assistant", "content": "an answer"}], row)[:-1]
 
 
 def transcript(messages: list[dict]) -> str:
@@ -324,7 +441,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     """(ids, response mask) of a dialogue that ends with the assistant's turn, rendered up to the last
     answer's end token, which is added where the template writes none. Targets are the last answer, or every
     one, from where generation begins it to its end token. ValueError says why a dialogue has no such form."""
-    if any(special_tokens(tokenizer).search(message["content"]) for message in messages):
+    if any(special_tokens(tokenizer).search(str(text)) for turn in messages for text in turn.values()):
         raise ValueError(SPECIAL)
     text = _render(tokenizer, messages)
     answers = _answers(tokenizer, messages, text)
@@ -334,13 +451,16 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
         all_turns = False  # the template rewrites earlier ones
     ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
     mask = [False] * len(ids)
-    for start, end in list(answers.values())[0 if all_turns else -1 :]:
+    for i in list(answers)[0 if all_turns else -1 :]:
+        start, end = answers[i]
         last = min(bisect.bisect_left(ends, end), len(ends) - 1)  # or one of several bytes of a character
         tokens = slice(bisect.bisect_right(ends, start), bisect.bisect_right(ends, ends[last]))
-        mask[tokens] = [True] * len(mask[tokens])
+        mask[tokens] = [messages[i].get("weight") != 0] * len(mask[tokens])
     ids, mask = ids[: tokens.stop], mask[: tokens.stop]
     if ids[-1] != tokenizer.eos_token_id:  # the template ends no turns, but the model must learn to
-        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]
+        ids, mask = [*ids, tokenizer.eos_token_id], [*mask, messages[-1].get("weight") != 0]
+    if not any(mask):
+        raise ValueError("no answer is left to learn: their weight is 0")
     return ids, mask
 
 
@@ -380,7 +500,8 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
         content = messages[i]["content"]
         content = content if content in answer else content.strip()
         start = 0 if before == opening else answer.rfind(content)
-        if start >= 0 and text.startswith(before + answer + end):
+        lost = start and messages[i].keys() - {"role", "content", "weight"}  # a thought before it, for one
+        if start >= 0 and not lost and text.startswith(before + answer + end):
             answers[i] = len(before) + start, len(before + answer + end)
     return answers
 
@@ -397,7 +518,7 @@ class Clock(datetime):
 
 
 def _render(tokenizer, messages, add_generation_prompt=False):
-    turns = tuple((message["role"], message["content"]) for message in messages)
+    turns = json.dumps(messages, default=str)
     return _rendered(tokenizer, str(tokenizer.chat_template), turns, add_generation_prompt)
 
 
@@ -406,9 +527,8 @@ def _rendered(tokenizer, _, turns, opened):
     from transformers.utils import chat_template_utils
 
     chat_template_utils.datetime = Clock  # what strftime_now asks
-    messages = [{"role": role, "content": content} for role, content in turns]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
+        return tokenizer.apply_chat_template(json.loads(turns), tokenize=False, add_generation_prompt=opened)
     except jinja2.TemplateError as error:  # raised by templates that refuse a role or an order of roles
         raise ValueError(f"the chat template refuses it: {error}") from None
 
@@ -444,13 +564,12 @@ def tried(function, argument):
         return error
 
 
-def by_shares(rows, begin, work, size: int = 64):
-    """(x = begin(row), work(x)) of every row, one after the other, with ValueErrors that were raised in their
-    place. Each rank works for `size` rows at a time, then all get all: every rank must ask for all rows."""
-    for chunk in split(rows, size * dist.world_size()):
-        begun = [tried(begin, row) for row in chunk]
-        mine = begun[size * dist.rank() :][:size]
-        yield from zip(begun, dist.gather([isinstance(x, ValueError) or tried(work, x) for x in mine]))
+def by_shares(items, work, size: int = 64):
+    """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where x
+    is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
+    for chunk in split(items, size * dist.world_size()):
+        mine = chunk[size * dist.rank() :][:size]
+        yield from zip(chunk, dist.gather([isinstance(x, ValueError) or tried(work, x) for x in mine]))
 
 
 def made_of(rows, make, name: str, shared=None) -> list:
@@ -491,7 +610,8 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
         return Document(ids, mask, messages, row, all_turns=all_turns)
 
     cut = 0
-    tokens = by_shares(rows, lambda row: sft_messages(row.data), lambda x: encode(tokenizer, *x))
+    dialogues = read(rows, lambda row: sft_messages(row.data), name, "demonstrations", tokenizer)
+    tokens = by_shares(dialogues, lambda x: encode(tokenizer, *x))
     documents = made_of(rows, document, name, tokens)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
@@ -580,14 +700,17 @@ def text_documents(args, tokenizer):
         text = row.data.get("text")
         if not isinstance(text, str) or not text.strip():
             raise ValueError("no text")
-        prompt = check_prompt([{"role": "text", "content": text}])
+        check_prompt([{"role": "user", "content": text}])
         if special_tokens(tokenizer).search(text):
             raise ValueError(SPECIAL)
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id][: args.max_length])
         # What is held out is told by the turns before an answer: here the text
-        return Document(ids, torch.ones(len(ids), dtype=torch.bool), [*prompt, {}], row)
+        messages = [{"role": "text", "content": text}, {}]
+        return Document(ids, torch.ones(len(ids), dtype=torch.bool), messages, row)
 
-    return made_of(load_rows(args.ptx_dataset, "text"), document, args.ptx_dataset)
+    name, rows = args.ptx_dataset, load_rows(args.ptx_dataset, "text")
+    documents = read(rows, document, name, "text")
+    return made_of(rows, lambda row, document: document._replace(row=row), name, zip(documents))
 
 
 def stream(documents, size, step, *key):

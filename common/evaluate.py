@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 
-from common import comparisons, data, dist, evaluation, generate, loading, metrics, plots, reward_evaluation
-from common import scorers
+from common import comparisons, data, dist, evaluation, formats, generate, loading, metrics, plots
+from common import reward_evaluation, scorers
 from common.batches import a_part, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
@@ -148,7 +148,8 @@ def score_of_answer(row) -> float:
     values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
     with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
         values = [max(data.ranking(row["responses"])[1])] if "responses" in row else values
-    return next((x for x in values if isinstance(x, int | float) and x == x), -math.inf)
+    numbers = [data.tried(formats.number, x) for x in values]
+    return next((x for x in numbers if isinstance(x, float)), -math.inf)
 
 
 def length_controlled(won, differences) -> float:

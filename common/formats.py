@@ -2,11 +2,14 @@
 
 import contextlib
 import csv
+import functools
 import gzip
 import io
 import itertools
 import json
+import math
 import re
+import sys
 import zlib
 from pathlib import Path
 
@@ -14,12 +17,12 @@ from common.errors import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of the files that can be read
 NOT_TEXT = set(  # the columns that something here reads, and that hold no text
-    """messages conversations context_messages responses label score margin preference is_safety chosen_score
-    rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe chosen_gold rejected_gold
-    chosen_utility rejected_utility chosen_behavior_logprobs rejected_behavior_logprobs tags helpfulness
-    completions answers is_response_0_safe is_response_1_safe""".split()
+    """messages conversations context_messages trajectory history responses label score margin preference
+    is_safety chosen_score rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe
+    chosen_gold rejected_gold chosen_utility rejected_utility chosen_behavior_logprobs
+    rejected_behavior_logprobs tags helpfulness completions answers is_response_0_safe is_response_1_safe
+    info summaries choice""".split()
 )
-TEXT = "system prompt instruction input completion output text category subset chosen rejected rating".split()
 
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}
@@ -46,6 +49,62 @@ def columns(row) -> str:
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:16])}]"
 
 
+def unreadable(name, value, why) -> ValueError:
+    """What is wrong with a cell, which may mean something else in this file than here."""
+    mend = f"if it means something else, --columns {name}=my_{name}"
+    return ValueError(f"{name} {repr(value)[:40]} is {why}; {mend}")
+
+
+def number(value, name="score") -> float:
+    """A number, or the text of one; 1 of true. ValueError for what is none, or is not finite."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(float(value)):
+            return float(value)
+    raise unreadable(name, value, "no number")
+
+
+# -- what of a row is read -------------------------------------------------------------------------
+class Cells(dict):
+    """A row, or an object inside of one, as its reader sees it: null is as no value at all. It notes what is
+    asked for, `messages.role` for one inside.
+
+    read: these paths, of the whole row. prefix: this object's own, with a dot. passes: whether the chat
+    template reads a key of messages that nothing here does."""
+
+    def __contains__(self, name):
+        return dict.get(self, name) is not None
+
+    def __getitem__(self, name):
+        self.read.add(self.prefix + name)
+        return dict.__getitem__(self, name)
+
+    def get(self, name, default=None):
+        return self[name] if name in self else default
+
+
+def cells(value, read=None, passes=lambda key: True, prefix=""):
+    """`value` with all objects inside of it as Cells; Cells as they are."""
+    read = set() if read is None else read
+    if isinstance(value, list):
+        return [cells(item, read, passes, prefix) for item in value]
+    if not isinstance(value, dict) or isinstance(value, Cells):
+        return value
+    made = Cells({name: cells(item, read, passes, f"{prefix}{name}.") for name, item in value.items()})
+    made.read, made.passes, made.prefix = read, passes, prefix
+    return made
+
+
+def unread(row: dict, read, prefix=""):
+    """The paths of what a row holds and nobody read. Inside of a cell that was read whole there are none."""
+    for name, value in row.items():
+        path = f"{prefix}{name}"
+        if path not in read and value not in (None, "", [], {}):
+            yield path
+        elif isinstance(value, dict | list) and any(other.startswith(f"{path}.") for other in read):
+            for item in value if isinstance(value, list) else [value]:
+                yield from unread(item, read, f"{path}.") if isinstance(item, dict) else ()
+
+
 # -- public sets -----------------------------------------------------------------------------------
 def _dialogue(prompt):
     """HelpSteer2's marks between turns -> HH-RLHF's. A single turn has none."""
@@ -54,11 +113,23 @@ def _dialogue(prompt):
     return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
 
 
-ROLES = {"human": "user", "gpt": "assistant"}
+def _post(info):
+    """A post of openai/summarize_from_feedback as its authors ask for a summary of it, or an article."""
+    if "post" not in info:
+        return f"{info['article']}\n\nTL;DR:"
+    return f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: {info['post']}\n\nTL;DR:"
+
+
+def _several(chosen, rejected):
+    """The responses of a row with several chosen or rejected texts. TypeError for another row."""
+    sides = [side if isinstance(side, list) else [side] for side in (chosen, rejected)]
+    are_texts = all(side and isinstance(text, str) for side in sides for text in side or [None])
+    if sides == [[chosen], [rejected]] or not are_texts:
+        raise TypeError("a pair")
+    return [{"text": text, "score": score} for score, side in zip((1, 0), sides) for text in side]
+
+
 PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
-    "conversations": lambda row: {"messages": [  # ShareGPT
-        {**m, "role": ROLES.get(m["from"], m["from"]), "content": m.get("value")} if "from" in m else m
-        for m in row["conversations"]]},
     "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
     "prompt response helpfulness": lambda row: {  # HelpSteer2
         "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
@@ -76,19 +147,24 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
         {"text": row[f"human_ref_{x}"], "score": row[f"score_{x}"]} for x in "AB"]},  # SHP
     "instruction completions": lambda row: {  # UltraFeedback
         "responses": [{"text": x["response"], "score": x["overall_score"]} for x in row["completions"]]},
+    "chosen rejected": lambda row: {"responses": _several(row["chosen"], row["rejected"])},  # RewardBench 2
+    "info summaries choice": lambda row: {"prompt": _post(row["info"]), "responses": [  # OpenAI's summaries
+        {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
 }  # fmt: skip
 
 
-def in_our_columns(row: dict) -> dict:
-    """A row of a public set, with our columns beside its own; any other, or one that has them, as it is."""
+def in_our_columns(row: dict) -> tuple[dict, set[str]]:
+    """(a row of a public set with our columns beside its own, the paths of ours and of what they are made
+    of); (the row as it is, nothing) of any other, or of one that has ours."""
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
         if set(names.split()) <= there:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-                ours = convert(row)
+                read = set()
+                ours = convert(cells(row, read))
                 if not there & (ours.keys() - set(names.split())):
-                    return {**row, **ours}
-    return row
+                    return {**row, **ours}, read | ours.keys()
+    return row, set()
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -118,23 +194,44 @@ def read_file(path: Path):
 def _rows(file, suffix):
     """The rows of a file; () for a line that is none."""
     if suffix in (".jsonl", ".gz"):
-        return (json.loads(line) if line.strip() else () for line in file)
+        return (_json(line) if line.strip() else () for line in file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(file).to_pylist()
+        return pyarrow.parquet.read_table(file).to_pylist()  # which refuses a name that is there twice
     text = file.read().decode("utf-8-sig")
     if suffix == ".txt":
         return ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
     if suffix == ".csv":  # below the names; some countries' spreadsheets write ;
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
+        csv.field_size_limit(sys.maxsize)
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        _check_different(list(filter(None, rows.fieldnames or ())))
         return itertools.chain([()], rows)
-    rows = json.loads(text)
+    try:
+        rows = _json(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        return (_json(line) if line.strip() else () for line in text.splitlines())  # it is JSON lines
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 
-def from_csv(row: dict) -> dict:
+def _object(pairs):
+    """The object of these pairs of JSON, whose last one would win."""
+    _check_different([name for name, _ in pairs])
+    return dict(pairs)
+
+
+_json = functools.partial(json.loads, object_pairs_hook=_object)
+
+
+def _check_different(names):
+    if len(set(names)) < len(names):
+        raise ValueError(f"columns {columns({name for name in names if names.count(name) > 1})} twice")
+
+
+def from_csv(row: dict) -> tuple[dict, set[str]]:
     """in_our_columns of a row of a .csv file, whose cells are text: an empty one is None, in a column of
     NOT_TEXT it is what JSON reads."""
     row = {name: cell or None for name, cell in row.items()}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from common import data, dist, loading, metrics, sampler, tensor_parallel
+from common import data, dist, formats, loading, metrics, sampler, tensor_parallel
 from common.batches import Document, Row, held_out_keys, split, turns_key
 from common.errors import InputError
 from common.sampler import sample
@@ -37,16 +37,19 @@ class Prompt(NamedTuple):
 
 def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
-    and named. Columns: `prompt`, `instruction` (+ `input`), `messages` or RLHFlow's `context_messages`, or
-    `chosen` as a whole dialogue; an assistant's turn at the end is left out. InputError if none is left.
+    and named. Columns: those of prompt_turns. InputError if none is left.
 
     grade: of several rows of a prompt the one of which this function gives most; None: the first."""
+
+    def turns_of(row):
+        row.data.get("category")  # Prompt.category will read it
+        if row.data.get("is_safety") not in (None, False, True):
+            raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
+        return prompt_turns(row.data)
 
     def prompt_of(row, turns, ids):
         if any(data.special_tokens(tokenizer).search(m["content"]) for m in turns):
             raise ValueError(data.SPECIAL)
-        if row.data.get("is_safety") not in (None, False, True):
-            raise ValueError("is_safety is neither true nor false")
         prompt = Prompt(ids, turns, row)
         data.check_known(tokenizer, prompt.ids)
         if len(prompt.ids) > max_tokens:
@@ -59,7 +62,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Pr
     keys, rows = set(), data.load_rows(spec, "prompts", split)
     if grade:
         rows = sorted(rows, key=lambda row: -grade(row.data))
-    ids = data.by_shares(rows, lambda row: prompt_turns(row.data), partial(data.prompt_ids, tokenizer))
+    asked = data.read(rows, turns_of, spec, "prompts", tokenizer)
+    ids = data.by_shares(asked, partial(data.prompt_ids, tokenizer))
     return data.made_of(rows, prompt_of, spec, ids)
 
 
@@ -92,20 +96,20 @@ def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
 
 
 def prompt_turns(row: dict) -> list[dict]:
-    """The messages that a response follows, the column `system` first. ValueError: why there are none."""
-    turns = row.get("messages") or row.get("context_messages")
-    if not turns and data.question(row) is not None:
-        turns = data.turns(data.question(row), "user")
-    elif not turns and row.get("chosen"):
-        turns = data.turns(row["chosen"])
-    elif not turns:
+    """The messages that a response follows, the column `system` first: those of data.prompt_of, or of
+    `chosen` as a whole dialogue, without an assistant's turn at the end. ValueError: why there are none."""
+    row = formats.cells(row)
+    if data.is_dialogue(dict.get(row, "chosen")):  # looked at, not read
+        messages = data.answered(row, row["chosen"])
+    else:
+        messages = data.prompt_of(row)
+    if messages is None:
         raise data.WrongColumns(row, "prompt")
-    turns = turns if isinstance(turns, list) else []
-    while turns and data.role(turns[-1]) == "assistant":
-        turns = turns[:-1]
-    if not turns or data.role(turns[-1]) != "user":
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] != "user":
         raise ValueError("no message of the user at the end")
-    return data.check_prompt(turns, row.get("system"))
+    return data.check_prompt(messages, row)
 
 
 # -- responses -------------------------------------------------------------------------------------

@@ -134,14 +134,14 @@ REASONS = [  # (row, part of the reason)
     ({"chosen": "ant", "rejected": "cat"}, "neither a list of messages nor a dialogue"),
     ({"responses": SCORED}, "no prompt"),
     (pair(prompt=" "), "no prompt"),
-    (pair(prompt=5), "not {role, content}"),
+    (pair(prompt=5), "the prompt is int, wanted text or messages"),
     (pair(rating="much better"), f"rating 'much better' is none of {FOUR}"),
     (pair(preference=1.2), "preference 1.2 is no number from 0 to 1"),
     (pair(preference=float("nan")), "preference nan is no number"),
-    (pair(preference="0.7"), "preference '0.7' is no number"),
+    (pair(preference="high"), "preference 'high' is no number"),
     (pair(margin=-1), "margin -1 is no number from 0 to inf"),
     (pair(margin=float("inf")), "margin inf is no number"),
-    (pair(margin="1"), "margin '1' is no number"),
+    (pair(margin="1,5"), "margin '1,5' is no number"),
     (pair(chosen_score=2, rejected_score=float("nan")), "rejected_score nan is no number"),
     (pair(chosen_score="good", rejected_score=1), "chosen_score 'good' is no number"),
     ({"prompt": "copy ant", "responses": responses(ant=1)}, "a ranking needs two responses or more"),
@@ -157,7 +157,7 @@ REASONS = [  # (row, part of the reason)
     ({"chosen": [user("ant"), bot("dog")], "rejected": [user("owl"), bot("eel")]}, "have different prompts"),
     (pair(rejected=[]), "no response"),
     (pair(rejected=None), "no response"),
-    (pair(chosen=7), "not {role, content}"),
+    (pair(chosen=7), "the response is int, wanted text or messages"),
     (pair(chosen="  "), "no response"),
     ({"chosen": HH + " ", "rejected": HH + " eel"}, "no response"),
     (pair(chosen=[bot("ant"), bot("ant")]), "have different prompts"),
@@ -169,9 +169,10 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
     (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
     ({"prompt": "copy ant", "completion": "ant", "label": True}, "no other completion of its prompt has"),
-    ({"prompt": "copy ant", "completion": "ant", "label": None}, "no other completion of its prompt has"),
+    ({"prompt": "copy ant", "completion": "ant", "label": None}, "are no preference row"),
+    ({"prompt": "copy ant", "completion": "ant", "label": "maths"}, "label 'maths' is no number"),
     ({"question": "copy ant", "completion": "ant", "label": True}, "are no preference row"),
-    (pair(chosen=["ant"], rejected=["cat"]), ""),  # a list that holds text, not messages
+    (pair(chosen=["ant", 5], rejected=["cat"]), ""),  # neither texts nor messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),
     (pair(preference=True), "preference True is no number"),
@@ -201,8 +202,8 @@ def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load,
     rows = [("ant", "dog", True), ("ant", "cat", False), ("owl", "dog", True), ("ant", "eel", 1)]
     rows += [("ant", "fox", 0), ([user("ant")], [bot("pig")], True), ([user("ant")], [bot("owl")], False)]
     found = load([dict(zip(("prompt", "completion", "label"), row)) for row in rows])
-    of_first = [(1, "dog", "cat"), (1, "dog", "fox"), (4, "eel", "cat"), (4, "eel", "fox")]
-    expected = [(f"p.jsonl:{n}", [better, worse]) for n, better, worse in [*of_first, (6, "pig", "owl")]]
+    better = ((1, "dog"), (4, "eel"), (6, "pig"))  # and worse: cat, fox and owl
+    expected = [(f"p.jsonl:{n}", [text, worse]) for n, text in better for worse in ("cat", "fox", "owl")]
     assert [(c.row.where, c.texts) for c in found] == expected
     assert why(capsys) == {"no other completion of its prompt has another label or score": 1}
 

@@ -61,7 +61,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_sft_messages_of_every_row_format(name):
     row, messages, all_turns = FORMATS[name]
-    assert data.sft_messages(formats.in_our_columns(row)) == (messages, all_turns)
+    assert data.sft_messages(formats.in_our_columns(row)[0]) == (messages, all_turns)
 
 
 ASK, LIKERT = "Name a colour.", {"correctness": 3, "coherence": 4, "complexity": 1, "verbosity": 1}
@@ -188,15 +188,229 @@ def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
     assert data.sft_messages(row)[0] == messages
 
 
-def test_columns_that_nothing_reads_are_named_once_for_a_data_set(tmp_path, capsys):
-    rows = [{"prompt": "a", "system_prompt": "s", "id": None}, {"prompt": "b", "reply": 4}]
+THOUGHT = {**bot("b"), "reasoning_content": "t"}
+NOT_READ = [  # (reader, rows, what of them is named, and in how many)
+    ("sft", [{"prompt": "a", "completion": "b", "system_prompt": "s", "id": None, "tools": []},
+             {"prompt": "b", "completion": "b", "id": 0}], "id (1), system_prompt (1)"),
+    ("sft", [{"prompt": "a", "completion": "b", "input": "i", "instruction": "x"}],
+     "input (1), instruction (1)"),
+    ("sft", [{"prompt": "a", "completion": "b", "score": 1, "rating": "better", "chosen": None}],
+     "rating (1), score (1)"),
+    ("sft", [{"messages": [{**user("a"), "name": "n"}, {**bot("b"), "logprobs": [0.5]}], "prompt": "a"}] * 2,
+     "messages.logprobs (2), messages.name (2), prompt (2)"),
+    ("sft", [{"messages": [user("a"), THOUGHT], "tools": [{"name": "f"}]}],
+     "messages.reasoning_content (1), tools (1)"),
+    ("sft", [{"messages": [{**user(""), "content": [{"type": "text", "text": "a", "cache": 1}]}, bot("b")]}],
+     "messages.content.cache (1)"),
+    ("sft", [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "mark": "x"}]}],
+     "conversations.mark (1)"),
+    ("sft", [{"prompt": "a", "responses": [{"text": "b", "score": 1, "model": "m"}]}], "responses.model (1)"),
+    ("sft", [{"prompt": "a", "chosen": "b", "rejected": "c", "\xe9": 1}], r"rejected (1), \xe9 (1)"),
+    ("sft", [{"messages": [SYSTEM, user("a"), bot("b")], "system": "t"}], "system (1)"),
+    ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "c", "chosen_is_safe": True, "chosen_gold": 1.0,
+                "rejected_is_safe": True, "score": 1, "label": False, "category": "x"}], "label (1), score (1)"),
+    ("pairs", [{"prompt": "a", "responses": SCORED, "margin": 1.0, "completion": "x"}],
+     "completion (1), margin (1)"),
+    ("pairs", [{"prompt": "a", "completion": x, "label": x == "b", "id": 1} for x in "bc"], "id (1)"),
+    ("pairs", [{"instruction": "a", "completions": [{"response": x, "overall_score": i, "model": "m"}
+                for i, x in enumerate("bc")]}], "completions.model (1)"),
+    ("prompts", [{"prompt": "a", "chosen": "b", "rejected": "c", "category": "x", "is_safety": True}],
+     "chosen (1), rejected (1)"),
+    ("prompts", [{"messages": [user("a"), bot("b")], "answer": "b"}], "answer (1)"),
+]  # fmt: skip
+
+
+def load_rows_as(reader, spec, tokenizer):
+    """The documents, comparisons or prompts of a data set."""
+    load = {"sft": data.load_sft, "pairs": comparisons.load, "prompts": generate.load_prompts}[reader]
+    limit = {"max_tokens" if reader == "prompts" else "max_length": 500}
+    return load(spec, split="train", tokenizer=tokenizer, **limit)
+
+
+@pytest.mark.parametrize("reader, rows, named", NOT_READ)
+def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, rows, named, tmp_path, capsys):
+    spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
+    data._note.cache_clear()
+    for _ in range(2):
+        load_rows_as(reader, spec, tokenizer)
+    out = capsys.readouterr().out
+    assert [line.split("rows): ")[1] for line in out.splitlines() if "r.jsonl: not read" in line] == [named]
+
+
+def test_of_the_tiny_world_and_of_rows_that_are_read_whole_nothing_is_named(tmp_path, capsys):
+    spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "label": True, "history": []}])
+    data.load_sft(spec, byte_tokenizer(), 500)
+    for reader in ("sft", "pairs", "prompts"):
+        load_rows_as(reader, "tiny:seed=1", tiny.tokenizer())
+    assert "not read" not in capsys.readouterr().out
+
+
+def test_a_column_that_chose_the_rows_counts_as_read(tmp_path, capsys):
+    spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "votes": 3}])
+    data.load_sft(f"{spec}?votes>=2", byte_tokenizer(), 500)
+    assert "not read" not in capsys.readouterr().out
+
+
+# -- messages: what changes what is learnt is used, or the row is refused --------------------------
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("columns", ["messages", "completion"])
+def test_a_thought_that_the_template_writes_is_learnt(key, columns, tmp_path):
+    tokenizer = load(family("Qwen3"), tmp_path)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% set thought = ", "{% set thought = m." + key + " if m." + key + " is defined else "
+    )
+    answer = {**bot("b"), key: "two and two"}
+    row = {"messages": [user("a"), answer]} if columns == "messages" else {"prompt": "a", "completion": [answer]}
+    (document,) = data.load_sft(write(tmp_path / "r.jsonl", [row]), tokenizer, 500)
+    learnt = targets(tokenizer, document.ids.tolist(), document.response_mask.tolist())
+    assert learnt == ["<think>\ntwo and two\n</think>\n\nb<|im_end|>"]
+    with pytest.raises(InputError, match=f"chosen or rejected has {key}"):
+        pair = {"prompt": "a", "chosen": [answer], "rejected": [bot("c")]}
+        comparisons.load(write(tmp_path / "p.jsonl", [pair]), "train", tokenizer, 500)
+
+
+def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
+    tokenizer = load(family("Nemotron 3"), tmp_path)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% set thought = ", "{% set thought = m.reasoning_content if m.reasoning_content is defined else "
+    )
+    with pytest.raises(InputError, match="does not write the answer as it is right after its prompt"):
+        data.load_sft(write(tmp_path / "r.jsonl", [{"messages": [user("a"), THOUGHT]}]), tokenizer, 500)
+
+
+@pytest.mark.parametrize("flag, no", [("weight", 0), ("train", False), ("weight", 0.0), ("loss", False)])
+def test_an_answer_that_is_marked_so_is_not_learnt(flag, no, tmp_path):
+    tokenizer = byte_tokenizer()
+
+    def learnt(*flags):
+        answers = [{**bot(text), flag: value} for text, value in zip(("one", "two", "three"), flags)]
+        rows = [{"messages": [turn for answer in answers for turn in (user("a"), answer)]}]
+        (document,) = data.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)
+        return targets(tokenizer, document.ids.tolist(), document.response_mask.tolist())
+
+    assert learnt(1, None, True) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
+    assert learnt(no, 1, 1) == ["two<|im_end|>", "three<|im_end|>"]
+    assert learnt(1, 1, no) == ["one<|im_end|>", "two<|im_end|>"]
+    with pytest.raises(InputError, match="no answer is left to learn"):
+        learnt(no, no, no)
+    with pytest.raises(InputError, match=f"{flag} 0.5 of a message"):
+        learnt(1, 1, 0.5)
+
+
+@pytest.mark.parametrize("role", "human user prompter User".split())
+@pytest.mark.parametrize("other", "gpt chatgpt bing bard assistant model".split())
+def test_known_names_of_roles_are_read(role, other):
+    turns = [{"from": "system", "value": "s"}, {"from": role, "value": "a"}, {"from": other, "value": "b"}]
+    assert data.sft_messages({"conversations": turns}) == ([SYSTEM, user("a"), bot("b")], True)
+
+
+@pytest.mark.parametrize("role", "function_call observation tool function ipython critic".split())
+@pytest.mark.parametrize("key, content", [("from", "value"), ("role", "content")])
+def test_a_turn_of_another_role_drops_the_row(role, key, content, tmp_path):
+    turns = [("user", "a"), (role, "x"), ("assistant", "b")]
+    row = {"messages": [{key: name, content: text} for name, text in turns]}
+    with pytest.raises(InputError, match=f"a message of role '{role}'"):
+        data.load_sft(write(tmp_path / "r.jsonl", [row]), byte_tokenizer(), 500)
+
+
+@pytest.mark.parametrize("label, kept", [(True, 1), (1, 1), (None, 1), (False, 0), (0, 0), ("maths", 0)])
+@pytest.mark.parametrize("row", [
+    {"messages": [user("a"), bot("b")]}, {"instruction": "a", "output": "b"}, {"prompt": "a", "completion": "b"},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+])  # fmt: skip
+def test_only_completions_with_a_true_label_are_learnt_whatever_their_columns(label, kept, row, tmp_path):
+    other = {"prompt": "x", "completion": "y"}
+    spec = write(tmp_path / "r.jsonl", [{**row, "label": label}, other])
+    assert len(data.load_sft(spec, byte_tokenizer(), 500)) == 1 + kept
+
+
+def test_an_own_column_that_cannot_be_read_says_how_to_leave_it_out(tmp_path):
+    for name, row in {"label": {"prompt": "a", "completion": "b", "label": "maths"},
+                      "history": {"instruction": "a", "output": "b", "history": "long"}}.items():  # fmt: skip
+        spec = write(tmp_path / "r.jsonl", [row])
+        with pytest.raises(InputError, match=f"--columns {name}=my_{name}"):
+            data.load_sft(spec, byte_tokenizer(), 500)
+        assert data.load_sft(f"{spec}?{name}=my_{name}", byte_tokenizer(), 500)
+
+
+@pytest.mark.parametrize("reader", ["sft", "pairs", "prompts"])
+@pytest.mark.parametrize("history", [[["h", "g"]], [user("h"), bot("g")]])
+def test_history_is_the_turns_before_an_instruction(reader, history, tmp_path):
+    answer = {"chosen": "b", "rejected": "c"} if reader == "pairs" else {"output": "b"}
+    row = {"system": "s", "instruction": "a", "input": "i", "history": history, **answer}
+    (item,) = load_rows_as(reader, write(tmp_path / "r.jsonl", [row]), byte_tokenizer())
+    prompt = {"sft": lambda: item.messages[:-1], "pairs": lambda: item.prompt, "prompts": lambda: item.turns}
+    assert prompt[reader]() == [SYSTEM, user("h"), bot("g"), user("a\n\ni")]
+    with pytest.raises(InputError, match=r"history.* is no list of \[question, answer\]"):
+        load_rows_as(reader, write(tmp_path / "q.jsonl", [{**row, "history": [["h"]]}]), byte_tokenizer())
+
+
+MORE = [user("h"), bot("g"), user("a")]
+SHARED = {  # prompt columns beside chosen and rejected -> the prompt; None: refused
+    "a system turn": ([SYSTEM, user("a")], [user("a")], [SYSTEM, user("a")]),
+    "its last question alone": ("a", MORE, MORE),
+    "its first question alone": (" h", MORE, MORE),
+    "the same": (MORE, MORE, MORE),
+    "a dialogue's opening": ("\n\nHuman: a\n\nAssistant:", [user("a")], [user("a")]),
+    "another question": ("x", MORE, None),
+    "another answer": ([user("h"), bot("x"), user("a")], MORE, None),
+    "another system turn": ([{**SYSTEM, "content": "t"}, user("a")], [SYSTEM, user("a")], None),
+    "no more than a system turn": (None, [SYSTEM, user("a")], [SYSTEM, user("a")]),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_policy_and_reward_model_see_the_prompt_of_dialogues_with_all_that_stands_beside_them(name, tmp_path):
+    beside, dialogue, expected = SHARED[name]
+    row = {"prompt": beside, "chosen": [*dialogue, bot("b")], "rejected": [*dialogue, bot("c")]}
+    other = {"prompt": "q", "chosen": "b", "rejected": "c"}
+    spec, tokenizer = write(tmp_path / "r.jsonl", [other, row]), byte_tokenizer()
+    for reader, prompt in (("sft", lambda x: x.messages[:-1]), ("pairs", lambda x: x.prompt),
+                           ("prompts", lambda x: x.turns)):  # fmt: skip
+        found = [prompt(item) for item in load_rows_as(reader, spec, tokenizer)]
+        assert found == [[user("q")], expected][: 1 + (expected is not None)], reader
+
+
+@pytest.mark.parametrize("row, expected", [
+    ({"prompt": "a", "completion": None, "chosen": "b", "rejected": "c"}, [user("a"), bot("b")]),
+    ({"messages": None, "prompt": "a", "completion": "b", "label": None}, [user("a"), bot("b")]),
+    ({"prompt": None, "instruction": "a", "input": None, "output": "b"}, [user("a"), bot("b")]),
+    ({"prompt": "a", "responses": None, "chosen": "b"}, [user("a"), bot("b")]),
+    ({"instruction": None, "chosen": TALK}, TALK),
+    ({"messages": [{**user("a"), "from": None, "tool_calls": None, "weight": None}, bot("b")]},
+     [user("a"), bot("b")]),
+])  # fmt: skip
+def test_a_null_hides_nothing_that_stands_beside_it(row, expected):
+    assert data.sft_messages(row)[0] == expected
+
+
+PAIRS_OF_SETS = {  # rows of public sets -> prompt, responses, best first
+    "RewardBench 2": ({"id": "1", "prompt": "a", "chosen": ["b"], "rejected": ["c", "d", "e"], "num_correct": 1,
+                       "subset": "Math"}, [user("a")], ["b", "c", "d", "e"]),
+    "LLaMA-Factory": ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"},
+                       {"from": "human", "value": "a"}], "chosen": {"from": "gpt", "value": "b"},
+                       "rejected": {"from": "gpt", "value": "c"}}, MORE, ["b", "c"]),
+    "OpenAI's summaries": ({"info": {"id": "t3", "post": "p", "title": "t", "subreddit": "r", "site": None,
+                            "article": None}, "summaries": [{"text": "c", "policy": "x", "note": None},
+                            {"text": "b", "policy": "y", "note": None}], "choice": 1, "worker": "w"},
+                           [user("SUBREDDIT: r/r\n\nTITLE: t\n\nPOST: p\n\nTL;DR:")], ["b", "c"]),
+    "OpenAI's news": ({"info": {"id": "t3", "post": None, "title": "t", "article": "p"}, "choice": 0,
+                       "summaries": [{"text": "b"}, {"text": "c"}]}, [user("p\n\nTL;DR:")], ["b", "c"]),
+    "UltraInteract": ({"task": "Math", "trajectory": [{"from": "user", "value": "a"}], "chosen": "b",
+                       "rejected": "c", "parent_id": "0"}, [user("a")], ["b", "c"]),
+    "dialogues with a label": ([{"messages": [*MORE, bot(x)], "label": x == "b"} for x in "cb"], MORE, ["b", "c"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS_OF_SETS)
+def test_pairs_of_more_public_sets_are_read(name, tmp_path):
+    rows, prompt, texts = PAIRS_OF_SETS[name]
+    rows, tokenizer = rows if isinstance(rows, list) else [rows], byte_tokenizer()
     spec = write(tmp_path / "r.jsonl", rows)
-    for split in ("train", "test"):
-        data.load_rows(spec, "sft", split)
-    assert capsys.readouterr().out == f"{spec}: columns ['reply', 'system_prompt'] are not read\n"
-    for kind in tiny.SIZES:
-        data.load_rows("tiny", kind)
-    assert not capsys.readouterr().out
+    (c,) = comparisons.load(spec, "train", tokenizer, 500)
+    assert (c.prompt, c.texts, c.ranks[0]) == (prompt, texts, 0)
+    assert generate.load_prompts(spec, "train", tokenizer, 500)[0].turns == prompt
+    assert data.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot("b")]
 
 
 # -- files and mixtures --------------------------------------------------------------------
@@ -206,6 +420,7 @@ FILES = {  # (content, the places of A and B)
     "r.jsonl.gz": (f"{json.dumps(A)}\n{json.dumps(B)}\n", (1, 2)),
     "r.json": (json.dumps([A, B], indent=1), (1, 2)),
     "data.json": (json.dumps({"version": 1, "data": [A, B]}), (1, 2)),
+    "lines.json": (f"{json.dumps(A)}\n\n{json.dumps(B)}\n", (1, 3)),
     "r.csv": ('\ufeffprompt,completion\r\na,"b, \xe9"\r\nc,\r\n', (2, 3)),  # as a spreadsheet writes it
     "C:\\data\\x.csv": ('prompt;completion\na;"b, \xe9"\nc;\n', (2, 3)),
     "r.parquet": (None, (1, 2)),
@@ -267,7 +482,7 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
     found = [[row.data[name] for name in names] for row in data.load_rows(spec, "sft")]
     assert found == [["4", True, 1.5], ["x", False, None], ["v", None, -2]]
     cells = {"prompt": "a", "response": "b", "helpfulness": "3", "score": ""}  # of a public set
-    assert formats.from_csv(cells)["score"] == 3
+    assert formats.from_csv(cells)[0]["score"] == 3
 
 
 def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
@@ -310,6 +525,31 @@ def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts,
     assert len(set(some)) == 50  # completions of a prompt stay together
 
 
+def test_a_part_of_a_mixture_that_would_have_no_row_is_an_error(tmp_path):
+    paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(9)]) for n in "ab"]
+    with pytest.raises(InputError, match=r"a\.jsonl: the weight 0\.01 gives it no row"):
+        data.load_rows(f"{paths[0]}:0.01,{paths[1]}:0.99", "sft")
+
+
+@pytest.mark.parametrize(
+    "spec, value, weight",
+    [("t.csv?time==12:30", "12:30", None), ("t.csv?time==12:30:15", "12:30:15", None),
+     ("t.csv?time==12:30:0.5", "12:30", 0.5), ("t.csv?lang==en:7", "en", 7), ("t.csv?n>=2:7", "2", 7),
+     ("t.csv?n==2:0.5", "2", 0.5)],
+)  # fmt: skip
+def test_a_value_may_hold_a_colon(spec, value, weight, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.csv").write_text("time,lang,n\n12:30,en,2\n")
+    ((_, [(_, _, found)], w),) = data.sources(spec)
+    assert (found, w) == (value, weight)
+
+
+def test_long_cells_of_a_csv_are_read(tmp_path):
+    (tmp_path / "t.csv").write_text("prompt,completion\na," + "b" * 200_000 + "\n")
+    (row,) = data.load_rows(str(tmp_path / "t.csv"), "sft")
+    assert row.data["completion"] == "b" * 200_000
+
+
 def test_tiny_takes_options_and_the_split():
     options = data.load_rows("tiny:length_bias=0.6:seed=3", "preferences", "test")
     expected = tiny.rows("preferences", "test", seed=3, length_bias=0.6)
@@ -325,6 +565,8 @@ def test_tiny_takes_options_and_the_split():
         ("org/name", ("org/name", None, "test")),
         ("org/name[train_sft]", ("org/name", None, "train_sft")),
         ("org/name[main/train]", ("org/name", "main", "train")),
+        ("org/name[train[:10%]]", ("org/name", None, "train[:10%]")),
+        ("org/name[main/train[10:20]]", ("org/name", "main", "train[10:20]")),
     ],
 )
 def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
@@ -361,6 +603,9 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
         ("r.csv", "prompt\n\xe9\n".encode("latin-1"), r"r\.csv:.*utf-8"),
         ("r.csv?b=prompt", b"a,c\n1,2\n", r"\?b=prompt: no row has that column, of \['a', 'c'\]"),
         ("r.csv?a>=2", b"a,c\n1,2\n", "no row meets its conditions"),
+        ("r.csv", b"prompt,completion,prompt\na,b,c\n", r"r\.csv:1: .*\['prompt'\] twice"),
+        ("r.jsonl", GOOD + b'{"prompt": "a", "completion": "b", "prompt": "c"}', r"r\.jsonl:2.*'prompt'\] twice"),
+        ("r.json", b'[{"prompt": "a", "messages": [{"role": "x", "role": "y"}]}]', r"'role'\] twice"),
         ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
         ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
         ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),
@@ -469,7 +714,7 @@ def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(n
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
-        rows = [good, Row("r:2", formats.in_our_columns(bad))]
+        rows = [good, Row("r:2", formats.in_our_columns(bad)[0])]
         kept = len(data.sft_documents(rows, tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
         unread |= path[-1] == "text" and path[1] != 1 and isinstance(value, str)  # not the best one's
@@ -551,6 +796,12 @@ def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, t
         assert generation[1] == ids[:start] and (
             generation[0] == ids[: mask.index(True)] or name in LAST_ALONE
         )
+
+
+def test_an_answer_that_stands_in_the_opening_too_is_learnt_alone(tmp_path):
+    tokenizer = load(family("DeepSeek R1 distills"), tmp_path)  # its answers begin with <|Assistant|>
+    learnt = targets(tokenizer, *data.encode(tokenizer, [user("one letter"), bot("A")]))
+    assert learnt == ["A" + tokenizer.eos_token]
 
 
 def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):

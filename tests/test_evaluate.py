@@ -604,7 +604,7 @@ def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
 @pytest.mark.parametrize(
     "rows, best",
     [
-        ([{"completion": "ant", "score": 0.1}, {"completion": "eel", "score": 0.9}], "eel"),
+        ([{"completion": "ant", "score": 0.1}, {"completion": "eel", "score": "0.9"}], "eel"),
         ([{"completion": "ant", "score": -2}, {"completion": "eel", "score": 1}, {"completion": "cat"}], "eel"),
         ([{"completion": "ant", "label": False}, {"completion": "eel", "label": True}], "eel"),
         ([{"chosen": "ant", "rejected": "cat", "chosen_score": 2, "rejected_score": 1},

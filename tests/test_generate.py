@@ -89,14 +89,15 @@ UNUSABLE = {
     "the text holds a special token": {"prompt": "copy <|end|> ant"},
     "no prompt": {"prompt": " "},
     "columns ['text'] are no prompt row": {"text": "ant"},
-    "neither a list of messages nor a dialogue": {"chosen": "dog", "rejected": "eel"},
-    "a message is not {role, content}": {"prompt": 5},
+    "columns ['chosen', 'rejected'] are no prompt row": {"chosen": "dog", "rejected": "eel"},
+    "the prompt is int, wanted text or messages": {"prompt": 5},
+    "a message is not {role, content}": {"prompt": [{"a": 1}]},
     "a lone surrogate": {"prompt": "\ud800"},
     "an earlier answer is empty": {"prompt": HH.replace(" bear", "")},
     "a message has tool_calls": {"messages": [{**bot("ant"), "tool_calls": [{}]}, user("cat")]},
     "content of a message is null": {"messages": [{"role": "user", "content": None}]},
 }
-MALFORMED = [{"messages": user("cat")}, {"messages": "cat"}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}]
+MALFORMED = [{"messages": {"a": "cat"}}, {"messages": "cat"}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}]
 MALFORMED += [{"instruction": ["cat"]}, {"instruction": "copy", "input": 5}]  # which is not left out
 
 
