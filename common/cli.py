@@ -91,7 +91,8 @@ def parse(recipes, argv=None):
         args, every = _parse_flags(recipes, name, argv)
     if helps:
         _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
-    check_own_data(strange, args, argv)
+    if not named or name != first:  # who names tiny means it
+        check_own_data(strange, args, argv)
     if "base" in recipes and dist.is_main():
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
         (_, of_first), (_, of_recipe) = recipes[first], recipes[name]

@@ -228,6 +228,7 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
         *((name, "base --model other", "give --dataset your data") for name in processes.SCRIPTS),
         ("dpo_iterative", "--offline-data pairs.jsonl --iterations 1", "--offline-data pairs.jsonl"),
         ("dpo_iterative", "--offline-data pairs.jsonl --iterations 0 --eval-prompts 0", None),
+        ("ppo", "tiny --rehearsal-data rows.jsonl", None),
         ("rejection_sampling", "rest --model other", "--model other"),
         ("rejection_sampling", "--policy other", "--policy other"),
         ("sft", "--eval-dataset rows.jsonl", "--eval-dataset rows.jsonl"),
