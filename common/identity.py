@@ -39,7 +39,7 @@ def of_run(args, held_out) -> dict:
     known = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():
         if name in ("policy", "reference") and value in (None, "sft"):
-            value = args.model
+            value = getattr(args, "model", value)  # of common.evaluate the name of a policy
         values = value if isinstance(value, tuple) else [value]
         for text in (x for x in values if isinstance(x, str) and name != "output_dir"):
             with contextlib.suppress(InputError, OSError, ValueError):  # a word, which names nothing
