@@ -529,7 +529,7 @@ def _rendered(tokenizer, _, turns, opened):
     chat_template_utils.datetime = Clock  # what strftime_now asks
     try:
         return tokenizer.apply_chat_template(json.loads(turns), tokenize=False, add_generation_prompt=opened)
-    except jinja2.TemplateError as error:  # raised by templates that refuse a role or an order of roles
+    except (jinja2.TemplateError, TypeError) as error:  # of templates that refuse roles, or a thought in parts
         raise ValueError(f"the chat template refuses it: {error}") from None
 
 

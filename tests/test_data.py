@@ -269,6 +269,15 @@ def test_a_thought_that_the_template_writes_is_learnt(key, columns, tmp_path):
         comparisons.load(write(tmp_path / "p.jsonl", [pair]), "train", tokenizer, 500)
 
 
+def test_a_thought_that_is_no_text_drops_the_row(tmp_path, capsys):
+    tokenizer = load(family("Qwen3"), tmp_path)
+    thought = "'' + m.reasoning_content if m.reasoning_content is defined else "
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% set thought = ", "{% set thought = " + thought)
+    rows = [{"messages": [user("a"), {**THOUGHT, "reasoning_content": x}]} for x in ("t", ["t"], 5)]
+    assert len(data.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)) == 1
+    assert "the chat template refuses it" in capsys.readouterr().out
+
+
 def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
     tokenizer = load(family("Nemotron 3"), tmp_path)
     tokenizer.chat_template = tokenizer.chat_template.replace(
