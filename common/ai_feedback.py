@@ -25,6 +25,7 @@ gives an object with the two methods of LanguageModel.
 
 import collections
 import contextlib
+import copy
 import itertools
 import json
 import math
@@ -178,7 +179,7 @@ def sample(rows, policies, principles, args):
     for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
         questions, texts = [], [{} for _ in group]
         for row in group:
-            questions += [asked(row)] * args.responses
+            questions += [asked(row) for _ in range(args.responses)]
         for place, (name, policy) in enumerate(policies.items()):
             seed = dist.seed_of(args.seed, "sample", place, *(row.number for row in group))
             answers = policy.generate(questions, args.max_new_tokens, args.temperature, seed)
@@ -276,7 +277,7 @@ def oracle(model):
 
 def asked(row) -> Question:
     """A row's last turn, to be answered behind those before it."""
-    return Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=row.prompt[:-1])
+    return Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=copy.deepcopy(row.prompt[:-1]))
 
 
 def revise(rows, labeler, principles, args):

@@ -11,6 +11,7 @@ log P(a beats b) / P(b beats a), as of common.pairwise:oracle=RUN.
 
 import collections
 import contextlib
+import copy
 import functools
 import hashlib
 import importlib
@@ -116,10 +117,11 @@ def _call(term, batch) -> list[dict[str, float]]:
     number} where the function gives a list."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.text for _, response, *_ in batch]
-    rows = [{**prompt.row.data, "messages": prompt.turns} for prompt, *_ in batch]
+    # Copies, for what a function changes must not reach the next response, the pool or the data
+    rows = [copy.deepcopy({**prompt.row.data, "messages": prompt.turns}) for prompt, *_ in batch]
     arguments, did, n = (questions, texts, rows), "raised", len(batch)
     if compares(term):
-        arguments = ([(prompt.turns, a.text, b.text) for prompt, a, b in batch],)
+        arguments = ([(row["messages"], a.text, b.text) for row, (_, a, b) in zip(rows, batch)],)
     try:
         given = term.function(*arguments)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"

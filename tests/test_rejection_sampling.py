@@ -147,14 +147,15 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
 
 def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order():
     args = make_args(packing=False, epochs=3, batch_size=4, lr_decay=0.5, warmup_ratio=0)
-    stages = [generate.documents(answers([row(p, "ant") for p in some], MANY)) for some in (MANY, MANY[:4])]
+    parts = (MANY, MANY[:4], MANY[:4])
+    stages = [generate.documents(answers([row(p, "ant") for p in some], MANY)) for some in parts]
     plan = rs.plan_steps(stages, 1, args)
     steps = [[document.messages[0]["content"] for (document,) in blocks] for _, blocks in plan]
-    assert [len(step) for step in steps] == [4, 4, 2] * 3 + [4] * 3
+    assert [len(step) for step in steps] == [4, 4, 2] * 3 + [4] * 6
     passes = [sum(steps[i : i + 3], []) for i in (0, 3, 6)]
     assert [sorted(texts) for texts in passes] == [sorted(p.turns[0]["content"] for p in MANY)] * 3
     assert passes[0] != passes[1] != passes[2] != passes[0]
-    assert (plan[0][0], plan[9][0]) == (args.lr, args.lr / 2)  # the second stage's
+    assert [plan[i][0] for i in (0, 9, 12)] == [args.lr, args.lr / 2, args.lr / 4]  # a stage lower each time
 
 
 # -- a version's study ---------------------------------------------------------------------

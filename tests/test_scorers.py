@@ -1,6 +1,7 @@
 """common/scorers.py: scores of responses by models, functions and what compares two of them."""
 
 import importlib
+import json
 import math
 import os
 import re
@@ -374,6 +375,34 @@ def test_a_function_of_the_current_directory_scores_texts_and_rows(write, pairs)
     assert said == ["ant cat", "dog eel fox goat um well", "owl", "owl", "pig so"]
     assert rows[1] == {"prompt": TALK, "messages": TALK}
     assert rows[3] == {"prompt": asked[3], "more": 7, "messages": [user(asked[3])]}
+
+
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_nor_the_run(load, pairwise):
+    """A judge that appends the answer, and looks how long the dialogue is."""
+    (prompt,), lengths = load([{"messages": TALK, "tags": ["a"]}]), []
+
+    def score(prompts, responses, rows):
+        for row in rows:
+            lengths.append(len(row["messages"]) + len(row["tags"]))
+            row["messages"].append(bot("the answer"))
+            row["messages"][0]["content"] = "another"
+            row["tags"].append("b")
+        return [0.0] * len(rows)
+
+    def compare(duels):
+        for messages, _, _ in duels:
+            lengths.append(len(messages) + 1)
+            messages.append(bot("the answer"))
+            messages[0]["content"] = "another"
+        return [0.0] * len(duels)
+
+    compare.pairwise = True
+    functions = [scorers.Term(compare if pairwise else score, name="judge")]
+    judge = scorers.Scorer("judge", "judge@1", functions, pairwise=pairwise)
+    before = json.dumps([prompt.turns, prompt.row.data])
+    scorers.score(judge, [(prompt, response(text)) for text in ("ant", "bear", "cat")], 8)
+    assert lengths == [len(TALK) + 1] * 3 and json.dumps([prompt.turns, prompt.row.data]) == before
 
 
 @pytest.mark.parametrize(
