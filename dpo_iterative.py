@@ -32,7 +32,7 @@ from common import comparisons, data, dist, generate, loading, models, plots, sc
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device, turns_key
 from common.cli import check_flags
 from common.losses import dpo_loss, length_penalty
-from common.pool import Pool, pairing_figures, write_pairs
+from common.pool import Pool, pairing_figures, rows_of, write_pairs
 from common.run import Run, launch
 from common.versions import Answers, Versions
 
@@ -310,7 +310,8 @@ def main(args: Args):
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     if sampled:
         prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
-    prompts_of = generate.deal_prompts(prompts, args)  # {iteration: its prompts}
+    pool_rows = rows_of(run)  # of a resumed run
+    prompts_of = generate.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
 
     # models, sharded over the ranks: the oracle stays, policies and the reference come and go
     scorer = None
@@ -327,7 +328,7 @@ def main(args: Args):
     plan += f"responses and at most one pair each; {args.epochs:g} epochs on an iteration's pairs"
     run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now is an old run replaced
     versions.begin()
-    pool = Pool(run)
+    pool = Pool(run, pool_rows)
     evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
     pairs_of, with_pi_0 = {}, {}  # {iteration: pairs}, {(iteration, pi_0): the same with ref_logprobs}
 

@@ -37,7 +37,7 @@ from common import data, dist, generate, loading, models, plots, scorers
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
 from common.cli import check_flags
 from common.losses import sft_loss
-from common.pool import Pool, answers, selection_figures, take
+from common.pool import Pool, answers, rows_of, selection_figures, take
 from common.run import Run, launch
 from common.versions import Sweep, Versions
 
@@ -244,11 +244,11 @@ def main(args: Args):
     for name in dict.fromkeys([args.model, policy]):
         generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
     prompts, held_out = generate.train_and_held_out(args, tokenizer)
-    sft_documents, given_rows = [], []
+    sft_documents, pool_rows = [], rows_of(run)
     if args.sft_dataset:
         sft_documents = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
     if args.pool and not run.resumed:
-        given_rows = take(args.pool, prompts, tokenizer, args.max_length)
+        pool_rows = take(args.pool, prompts, tokenizer, args.max_length)
 
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
@@ -261,7 +261,7 @@ def main(args: Args):
     plan = f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
     plan += f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
     run.begin(plan=plan, held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
-    pool = Pool(run, given_rows)
+    pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
     if not args.n_samples:  # a pool alone: its last iteration is selected from again
         newest = max(0, newest - 1)
@@ -272,7 +272,8 @@ def main(args: Args):
         latest = versions.path(iteration - 1)
         if args.n_samples:
             n_prompts = args.prompts_per_iteration or len(prompts)
-            chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed)
+            start = pool.n_prompts_before(iteration)
+            chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
             temperature = versions.studies[iteration - 1]["temperature"]
             pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
         run.lap("sample")

@@ -1,5 +1,6 @@
 """Prompts, and a policy's responses to them: what rejection sampling, PPO and iterative DPO begin with."""
 
+import collections
 import math
 from functools import partial
 from typing import NamedTuple
@@ -74,25 +75,44 @@ def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
     return data.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)
 
 
-def fresh_prompts(prompts, n, iteration, seed) -> list[Prompt]:
+def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
     """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
-    over the prompts. None comes again before all have come, or twice in an iteration."""
+    over the prompts. None comes again before all have come, or twice in an iteration. start: how many the
+    iterations before had, where these were not all of n."""
     n, order, tail = min(n, len(prompts)), [], []
-    for again in range(math.ceil(iteration * n / len(prompts))):
+    start = (iteration - 1) * n if start is None else start
+    for again in range(math.ceil((start + n) / len(prompts))):
         new = dist.shuffled(len(prompts), seed, "prompts", again)
         order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
-        tail = set(order[len(order) - len(order) % n :])
-    return [prompts[i] for i in order[(iteration - 1) * n : iteration * n]]
+        tail = set(order[len(order) - (len(order) - start) % n :])
+    return [prompts[i] for i in order[start : start + n]]
 
 
-def deal_prompts(prompts, args) -> dict[int, list[Prompt]]:
-    """{iteration: its --prompts-per-iteration fresh prompts}, none in two of them."""
-    n = args.prompts_per_iteration or max(1, len(prompts) // max(1, args.iterations))
-    if n * args.iterations > len(prompts):
-        need = f"{args.iterations} iterations of {n} fresh prompts need {n * args.iterations}"
+def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
+    """{iteration: its --prompts-per-iteration fresh prompts}, none in two of them. rows: of the pool of a
+    resumed run, whose prompts stay those of their iterations. Where they have no score yet, a crash may have
+    cut the sampling: fresh ones join them."""
+    by_key, dealt = {prompt.key: prompt for prompt in prompts}, collections.defaultdict(dict)
+    for row in sorted(rows, key=lambda row: row["chunk"]):
+        dealt[row["iteration"]][turns_key(row["prompt"])] = by_key.get(turns_key(row["prompt"]))
+    whole = {row["iteration"] for row in rows if row["scorer"]}
+    todo = [i for i in range(1, args.iterations + 1) if i not in whole]
+    used = {key for of_one in dealt.values() for key in of_one}
+    order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
+    fresh = [prompts[i] for i in order if prompts[i].key not in used]
+    left = len(fresh) + sum(len(dealt[i]) for i in todo)
+    equal = min(len(prompts) // max(1, args.iterations), left // max(1, len(todo)))
+    n = args.prompts_per_iteration or max(1, equal)
+    n_fresh = {i: max(0, n - len(dealt[i])) for i in todo}
+    need = sum(n_fresh.values())
+    if need > len(fresh):
         mend = "lower --iterations or --prompts-per-iteration"
-        raise InputError(f"{args.dataset}: {need}, there are {len(prompts)}: {mend}")
-    return {i: fresh_prompts(prompts, n, i, args.seed) for i in range(1, args.iterations + 1)}
+        why = f"{len(todo)} iterations of {n} fresh prompts need {need}, there are {len(fresh)}"
+        raise InputError(f"{args.dataset}: {why}: {mend}")
+    for i in todo:
+        dealt[i].update((prompt.key, prompt) for prompt in fresh[: n_fresh[i]])
+        fresh = fresh[n_fresh[i] :]
+    return {i: [prompt for prompt in of_one.values() if prompt] for i, of_one in dealt.items()}
 
 
 def prompt_turns(row: dict) -> list[dict]:

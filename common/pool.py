@@ -46,15 +46,17 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
     return data.made_of(rows, fitting, f"--pool {path}")
 
 
+def rows_of(run) -> list[dict]:
+    """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
+    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl") if run.resumed and dist.is_main() else [])
+
+
 class Pool:
     """Every response that a run sampled, with its scores: `rows` and the file pool.jsonl."""
 
-    def __init__(self, run, rows=()):
-        """rows: those of an earlier run; a run that is gone on with has its own."""
-        self.args, self.path = run.args, f"{run.folder}/pool.jsonl"
-        if run.resumed:  # rank 0's on every rank, up to a line that a crash cut
-            rows = dist.gather(metrics.read_jsonl(self.path) if dist.is_main() else [])
-        self.rows = list(rows)
+    def __init__(self, run, rows):
+        """rows: those of an earlier run, or of this one, which is resumed."""
+        self.args, self.path, self.rows = run.args, f"{run.folder}/pool.jsonl", list(rows)
         self.write()
 
     def write(self):
@@ -65,8 +67,11 @@ class Pool:
 
     def sample(self, samplers, prompts, iteration, versions):
         """Responses to each prompt, from each of the samplers [(model name, temperature, number of
-        responses)], appended to the pool chunk by chunk; what is there already is not sampled again."""
+        responses)], appended to the pool chunk by chunk; what is there already is not sampled again. What has
+        scores was sampled whole: this stays, also where the flags are others by now."""
         args = self.args
+        if any(row["iteration"] == iteration and row["scorer"] for row in self.rows):
+            return
         for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
             if not chunks:
                 continue
@@ -106,6 +111,11 @@ class Pool:
             self.rows = kept
             self.write()
         return missing
+
+    def n_prompts_before(self, iteration) -> int:
+        """How many prompts the iterations before had, all together."""
+        before = [row for row in self.rows if row["iteration"] < iteration]
+        return len({(row["iteration"], turns_key(row["prompt"])) for row in before})
 
     def score(self, scorer, prompts):
         """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.

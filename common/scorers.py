@@ -199,7 +199,7 @@ def version_of(spec) -> str:
     version = ""
     if dist.is_main():
         behind = identity(spec)
-        names = "+".join(function for _, function, *_ in behind.get("function", ()))
+        names = "+".join(f"{place}:{name}" for place, name, *_ in behind.get("function", ()))
         version = f"{names}@{hashlib.sha256(json.dumps(behind).encode()).hexdigest()[:8]}"
     dist.barrier()  # files may be large
     return dist.gather([version])[0]

@@ -2,10 +2,11 @@
 
 import dataclasses
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
-from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, user, write_rows
+from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import dist, generate, loading, metrics, tiny
@@ -134,6 +135,68 @@ def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
     assert (len(train), len(test)) == (6000, 1000)
     assert not {p.key for p in train} & {p.key for p in test}
     assert {p.category for p in train} == set(tiny.COMMANDS)
+
+
+# -- an iteration's prompts -----------------------------------------------------------------------
+MANY = [prompt(f"copy {word}", i) for i, word in enumerate(tiny.WORDS[-12:])]
+
+
+def deal(rows=(), prompts=MANY, **options):
+    args = {"iterations": 3, "prompts_per_iteration": None, "seed": 0, "dataset": "p.jsonl", **options}
+    dealt = generate.deal_prompts(prompts, SimpleNamespace(**args), rows)
+    return {i: [p.question for p in of_one] for i, of_one in dealt.items()}
+
+
+def pool_of(dealt, whole, cut=None, n=0):
+    """Rows of a pool: of whole iterations, and of the first n prompts of one that a crash cut."""
+    by_question = {p.question: p for p in MANY}
+    rows = [row(by_question[x], "ant", iteration=i) for i in whole for x in dealt[i]]
+    return rows + [row(by_question[x], "ant", iteration=cut, scorer=None) for x in dealt.get(cut, [])[:n]]
+
+
+def test_prompts_are_dealt_as_before_where_a_run_is_resumed_with_the_same_flags():
+    dealt = deal()
+    assert {i: len(of_one) for i, of_one in dealt.items()} == {1: 4, 2: 4, 3: 4}
+    assert len(set(sum(dealt.values(), []))) == 12
+    for whole, cut, n in (([], 1, 3), ([1], None, 0), ([1], 2, 2), ([1, 2], 3, 4), ([1, 2, 3], None, 0)):
+        assert deal(pool_of(dealt, whole, cut, n)) == dealt
+    assert deal(pool_of(deal(prompts=MANY[:11]), [1]), MANY[:11]) == deal(prompts=MANY[:11])  # 3, 3, 3 of 11
+
+
+@pytest.mark.parametrize("options", [{"iterations": 6}, {"iterations": 2}, {"seed": 1}, {"prompts_per_iteration": 2}])
+def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_is_dealt_twice(options):
+    dealt = deal()
+    again = deal(pool_of(dealt, [1], 2, 3), **options)
+    assert again[1] == dealt[1] and again[2][:3] == dealt[2][:3]
+    assert len(again) == options.get("iterations", 3)
+    assert len(set(sum(again.values(), []))) == sum(map(len, again.values()))
+    sizes = {"iterations": {6: [4, 3, 1, 1, 1, 1], 2: [4, 6]}.get(options.get("iterations"))}["iterations"]
+    sizes = sizes or {"seed": [4, 4, 4]}.get(*options) or [4, 3, 2]
+    assert [len(of_one) for of_one in again.values()] == sizes
+
+
+def test_prompts_that_have_left_the_data_leave_their_iteration_alone():
+    dealt = deal()
+    left = [p for p in MANY if p.question != dealt[1][0]]
+    again = deal(pool_of(dealt, [1]), left)
+    assert again[1] == dealt[1][1:] and len(set(sum(again.values(), []))) == 3 + 3 + 3
+
+
+def test_too_few_prompts_for_what_is_left_are_an_error():
+    with pytest.raises(InputError, match="p.jsonl: 3 iterations of 5 fresh prompts need 15, there are 12: lower"):
+        deal(prompts_per_iteration=5)
+    with pytest.raises(InputError, match="2 iterations of 5 fresh prompts need 10, there are 8: lower"):
+        deal(pool_of(deal(), [1]), prompts_per_iteration=5)
+    with pytest.raises(InputError, match="5 iterations of 2 fresh prompts need 8, there are 0: lower"):
+        deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
+
+
+def test_the_next_prompts_follow_those_that_were_taken():
+    """With 5 of 12 an iteration, then 3: none comes again before all have come."""
+    first, second = (generate.fresh_prompts(MANY, 5, i, 0) for i in (1, 2))
+    third = generate.fresh_prompts(MANY, 3, 3, 0, 10)
+    assert len({p.key for p in [*first, *second, *third[:2]]}) == 12 and len({p.key for p in third}) == 3
+    assert generate.fresh_prompts(MANY, 5, 3, 0, 10) == generate.fresh_prompts(MANY, 5, 3, 0)
 
 
 # -- responses -----------------------------------------------------------------------------------

@@ -527,7 +527,7 @@ def test_the_version_changes_with_the_functions_file(write, tmp_path, monkeypatc
     versions = [write("return [0.0]", "a").version, write("return [0.0]", "b").version]
     versions.append(write("return [1.0]", "c").version)
     assert versions[0] == versions[1] != versions[2]
-    assert all(version.startswith("f@") for version in versions)
+    assert all(version.startswith("my_scores:f@") for version in versions)
     text = "def f(prompts, responses, rows):\n    return helper(prompts)\n\n\ndef helper(x):\n    return [{}] * len(x)\n"
     for name, x in (("one", 1.0), ("same", 1.0), ("helper", 2.0)):
         (tmp_path / name).mkdir()
@@ -606,7 +606,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
     dist.save_model(policy, TOKENIZER, tmp_path)
     name = f"common.pairwise:oracle={tmp_path}"
     scorer = scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and scorer.version.startswith("oracle@")
+    assert scorer.pairwise and scorer.version.startswith("common.pairwise:oracle@")
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
