@@ -403,8 +403,8 @@ def main(args: Args):
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
     if args.patience and "best_version" not in state:  # this policy, until another one is better
         score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
-        state["best_version"] = {"score": score, "evaluations_since": 0}
-        dist.save_checkpoint(best, state["step"], only_policy, {"iteration": state["step"]})
+        state["best_version"] = {"score": score, "evaluations_since": 0, "iteration": state["step"]}
+        dist.save_checkpoint(best, state["step"], only_policy, {})
 
     for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them
         if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
@@ -465,11 +465,16 @@ def main(args: Args):
         if args.patience and "eval/score" in row:
             state["best_version"]["evaluations_since"] += 1
             if row["eval/score"] > state["best_version"]["score"]:
-                state["best_version"] = {"score": row["eval/score"], "evaluations_since": 0}
-                dist.save_checkpoint(best, iteration, only_policy, {"iteration": iteration})
+                version = {"score": row["eval/score"], "evaluations_since": 0, "iteration": iteration}
+                state["best_version"] = version
+                # The best one of the last checkpoint stays: a crash before the next one leads back to it
+                kept = dist.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
+                dist.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
         run.log(row, state["value_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
 
-    exported = dist.load_checkpoint(best, only_policy)["iteration"] if args.patience else state["step"]
+    exported = state["best_version"]["iteration"] if args.patience else state["step"]
+    if args.patience:
+        dist.load_checkpoint(best, only_policy, step=exported)
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},

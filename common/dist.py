@@ -313,8 +313,9 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-def save_checkpoint(root, step: int, modules: dict, state: dict):
-    """Write `root`/step_N whole or not at all, point `root`/latest at it, drop older ones. Any ranks load it.
+def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | None = None):
+    """Write `root`/step_N whole or not at all, point `root`/latest at it, drop others, but that of the step
+    `keep`. Any ranks load it.
 
     modules: {name: (model, its AdamW)}. state: what else resuming needs, as JSON (counters, positions).
       Random numbers have no state to keep: a generator is made from a seed where it is used."""
@@ -338,17 +339,19 @@ def save_checkpoint(root, step: int, modules: dict, state: dict):
         files.sync_folder(root)
         files.replace(root / "latest", final.name)
         for old in root.glob("step_*"):  # only now, when the new one is on the disk
-            if old != final:
+            if old.name not in (final.name, f"step_{keep}"):
                 shutil.rmtree(old, ignore_errors=True)
     barrier()
 
 
-def load_checkpoint(root, modules: dict, wanted: dict | None = None) -> dict:
-    """Fill `modules` from the checkpoint that `root`/latest names, and return its `state`. Learning rate,
-    weight decay and their like stay as the optimisers have them now. wanted: see files.read_json."""
+def load_checkpoint(root, modules: dict, wanted: dict | None = None, step: int | None = None) -> dict:
+    """Fill `modules` from the checkpoint that `root`/latest names, or that of `step`, and return the `state` of
+    the latest. Learning rate, weight decay and their like stay as the optimisers have them now. wanted: see
+    files.read_json."""
     import torch.distributed.checkpoint as dcp
 
     folder, state = _latest(root, wanted)
+    folder = folder if step is None else Path(root) / f"step_{step}"
     try:
         with warnings.catch_warnings(action="ignore"):
             dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)

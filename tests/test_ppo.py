@@ -534,6 +534,11 @@ asked = itertools.chain([0.0, 1.0], itertools.repeat(0.5))  # the second of the 
 def fading(prompts, responses, rows):
     return [next(asked)] * 6 if len(prompts) == 6 else [len(text) / 10 for text in responses]
 
+rising = itertools.chain([0.0, 1.0, 0.5, 2.0], itertools.repeat(0.9))
+
+def best_in_the_third(prompts, responses, rows):
+    return [next(rising)] * 6 if len(prompts) == 6 else [len(text) / 10 for text in responses]
+
 def safe(prompts, responses, rows):
     return [-3.0 if len(text.split()) % 2 else 3.0 for text in responses]
 """
@@ -905,6 +910,22 @@ def test_with_patience_the_best_held_out_version_is_exported_also_by_a_killed_ru
     as_killed(tmp_path / "late", "row 12", killed)
     succeeds(run(small, killed, "--resume", **{**options, "patience": 9}))
     assert read_json(killed / "summary.json")["exported_iteration"] == 3
+
+
+def test_the_best_version_of_a_continuation_that_was_lost_is_not_exported(small, tmp_path):
+    """The third iteration is the best, and the run is killed before a checkpoint has it; resumed, the third one
+    is worse (the judge counts anew): that of the first, which the checkpoint knows, is the best there ever was."""
+    options = {**SHORT, "scorer": "ppo_judges:best_in_the_third", "iterations": 4, "save_every": 2}
+    options |= {"patience": 9, "eval_every": 1}
+    run_one, killed = tmp_path / "one", tmp_path / "killed"
+    succeeds(run(small, run_one, **{**options, "iterations": 1, "patience": 0}))
+    succeeds(run(small, tmp_path / "whole", moment="copy row 12", **options))
+    assert read_json(tmp_path / "whole" / "summary.json")["exported_iteration"] == 3
+    as_killed(tmp_path / "whole", "row 12", killed)
+    assert {path.name for path in (killed / "best").glob("step_*")} == {"step_1", "step_3"}
+    succeeds(run(small, killed, "--resume", **options))
+    assert read_json(killed / "summary.json")["exported_iteration"] == 1
+    assert same_weights(killed, run_one)
 
 
 def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, tmp_path, monkeypatch):
