@@ -11,7 +11,7 @@ samples.jsonl, plots, summary.json. A checkpoint holds weights, optimiser and th
 
     python sft.py                                           the tiny world, under a minute on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
-    torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template llama3.jinja
+    torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
 Differs from the paper: blocks are packed without attention across documents, where the authors' packing lets
 them see each other; AdamW's betas are 0.9 and 0.95.
@@ -190,7 +190,7 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow": (
-        "RLHF Workflow's SFT of Llama-3-8B; give --chat-template with Llama 3's",
+        "RLHF Workflow's SFT of Llama-3-8B; give --chat-template docs/templates/llama3.jinja",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # theirs
             epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,  # its 3.1
@@ -206,7 +206,7 @@ RECIPES = {
         ),
     ),
     "llama2": (
-        "Llama 2's SFT; give --chat-template with Llama 2's",
+        "Llama 2's SFT; give --chat-template docs/templates/llama2.jinja",
         replace(
             LARGE, model="meta-llama/Llama-2-7b-hf",
             dataset="HuggingFaceH4/ultrachat_200k[train_sft]",  # ours: its 27,540 answers are not public
@@ -214,7 +214,7 @@ RECIPES = {
         ),
     ),
     "dpo": (
-        "the SFT before DPO, on the preferred answers; give --chat-template",
+        "the SFT before DPO, on the preferred answers; give --chat-template docs/templates/chat.jinja",
         replace(
             LARGE, model="EleutherAI/pythia-2.8b", dataset="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
             epochs=1.0, lr=5e-7, lr_schedule="constant_with_warmup", warmup_ratio=0.06, batch_size=64,

@@ -30,12 +30,15 @@ LAYOUT = 2  # of checkpoints; raise it when those before cannot be gone on with
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
 compute_dtype = None  # of forward and backward, where --compute-dtype says one
+here = torch.device("cpu")  # this rank's device, once `setup` has found it
 ranks_per_copy = 1  # of a model inside `consolidated`: --generate-tensor-parallel
 
 
 # -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
-    """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
+    """Join the process group that torchrun's environment describes, if any; returns this rank's device. What
+    is computed with is printed, and a GPU that torch cannot use."""
+    global here
     transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
     transformers.utils.logging.set_verbosity_error()  # that a scorer's head is new is no news
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
@@ -59,7 +62,33 @@ def setup() -> torch.device:
         # gloo beside nccl and its like: checkpoints and objects travel on the CPU
         backend = device and f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}"
         td.init_process_group(backend or "gloo", **options)
-    return device or torch.device("cpu")
+    here = device or torch.device("cpu")
+    if is_main():
+        with_what = ", ".join(f"{name} {value}" for name, value in machine().items())
+        print(f"{with_what}; torch {torch.__version__}, transformers {transformers.__version__}")
+        if not device:
+            _warn_of_unused_gpu()
+    return here
+
+
+def machine() -> dict:
+    """What a run computes with, for its first line and args.json."""
+    name = f"{here} ({torch.cuda.get_device_name(here)})" if here.type == "cuda" else str(here)
+    dtype = str(compute_dtype_of(here)).removeprefix("torch.")
+    return {"device": name, "compute_dtype": dtype, "world_size": world_size()}
+
+
+def _warn_of_unused_gpu(driver=Path("/dev/nvidiactl")):
+    """A line where an NVIDIA GPU is there, and not hidden on purpose, but torch cannot use it: a driver that
+    is older than its CUDA, or a torch without CUDA. driver: the file that a loaded driver makes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.is_available()  # warns of a driver that is too old
+    if (driver.exists() or caught) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        why = f": {str(caught[0].message).split('. ')[0]}" if caught else ""
+        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it{why}"
+        mend = "update the driver, or install a torch for it"
+        print(f"warning: this machine has an NVIDIA GPU, but {built}. All runs on the CPU: {mend}")
 
 
 def _keep_freed_memory():

@@ -337,7 +337,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     packages = "torch transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
     begun = {
-        "stage": stage, "args": dataclasses.asdict(args), "world_size": dist.world_size(),
+        "stage": stage, "args": dataclasses.asdict(args), **dist.machine(),
         "began": data.Clock.began.isoformat(), "git": _git_head(), "versions": versions,
         "python": sys.version.split()[0], "command": sys.argv,
         "began_with": identity.of_run(args, held_out) if dist.is_main() else {},

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from scorers import bot, user
-from templates import CHATML, FAMILIES, GPT2, SPECIAL, byte_tokenizer, family
+from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
 from common import comparisons, data, formats, generate, loading, tiny
 from common.batches import Comparison, Document, Row, collate, pack
@@ -917,6 +917,54 @@ def test_of_several_templates_the_default_is_taken_and_without_one_an_error_says
     tokenizer.chat_template = {"rag": CHATML, "tool_use": NO_END}
     with pytest.raises(InputError, match="no default.*--chat-template FILE"):
         load(tokenizer, tmp_path / "none")
+
+
+HEAD = "<|start_header_id|>{}<|end_header_id|>\n\n"
+LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+NEOX = {"eos_token": "<|endoftext|>", "pad_token": None}  # Pythia's: one token for everything
+ASKED = [{"role": "system", "content": "so"}, user("hi"), bot("hello"), user("how")]
+WRITTEN = {  # tokenizer, ASKED as its makers publish the format, an answer's tokens, begin tokens
+    "llama3": (
+        byte_tokenizer(None, LLAMA_3, False, QWEN, bos_token=LLAMA_3[0], eos_token=LLAMA_3[1], pad_token=None),
+        f"{LLAMA_3[0]}{HEAD.format('system')}so<|eot_id|>{HEAD.format('user')}hi<|eot_id|>"
+        f"{HEAD.format('assistant')}hello<|eot_id|>{HEAD.format('user')}how<|eot_id|>{HEAD.format('assistant')}",
+        "hello<|eot_id|>", 1,
+    ),
+    "llama2": (
+        piece_tokenizer(None, pad_token=None, unk_token="<unk>"),
+        "<s>[INST] <<SYS>>\nso\n<</SYS>>\n\nhi [/INST] hello </s><s>[INST] how [/INST]", "hello </s>", 2,
+    ),
+    "chat": (
+        byte_tokenizer(None, ("<|endoftext|>",), bos_token="<|endoftext|>", **NEOX),
+        "so\n\nHuman: hi\n\nAssistant: hello<|endoftext|>\n\nHuman: how\n\nAssistant:",
+        " hello<|endoftext|>", 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_the_templates_of_the_docs_write_the_published_formats(name, tmp_path):
+    """One begin token a question, also where the tokenizer puts one in front of every text by itself (Llama 2's)."""
+    bare, written, answer, begins = WRITTEN[name]
+    file = processes.ROOT / "docs" / "templates" / f"{name}.jinja"
+    loaded = load(bare, tmp_path, chat_template=str(file))
+    assert loaded.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True) == written
+    ids, mask = data.encode(loaded, ASKED[:3])
+    assert targets(loaded, ids, mask) == [answer]
+    assert ids == loaded.apply_chat_template(ASKED[:3], return_dict=False)[: len(ids)]
+    assert data.prompt_ids(loaded, ASKED[:2]) == ids[: mask.index(True)]
+    prompt = data.prompt_ids(loaded, ASKED)
+    assert prompt.count(loaded.bos_token_id) == begins  # Llama 2's, one a question
+    ids, mask = data.encode(loaded, [*ASKED, bot("hah")], all_turns=True)
+    assert targets(loaded, ids, mask) == [answer, answer.replace("hello", "hah")]
+    assert loaded.pad_token_id not in (None, loaded.eos_token_id) and answer.endswith(loaded.eos_token)
+
+
+def test_llama_2s_template_refuses_turns_that_do_not_alternate(tmp_path):
+    file = processes.ROOT / "docs" / "templates" / "llama2.jinja"
+    loaded = load(WRITTEN["llama2"][0], tmp_path, chat_template=str(file))
+    with pytest.raises(ValueError, match="user and assistant in turn"):
+        data.encode(loaded, [user("a"), user("b"), bot("c")])
 
 
 @pytest.mark.parametrize("template", ["{% for m in %}", "{{ raise_exception('never') }}"])

@@ -145,6 +145,38 @@ print(before, resident())
     assert float(kept[1]) < float(kept[0]) + 100  # and are used again
 
 
+@pytest.mark.parametrize(
+    "driver, says, visible, warned",
+    [
+        (False, None, None, False),  # no GPU
+        (True, None, None, True),  # a torch without CUDA
+        (False, "CUDA initialization: The NVIDIA driver on your system is too old. Please update", None, True),
+        (True, None, "", False),  # hidden on purpose
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_one_line(driver, says, visible, warned, tmp_path, monkeypatch, capsys):
+    if driver:
+        (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(dist.torch.cuda, "is_available", lambda: says and dist.warnings.warn(says))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    dist._warn_of_unused_gpu(tmp_path / "nvidiactl")
+    said = capsys.readouterr().out
+    assert said.count("\n") == warned and ("runs on the CPU" in said) == warned
+    assert not says or "driver on your system is too old. All" in said
+
+
+def test_a_program_begins_with_what_it_computes_with(monkeypatch, capsys):
+    monkeypatch.setattr(dist, "_warn_of_unused_gpu", lambda: None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    dist.setup()
+    versions = f"torch {torch.__version__}, transformers {dist.transformers.__version__}"
+    assert capsys.readouterr().out == f"device cpu, compute_dtype bfloat16, world_size 1; {versions}\n"
+
+
 # -- seeds and the learning rate ---------------------------------------------------------
 @pytest.mark.parametrize(
     "kind, ranks, device", [(None, 2, "cpu"), ("xpu", 2, "xpu:1"), ("mps", 1, "mps:1"), ("mps", 2, "cpu")]

@@ -424,6 +424,7 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     given["save_dtype"] = "float32"
     assert written["args"] == {**given, "layers": [1, 2], "resume": False, "overwrite": False}
     assert written["python"] == sys.version.split()[0]
+    assert (written["device"], written["compute_dtype"]) == ("cpu", "float32")
     for name in ("torch", "transformers"):
         assert written["versions"][name] == importlib.metadata.version(name)
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
