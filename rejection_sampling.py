@@ -346,6 +346,7 @@ RECIPES = {
             epochs=2.0,  # Llama 2, section 3.1, of SFT, as the learning rate
             lr=2e-5,
             warmup_ratio=0.03,  # ours, as all below
+            packing=False,  # a step takes documents, not packed rows, of which short responses make few
             prompts_per_iteration=200,
             temperatures=(0.7, 1.0),
             sweep_prompts=16,

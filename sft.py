@@ -184,8 +184,8 @@ RECIPES = {
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
             epochs=2.0, lr=2e-5,  # Llama 2 (arXiv:2307.09288), section 3.1
             warmup_ratio=0.03,  # RLHF Workflow, section 3.1
-            # ours: a few hundred short rows are some ten steps an epoch
-            batch_size=4, micro_batch_size=2, max_length=1024, eval_every=100, save_every=100,
+            # Ours. A step takes documents, not packed rows: a few hundred short ones would be a handful of steps
+            packing=False, batch_size=8, micro_batch_size=4, max_length=1024, eval_every=100, save_every=100,
             sample_prompts=32, max_new_tokens=256, slots=32,
         ),
     ),
