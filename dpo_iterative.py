@@ -388,13 +388,15 @@ RECIPES = {
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
-            beta=0.1,  # RLHF Workflow, section 3.3, as lr
-            lr=5e-7,
+            beta=0.1,  # RLHF Workflow, section 3.3, as the epochs
+            epochs=2.0,
             warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
+            # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
+            lr=1e-5,
+            batch_size=8,
             prompts_per_iteration=None,  # ours, as all below
             max_new_tokens=256,
             slots=32,
-            batch_size=16,
             micro_batch_size=2,
             score_batch_size=8,
             max_length=1024,
