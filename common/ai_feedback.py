@@ -521,7 +521,7 @@ def main(args: Args):
 
     # what is there already
     path = run.folder / "rows.jsonl"
-    rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
+    rows = dist.gather(metrics.read_jsonl(path, {"row": int}) if dist.is_main() else [])
     size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
     chunks, answered = split(items, max(size, args.chunk_rows)), {row["row"] for row in rows}
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]

@@ -26,7 +26,8 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
     "0 to 1": (lambda x: 0 <= x <= 1, "warmup_ratio gamma lam safety_threshold"),
-    "any": (lambda x: True, "seed threshold"),
+    "0 to 2^63 - 1": (lambda x: 0 <= x < 2**63, "seed"),
+    "any": (lambda x: True, "threshold"),
 }
 # Names of one flag here and elsewhere; a script has one of a set, which an error names
 SYNONYMS = """model model_name_or_path; reference ref ref_model reference_model; lr learning_rate;
@@ -114,6 +115,7 @@ def parse(recipes, argv=None):
         metrics.report_to(every.report_to)
     for key, spec in vars(args).items() if every.columns else ():
         if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
+            data.flags[spec] = f"--{key.replace('_', '-')}"
             setattr(args, key, data.with_columns(spec, every.columns))
     return args
 

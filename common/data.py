@@ -46,14 +46,14 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     weights = [weight for *_, weight in listed if weight is not None]
     if weights:
         if len(weights) < len(parts) or min(weights) <= 0:
-            raise InputError(f"--dataset {spec!r}: give every part a weight above 0, or none of them")
+            raise InputError(f"{_flag(spec)}: give every part a weight above 0, or none of them")
         # The largest mixture of these proportions that needs no row twice
         scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
         sizes = [round(weight * scale) for weight in weights]
         if 0 in sizes:
             source, _, weight = listed[sizes.index(0)]
             why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
-            raise InputError(f"--dataset {source}: {why}")
+            raise InputError(f"{_flag(source)}: {why}")
         parts = [a_part(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
@@ -78,8 +78,9 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         found = PART.fullmatch(part.strip())
         items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
         if not found or not all(items):
-            raise InputError(f"--dataset {spec!r}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2")
+            raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2")
         source, weight = found[1], found[3]
+        flags.setdefault(source, flags.get(spec, "--dataset"))
         items = [item.groups() for item in items]
         if items and re.fullmatch(r"==.*\d:\d+", f"{items[-1][1]}{items[-1][2]}:{weight}"):
             *items, (column, sign, value) = items  # a time of the day, say: a weight there has a point
@@ -88,15 +89,25 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
             _tiny_options(source)
         elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
             wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
-            raise InputError(f"--dataset {source}: no such file, or {wanted}")
+            raise InputError(f"{_flag(source)}: no such file, or {wanted}")
         parts.append((source, items, weight and float(weight)))
     return parts
 
 
 def sources_of(args) -> list[str]:
-    """The sources of all data sets of a command. InputError for one that cannot be there."""
-    specs = [spec for name, spec in vars(args).items() if name.endswith(("dataset", "_data"))]
-    return [source for spec in specs if spec is not None for source, *_ in sources(spec)]
+    """The sources of all data sets of a command, whose flags errors name from now on. InputError for one that
+    cannot be there."""
+    names = [name for name in vars(args) if name.endswith(("dataset", "_data")) and getattr(args, name)]
+    flags.clear()
+    flags.update({getattr(args, name): f"--{name.replace('_', '-')}" for name in names})
+    return [source for name in names for source, *_ in sources(getattr(args, name))]
+
+
+flags = {}  # a data set, or a part of one -> the flag that gave it
+
+
+def _flag(spec):
+    return f"{flags.get(spec, '--dataset')} {spec}"
 
 
 def with_columns(spec: str, columns: str) -> str:
@@ -129,7 +140,7 @@ def _read(source, name, items, kind, split):
         try:
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except Exception as error:  # no such name, no such split, no network, ...
-            raise InputError(f"--dataset {source}: no such file, and the hub gave: {error}") from error
+            raise InputError(f"{_flag(source)}: no such file, and the hub gave: {error}") from error
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
@@ -181,7 +192,7 @@ def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
         wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
-        raise InputError(f"--dataset {source}: tiny takes options like {wanted} (docs/data.md)")
+        raise InputError(f"{_flag(source)}: tiny takes options like {wanted} (docs/data.md)")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}
 

@@ -11,11 +11,11 @@ MEND = "Mend it, or begin anew with --overwrite."
 
 
 # -- read ------------------------------------------------------------------------------------------
-def read_json(path, wanted: dict | None = None, mend: str = MEND) -> dict:
+def read_json(path, wanted=None, mend: str = MEND) -> dict:
     """The object in a .json file; {} if there is no file.
 
-    wanted: {key: the type of its value}. mend: what to do about a file that is broken. InputError for one
-      that is no JSON, no object, or has no value of that type."""
+    wanted: {key: the type of its value}, or a function that raises a ValueError for what is wrong. mend: what
+      to do about a file that is broken. InputError for one that is no JSON, no object, or not as wanted."""
     try:
         text = Path(path).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -23,7 +23,7 @@ def read_json(path, wanted: dict | None = None, mend: str = MEND) -> dict:
     return _object(text, path, wanted, mend)
 
 
-def read_jsonl(path, wanted: dict | None = None, mend: str = MEND) -> list[dict]:
+def read_jsonl(path, wanted=None, mend: str = MEND) -> list[dict]:
     """The rows of a .jsonl file, each as read_json has it; no file: no rows. A last line that a crash cut
     short is left out. InputError for any other that is no row: what stands behind it must not be lost."""
     rows, lines = [], []
@@ -45,13 +45,22 @@ def _object(text: bytes, where, wanted, mend, may_be_cut=False) -> dict | None:
             return None
         why = "it is empty" if not text.strip() else f"not JSON ({error})"
         raise InputError(f"{where}: {why}. {mend}") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{where}: {type(value).__name__}, wanted an object. {mend}")
-    for key, kind in (wanted or {}).items():
-        if not isinstance(value.get(key), kind):
-            shown = f"{key!r} is {value[key]!r:.40}" if key in value else f"there is no {key!r}"
-            raise InputError(f"{where}: {shown}, wanted {getattr(kind, '__name__', kind)}. {mend}")
+    try:
+        check(value, {})
+        wanted(value) if callable(wanted) else check(value, wanted or {})
+    except ValueError as error:
+        raise InputError(f"{where}: {error}. {mend}") from None
     return value
+
+
+def check(value, wanted: dict):
+    """ValueError unless it is an object that has values of these types: {key: type}."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}, wanted an object")
+    for key, kind in wanted.items():
+        if not isinstance(value.get(key), kind):
+            shown = f"{key!r} is {repr(value[key])[:40]}" if key in value else f"there is no {key!r}"
+            raise ValueError(f"{shown}, wanted {getattr(kind, '__name__', kind)}")
 
 
 # -- write -----------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
     which decode in their own time and draw differently. seed: of this call. options: sampler.sample's."""
     copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
     mine = range(len(prompts))[copy::n_copies]
-    options["seed"] = seed * 1000 + copy
+    options["seed"] = (seed * 1000 + copy) % 2**63  # what a generator takes; the seed of a user may be large
     with dist.consolidated(model), metrics.progress(len(mine) * n, 0, "sample", lines=False) as progress:
         my_prompts = [prompts[i].ids for i in mine]
         responses = my_responses(model, tokenizer, my_prompts, n=n, progress=progress, **options)

@@ -11,11 +11,15 @@ import collections
 import itertools
 from pathlib import Path
 
-from common import data, dist, formats, generate, metrics, scorers
+from common import data, dist, files, formats, generate, metrics, scorers
 from common.batches import Row, split, turns_key
 from common.errors import InputError
 
-COLUMNS = "prompt response response_ids finished iteration model temperature chunk score scorer".split()
+COLUMNS = {  # of a row, and what stands in it
+    "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
+    "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
+}  # fmt: skip
+MESSAGE = {"role": str, "content": str}
 
 
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
@@ -29,6 +33,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
         values = row.data
         if not set(COLUMNS) <= set(values):
             raise ValueError(f"no row of a pool, which has {', '.join(COLUMNS)}")
+        check_types(values)
         key = turns_key(values["prompt"])
         if key not in lengths:
             raise ValueError("the prompt is not in --dataset")
@@ -48,7 +53,17 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
 
 def rows_of(run) -> list[dict]:
     """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
-    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl") if run.resumed and dist.is_main() else [])
+    reads = run.resumed and dist.is_main()
+    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl", check_types) if reads else [])
+
+
+def check_types(row):
+    """ValueError for a row of a pool that holds values of other types, or prompts that are no messages."""
+    files.check(row, COLUMNS)
+    for message in row["prompt"]:
+        files.check(message, MESSAGE)
+    if not all(type(token) is int and token >= 0 for token in row["response_ids"]):
+        raise ValueError("response_ids are no token ids")
 
 
 class Pool:
@@ -149,7 +164,8 @@ def write_pairs(folder, pairs, iteration):
     read; those of the iterations before stay."""
     if not dist.is_main():
         return
-    rows = [row for row in metrics.read_jsonl(folder / "pairs.jsonl") if row["iteration"] < iteration]
+    rows = metrics.read_jsonl(folder / "pairs.jsonl", {"iteration": int})
+    rows = [row for row in rows if row["iteration"] < iteration]
     for pair in pairs:
         row = {"prompt": pair.prompt, "chosen": pair.texts[0], "rejected": pair.texts[1]}
         row.update(iteration=iteration, source=pair.source, category=pair.category)

@@ -112,6 +112,7 @@ class Run:
         [data.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
+        self.before = []  # samples before training
         self.state, self.laps, self.saved, self.saving_s = {"step": 0}, {}, time.monotonic(), 0.0
         Run.current = self
 
@@ -129,6 +130,9 @@ class Run:
             wanted = {key: type(value) for key, value in self.state.items() if value is not None}
             wanted |= {"logged_rows": int, "before": dict | None}
             self.state.update(dist.load_checkpoint(self.checkpoint, modules, wanted))
+            wanted = {"when": str, "prompt": list, "response": str, "score": int | float}
+            rows = files.read_jsonl(self.folder / "samples.jsonl", wanted) if dist.is_main() else []
+            self.before = [row for row in dist.gather(rows) if row["when"] == "before"]
         self.metrics = metrics.Metrics(self.folder, self.state.get("logged_rows"))
         return self.state
 
@@ -139,9 +143,10 @@ class Run:
             self.state["before"] = evaluate(model)
             self.state["losses"] = getattr(evaluate, "losses", [])  # of each held-out item
             self.log(self.state["before"], step=0)
+            if keep_samples:
+                self.before = [{"when": "before", **sample} for sample in evaluate.samples]
             if keep_samples and dist.is_main():
-                samples = [{"when": "before", **sample} for sample in evaluate.samples]
-                metrics.write_jsonl(self.folder / "samples.jsonl", samples)
+                metrics.write_jsonl(self.folder / "samples.jsonl", self.before)
 
     def steps(self, total: int):
         """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
@@ -235,12 +240,13 @@ class Run:
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
         after = metrics.finite(after)
-        rows = metrics.read_jsonl(self.folder / "samples.jsonl")
-        kept = [row for row in rows if row.get("when") == "before"]
-        if kept:
+        kept = self.before
+        if [row.keys() for row in kept] == [{"when", *sample} for sample in samples]:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
+        elif kept and dist.is_main():
+            print(f"{self.folder}/samples.jsonl has not the samples that training began with: no gains")
         self.metrics.log(*self.metrics.last, **after)
         summary = {**summary, "before": before, "after": after}
         self.write_results(model, tokenizer, samples, summary, before, after, shown)
@@ -297,8 +303,11 @@ def find_run(args) -> str | None:
 
 def _args_of(folder) -> dict:
     """What args.json says; {} if there is none. InputError for one that no run wrote: the folder is not ours."""
-    mend = f"{folder} may be no run's: another --output-dir"
-    return files.read_json(folder / "args.json", ARGS, mend)
+    def check(begun):
+        files.check(begun, ARGS)
+        datetime.fromisoformat(begun.get("began") or "2000-01-01")
+
+    return files.read_json(folder / "args.json", check, f"{folder} may be no run's: another --output-dir")
 
 
 def _words_of(kind) -> set:

@@ -113,6 +113,12 @@ def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
     assert calibrated[0][-1] == 3 and calibrated[1][0] == 0.5
 
 
+def test_a_picture_that_cannot_be_drawn_is_a_printed_line(tmp_path, capsys):
+    plots.draw(lambda folder: 1 / 0, tmp_path)
+    assert capsys.readouterr().out == "a picture could not be drawn: ZeroDivisionError: division by zero\n"
+
+
+
 # -- policies that are compared --------------------------------------------------------------------
 def results_to_plot(**kls):
     """Figures of policies: name -> KL, None where it is unknown."""
@@ -164,3 +170,10 @@ def test_policies_of_one_family_are_a_curve_in_order_of_their_kl_with_labels(tmp
     labels = {text.get_text(): text.xy for text in gold.texts}
     assert labels == {"1": (0.5, 2), "0.3": (1, 5), "dpo/0.1": (3, 2), "sft": (0, 2), "ppo/0.1": (2, 2)}
     assert plots.compared(tmp_path, {"1": results_to_plot(a=0.0, b=None)}) is None
+
+
+@pytest.mark.parametrize("low, high", [(1.0, 1.0000000000000004), (1e17, 1e17 + 32), (0.0, 5e-324), (2.0, 2.0)])
+def test_scores_that_differ_by_next_to_nothing_are_drawn(low, high, tmp_path):
+    responses = [{"rank": i, "score": score} for i, score in enumerate((high, low))]
+    rows = [{"prompt": [], "source": "a", "category": None, "responses": responses}]
+    assert plots.scores(tmp_path, {"a": rows}) and (tmp_path / "scores.png").exists()

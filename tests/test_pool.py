@@ -84,6 +84,18 @@ def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
     assert f"1: no row of a pool, which has {', '.join(pool.COLUMNS)} ({path}:2)" in capsys.readouterr().out
 
 
+WRONG = [("prompt", "a"), ("prompt", [5]), ("prompt", [{"role": 1, "content": "a"}]), ("response", 5)]
+WRONG += [("response_ids", "1"), ("response_ids", ["1"]), ("response_ids", [-1]), ("finished", "yes")]
+WRONG += [("iteration", "1"), ("chunk", None), ("score", "high"), ("temperature", [])]
+
+
+@pytest.mark.parametrize("column, value", WRONG)
+def test_a_row_with_values_of_another_type_is_left_out_and_named(tmp_path, capsys, column, value):
+    path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), {**row(A, "ant"), column: value}])
+    assert pool.take(path, [A], TOKENIZER, 64) == [row(A, "ant")]
+    assert f"({path}:2)" in capsys.readouterr().out
+
+
 def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path):
     right = [row(A, "ant cat"), row(A, "ant", finished=False), row(B, "bear")]
     wrong = [{**r, "response_ids": r["response_ids"][::-1] + [9, 9]} for r in right[:2]] + right[2:]

@@ -316,7 +316,7 @@ def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wr
 def test_limits_of_a_script_come_after_those_of_all():
     args = SimpleNamespace(top_p=2.0, slots=4)
     check_flags(args, ("top_p", True, "at most 1"))
-    check_flags(SimpleNamespace(seed=-1, name="-1", flag=False))  # no limits
+    check_flags(SimpleNamespace(threshold=-1, name="-1", flag=False))  # no limits
     with pytest.raises(InputError, match="^--top-p 2.0: wanted at most 1$"):
         check_flags(args, ("slots", True, "x"), ("top_p", False, "at most 1"))
 

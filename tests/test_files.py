@@ -1,0 +1,164 @@
+"""common/files.py, and what a run does about each of its files when somebody or a crash has damaged it."""
+
+import json
+import shutil
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_run import Args, leave
+
+from common import data, dist, files, generate, metrics, pool, versions
+from common.cli import check_flags
+from common.errors import InputError
+from common.run import Run, find_run
+
+DAMAGES = {
+    "empty": lambda text: b"",
+    "cut": lambda text: text[: len(text) // 2],
+    "null": lambda text: b"null\n",
+    "list": lambda text: b"[]\n",
+    "object": lambda text: b"{}\n",
+    "number": lambda text: b"42\n",
+    "binary": lambda text: b"\x00\xff\xfe\x80" * 20,
+    "types": lambda text: json.dumps({key: {"?": 1} for key in json.loads(text.split(b"\n")[0])}).encode() + b"\n",
+}
+SAMPLE = {"prompt": [{"role": "user", "content": "a"}], "response": "b", "tokens": 2, "finished": True}
+POOL = {**SAMPLE, "response_ids": [1, 2], "iteration": 1, "model": "m", "temperature": 1.0, "chunk": 0}
+POOL |= {"score": None, "scorer": None}
+ROW = {"step": 1, "iteration": 1, "time_s": 0.5}
+STUDY = {"step": 1, "samples": [SAMPLE], "scorer": "s", "curves": [], "temperature": 1.0, "pairs": {}}
+BEGUN = {"stage": "sft", "args": {}, "began": "2026-01-01", "began_with": {}}
+WANTED = {  # file -> (what is in it, what reads it)
+    "args.json": (BEGUN, lambda folder: find_run(Args(output_dir=str(folder), resume=True))),
+    "checkpoint/step_1/state.json": (
+        {"step": 1, "layout": dist.LAYOUT, "logged_rows": 1},
+        lambda folder: dist.checkpoint_state(folder / "checkpoint", {"step": int, "logged_rows": int}),
+    ),
+    "checkpoint/latest": ({}, lambda folder: dist.checkpoint_state(folder / "checkpoint")),
+    "metrics.jsonl": (ROW, lambda folder: metrics.Metrics(folder, keep_rows=1)),
+    "samples.jsonl": (
+        {**SAMPLE, "when": "before", "score": 1.0},
+        lambda folder: files.read_jsonl(folder / "samples.jsonl", {"when": str, "prompt": list, "score": float}),
+    ),
+    "pool.jsonl": (POOL, lambda folder: files.read_jsonl(folder / "pool.jsonl", pool.check_types)),
+    "pairs.jsonl": ({"iteration": 1}, lambda folder: pool.write_pairs(folder, [], 2)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", WANTED)
+def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, name, damage):
+    content, read = WANTED[name]
+    leave(tmp_path, "args.json", "checkpoint/latest")
+    path, text = tmp_path / name, json.dumps(content).encode() + b"\n"
+    text = b"step_1" if name.endswith("latest") else text
+    path.write_bytes(text)
+    read(tmp_path)  # as it was written
+    if name.endswith("latest") and damage == "types":
+        return
+    path.write_bytes(DAMAGES[damage](text))
+    if name.endswith("jsonl") and damage in ("empty", "cut"):  # a crash, or nothing was written yet
+        read(tmp_path)
+        return
+    with pytest.raises(InputError) as error:
+        read(tmp_path)
+    message = str(error.value)
+    assert str(path) in message and "\n" not in message and len(message) < 400, message
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", [versions.Sweep, versions.Answers])
+def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
+    made = object.__new__(versions.Versions)
+    made.evaluate = kind
+    path, text = tmp_path / "1.json", json.dumps(STUDY).encode()
+    path.write_bytes(text)
+    assert files.read_json(path, made.check_study) == STUDY
+    path.write_bytes(DAMAGES[damage](text))
+    with pytest.raises(InputError, match="1.json: "):
+        files.read_json(path, made.check_study)
+
+
+def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_path):
+    path = tmp_path / "a.jsonl"
+    for bad in (b'{"x": 1', b"\xff", b"5", b"nonsense"):
+        text = b'{"x": 0}\n' + bad + b'\n{"x": 2}\n'
+        path.write_bytes(text)
+        with pytest.raises(InputError, match=r"a\.jsonl:2: "):
+            files.read_jsonl(path)
+        assert path.read_bytes() == text
+    path.write_bytes(b'{"x": 0}\n\n{"x": 1}\n{"x": "\xc3')
+    assert files.read_jsonl(path) == [{"x": 0}, {"x": 1}]  # a write that a crash cut
+
+
+def test_a_checkpoint_that_lacks_its_state_or_its_folder_names_those_that_are_there(tmp_path):
+    dist.save_checkpoint(tmp_path, 3, {}, {"step": 3})
+    (tmp_path / "latest").write_text("step_7")
+    with pytest.raises(InputError, match="latest names 'step_7', which is no checkpoint. There are: step_3"):
+        dist.checkpoint_state(tmp_path)
+    (tmp_path / "latest").write_text("step_3")
+    shutil.rmtree(tmp_path / "step_3")
+    with pytest.raises(InputError, match="There are: none"):
+        dist.load_checkpoint(tmp_path, {})
+
+
+def test_a_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, monkeypatch):
+    synced = []
+    plain = files.os.fsync
+    name = lambda number: files.os.readlink(f"/proc/self/fd/{number}").removeprefix(str(tmp_path))
+    monkeypatch.setattr(files.os, "fsync", lambda number: synced.append(name(number)) or plain(number))
+    dist.save_checkpoint(tmp_path, 1, {}, {"step": 1})
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: synced.append(f"gone {path.name}") or rmtree(path, **_))
+    del synced[:]
+    dist.save_checkpoint(tmp_path, 2, {}, {"step": 2})
+    before = synced[: synced.index("gone step_1")]
+    assert any("state.json" in x for x in before) and any("latest" in x for x in before) and "" in before
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left.*/dev/full"):
+        files.append_jsonl("/dev/full", [{"x": 1}])
+
+
+def test_a_checkpoint_is_due_by_time_as_well_but_never_without_save_every(tmp_path, monkeypatch):
+    args = Args(output_dir=str(tmp_path))
+    args.save_every, saved = 1000, []
+    monkeypatch.setattr(dist, "save_checkpoint", lambda root, number, *_: saved.append(number))
+    for after_s, save_every, want in ((600, 1000, []), (0, 1000, [1, 2, 3]), (600, 2, [2]), (0, 0, [])):
+        monkeypatch.setattr("common.run.SAVE_AFTER_S", after_s)
+        run, args.save_every = Run(args, "sft"), save_every
+        run.status, run.metrics, run.modules = None, metrics.Metrics(tmp_path), {}
+        del saved[:]
+        for _ in run.steps(3):
+            time.sleep(0.01)
+        assert saved == want
+    args.save_every, run.saving_s = 1000, 100.0  # a slow disk: a twentieth of the time at most
+    monkeypatch.setattr("common.run.SAVE_AFTER_S", 0)
+    assert not run.must_save()
+
+
+@pytest.mark.parametrize("flag", ["dataset", "offline_data", "eval_dataset", "ptx_dataset", "rehearsal_data"])
+def test_a_data_set_that_is_not_there_is_reported_under_its_own_flag(flag):
+    for spec in ("gone.jsonl", "tiny:seed=x", "a:0.5,gone.csv:0.5", "tiny,x?=", "tiny,tiny:sed=1:0.5"):
+        args = SimpleNamespace(**{"dataset": "tiny", flag: spec})
+        with pytest.raises(InputError, match=f"^--{flag.replace('_', '-')} "):
+            data.sources_of(args)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 1763000000000000000, 2**63 - 1])
+def test_a_seed_may_be_a_time_in_nanoseconds_and_small_ones_stay_what_they_were(seed, monkeypatch):
+    check_flags(SimpleNamespace(seed=seed))
+    seen = []
+    monkeypatch.setattr(generate, "my_responses", lambda *_, seed, **__: seen.append(seed) or [])
+    generate.sample_pairs(torch.nn.Linear(1, 1), None, [], seed=seed)
+    torch.Generator().manual_seed(seen[0])
+    assert seed > 1000 or seen == [seed * 1000]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
+def test_a_seed_that_no_generator_takes_is_named(seed):
+    with pytest.raises(InputError, match=f"^--seed {seed}: wanted 0 to 2"):
+        check_flags(SimpleNamespace(seed=seed))
