@@ -97,7 +97,8 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
 def sources_of(args) -> list[str]:
     """The sources of all data sets of a command, whose flags errors name from now on. InputError for one that
     cannot be there."""
-    names = [name for name in vars(args) if name.endswith(("dataset", "_data")) and getattr(args, name)]
+    names = [name for name in vars(args) if name.endswith(("dataset", "_data"))]
+    names = [name for name in names if getattr(args, name) is not None]
     flags.clear()
     flags.update({getattr(args, name): f"--{name.replace('_', '-')}" for name in names})
     return [source for name in names for source, *_ in sources(getattr(args, name))]

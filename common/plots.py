@@ -121,7 +121,8 @@ def scores(folder, scorers: dict[str, list[dict]]):
     for side, label in () if compares else ((2, "better"), (3, "worse")):
         values = [pair[side]["score"] for pair in metrics.pairs_of(first)]
         spread = max(values) - min(values)  # of next to none, not even a float64 has room for 40 bins
-        bins = 40 if spread > 1e-9 * max(map(abs, values)) else 1
+        room = 1e-6 * max(1, *map(abs, values))
+        bins = 40 if spread > 1e-3 * room else [min(values) - room, max(values) + room]
         right.hist(values, bins=bins, alpha=0.5, density=True, label=f"{label} responses, {name}")
         right.set(title="scores", xlabel="score", ylabel="density")
     if by_category:

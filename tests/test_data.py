@@ -504,7 +504,7 @@ def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
     "dataset", ["", "tiny,", "pairs.csv", "C:\\data\\x.csv", "tiny?category", "tiny:sed=1"]
 )
 def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
-    with pytest.raises(InputError, match="--dataset"):
+    with pytest.raises(InputError, match="^--eval-dataset"):
         data.sources_of(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
     data.sources_of(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
 
