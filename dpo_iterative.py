@@ -317,6 +317,7 @@ def main(args: Args):
     scorer = None
     if sampled:
         scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length, pairwise=True)
+        scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)

@@ -375,6 +375,8 @@ def main(args: Args):
 
     # models: policy and value (a copy of the scorer, if it is a model that fits) learn; the others are asked
     scorer = scorers.load_gated(args, tokenizer, run.device)
+    for each in (scorer.scorer, scorer.safety):
+        scorers.check_prompts(each, [*prompts, *held_out])
     policy = loading.load_policy(
         args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
     )

@@ -252,6 +252,7 @@ def main(args: Args):
 
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
+    scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = Sweep(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, not after hours of sampling

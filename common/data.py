@@ -167,7 +167,7 @@ def _select(rows, items, source):
                     rows[i] = row._replace(data={**rest, value: row.data[column]})
         else:
             n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
-            _note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
+            note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
     if not rows:
         raise InputError(f"{source}: the data set is empty{', or no row meets its conditions' * bool(items)}")
     return rows
@@ -182,7 +182,7 @@ def _meets(cell, sign, value):
 
 
 @functools.cache
-def _note(text):
+def note(text):
     """Print it on rank 0, once."""
     if dist.is_main():
         print(text)
@@ -221,7 +221,7 @@ def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
     for source, counts in unread.items():
         named = [f"{ascii(path)[1:-1][:60] or 'no name'} ({n:,})" for path, n in sorted(counts.items())]
         if named:
-            _note(f"{source}: not read as {kind} (in so many rows): {', '.join(named)}")
+            note(f"{source}: not read as {kind} (in so many rows): {', '.join(named)}")
     return results
 
 
@@ -236,7 +236,7 @@ def _template_reads(tokenizer, key):
     """Whether the chat template writes something else where messages have this key."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with_key = [{**turn, key: "a value"} for turn in turns]
-    return tokenizer is not None and _render(tokenizer, turns) != _render(tokenizer, with_key)
+    return tokenizer is not None and render(tokenizer, turns) != render(tokenizer, with_key)
 
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
@@ -442,9 +442,13 @@ def transcript(messages: list[dict]) -> str:
 SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
 
 
+class Rewritten(ValueError):
+    """A chat template writes an answer in another way than it is."""
+
+
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
     """The ids that a response to `messages` follows: the rendered turns and the opening of an answer."""
-    text = _render(tokenizer, messages, add_generation_prompt=True)
+    text = render(tokenizer, messages, add_generation_prompt=True)
     starts = [start for start, _ in _answers(tokenizer, messages, text).values()]
     return _tokenize(tokenizer, text, starts)[0]
 
@@ -455,10 +459,10 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     one, from where generation begins it to its end token. ValueError says why a dialogue has no such form."""
     if any(special_tokens(tokenizer).search(str(text)) for turn in messages for text in turn.values()):
         raise ValueError(SPECIAL)
-    text = _render(tokenizer, messages)
+    text = render(tokenizer, messages)
     answers = _answers(tokenizer, messages, text)
     if len(messages) - 1 not in answers:
-        raise ValueError("the chat template does not write the answer as it is right after its prompt")
+        raise Rewritten("the chat template does not write the answer as it is right after its prompt")
     if len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
         all_turns = False  # the template rewrites earlier ones
     ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
@@ -504,10 +508,10 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
     for i in range(1, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
-        done = _render(tokenizer, messages[: i + 1])
-        opening = before = _render(tokenizer, messages[:i], add_generation_prompt=True)
+        done = render(tokenizer, messages[: i + 1])
+        opening = before = render(tokenizer, messages[:i], add_generation_prompt=True)
         if not done.startswith(opening):  # only generation opens a thought, in DeepSeek R1's and Gemma 4's
-            before = _render(tokenizer, messages[:i])
+            before = render(tokenizer, messages[:i])
         answer, end, _ = done[len(before) :].partition(tokenizer.eos_token)
         content = messages[i]["content"]
         content = content if content in answer else content.strip()
@@ -529,7 +533,7 @@ class Clock(datetime):
         return cls.began
 
 
-def _render(tokenizer, messages, add_generation_prompt=False):
+def render(tokenizer, messages, add_generation_prompt=False):
     turns = json.dumps(messages, default=str)
     return _rendered(tokenizer, str(tokenizer.chat_template), turns, add_generation_prompt)
 

@@ -296,14 +296,12 @@ def _encode(scorer, prompt, response, end) -> Comparison:
             ids = ids[: room - len(prompt_ids) - len(end)]
         ids = [*ids, *end]
     else:
-        plain = data.special_tokens(scorer.tokenizer).sub
-        messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
-        try:
-            text = plain("", response.text)
-            prompt_ids, [ids] = data.encode_responses(scorer.tokenizer, messages, [text])
-        except ValueError as error:  # its template refuses a role, for one
-            raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
-        ids = ids[: ids.index(eos)] + (end if eos in end else [])  # else the text has all of the template
+        prompt_ids, ids = _in_its_tokens(scorer, prompt, response.text)
+        end = end if eos in end else []  # else the text has all of the template
+        if len(prompt_ids) + len(ids) + len(end) > room:
+            data.note(f"{scorer.name} has {room} positions: of longer responses it scores the beginning")
+            ids = ids[: max(1, room - len(prompt_ids) - len(end))]
+        ids = [*ids, *end]
     n = len(prompt_ids) + len(ids)
     if n > room:
         where = prompt.row.where
@@ -311,6 +309,33 @@ def _encode(scorer, prompt, response, end) -> Comparison:
     ids = ids or [eos]  # to an empty response a template may add nothing
     prompt_ids, ids = torch.tensor(prompt_ids), torch.tensor(ids)
     return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
+
+
+def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
+    """The ids of a prompt and of a response's text, as a scorer with another tokenizer or template has them. An
+    answer that its template rewrites, as some do with thoughts, is taken as it stands there."""
+    tokenizer, plain = scorer.tokenizer, data.special_tokens(scorer.tokenizer).sub
+    messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
+    text = plain("", text)
+    try:
+        with contextlib.suppress(data.Rewritten):
+            prompt_ids, [ids] = data.encode_responses(tokenizer, messages, [text])
+            return prompt_ids, ids[:-1]
+        data.note(f"{scorer.name}: its chat template rewrites some answers, which it scores as they stand there")
+        dialogue = data.render(tokenizer, [*messages, {"role": "assistant", "content": text}])
+    except ValueError as error:  # its template refuses a role, for one
+        raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
+    before, end, after = dialogue.rpartition(tokenizer.eos_token)
+    ids = tokenizer(before if end else after, add_special_tokens=False)["input_ids"]
+    return ids[:1], ids[1:]  # of both together: nothing depends on where one ends
+
+
+def check_prompts(scorer, prompts):
+    """InputError for a prompt that a scorer with other tokens cannot read: before sampling, not after it."""
+    if scorer and scorer.model and not scorer.same_tokens:
+        end = loading.end_of_scored(scorer.model, scorer.tokenizer)
+        for prompt in prompts:
+            _encode(scorer, prompt, generate.Response([], "The answer is 1.", True), end)
 
 
 class Gated:

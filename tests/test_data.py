@@ -783,7 +783,7 @@ LAST_ALONE, NO_END_TOKEN = ("Qwen3", "Qwen3.5", "gpt-oss"), ("GLM-4.6", "Falcon-
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, tmp_path, capsys):
-    data._note.cache_clear()
+    data.note.cache_clear()
     tokenizer = load(family(name), tmp_path)
     dialogue = [user("hi"), bot("hello"), user("how?"), bot("hah é")]  # a last character of two tokens
     ids, mask = data.encode(tokenizer, dialogue, all_turns=True)

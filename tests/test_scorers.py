@@ -335,6 +335,44 @@ def test_a_prompt_that_the_scorers_template_refuses_is_an_input_error_that_says_
         scorers.score(scorer, [(prompt, response("cat"))], 1)
 
 
+THOUGHTS = """{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %} {{
+m.content.split('so ')[-1] }}{% else %} {{ m.content }}{% endif %} <|end|>{% endfor %}{% if add_generation_prompt
+%}<|assistant|> so {% endif %}"""
+
+
+def test_an_answer_that_the_scorers_template_rewrites_is_scored_as_it_stands_there(tmp_path, load, capsys):
+    """A template that opens a thought and leaves thoughts out: the end of the run, where all had been sampled."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = THOUGHTS
+    name = save(tmp_path / "rm", 1, tokenizer)
+    scorer, prompts = scorers.load_scorer(name, TOKENIZER, CPU), load([{"prompt": "cat"}, {"messages": TALK}])
+    scorers.check_prompts(scorer, prompts)
+    whole = scorers.score(scorer, [(prompt, response("pig so dog eel")) for prompt in prompts], 2)
+    text = scorers.score(scorer, [(prompt, response("dog eel")) for prompt in prompts], 2)
+    assert whole == pytest.approx(text, abs=1e-5) and whole[0] != pytest.approx(whole[1], abs=1e-3)
+    assert capsys.readouterr().out.count("its chat template rewrites some answers") == 1
+
+
+def test_prompts_that_a_scorer_cannot_read_are_named_before_anything_is_sampled(tmp_path, load):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template += "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    scorer = scorers.load_scorer(save(tmp_path / "rm", 1, tokenizer), TOKENIZER, CPU)
+    prompts = load([{"prompt": "cat"}, {"messages": [SYSTEM, user("cat")]}])
+    scorers.check_prompts(scorer, prompts[:1])
+    with pytest.raises(InputError, match="p.jsonl:2.*no system"):
+        scorers.check_prompts(scorer, prompts)
+    with pytest.raises(InputError, match="p.jsonl:1.*128 positions"):
+        scorers.check_prompts(scorer, load([{"prompt": "cat " * 125}], 200))
+
+
+def test_of_a_response_too_long_for_a_scorer_with_other_tokens_the_beginning_is_scored(other, load):
+    name, tokenizer = other
+    scorer, (prompt,) = scorers.load_scorer(name, TOKENIZER, CPU), load([{"prompt": "cat"}])
+    room = 128 - len(prompt.ids) - 1
+    scores = [scorers.score(scorer, [(prompt, response("ant " * n))], 1)[0] for n in (room, room + 9, 5)]
+    assert scores[0] == scores[1] != scores[2]
+
+
 def test_same_tokens_compares_vocabulary_template_and_end_token():
     template, end, words = tiny.tokenizer(), tiny.tokenizer(), tiny.tokenizer()
     template.chat_template += " "
