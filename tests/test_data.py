@@ -230,7 +230,7 @@ def load_rows_as(reader, spec, tokenizer):
 @pytest.mark.parametrize("reader, rows, named", NOT_READ)
 def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, rows, named, tmp_path, capsys):
     spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
-    data._note.cache_clear()
+    data.note.cache_clear()
     for _ in range(2):
         load_rows_as(reader, spec, tokenizer)
     out = capsys.readouterr().out
