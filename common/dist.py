@@ -16,6 +16,7 @@ import shutil
 import sys
 import warnings
 import zlib
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -213,8 +214,11 @@ def shard(model, device, compute_dtype=None):
     model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
     mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    layers = decoder_layers(model)
+    owners = Counter(weight for layer in layers for weight in layer.parameters())
+    for layer in layers:
+        if all(owners[weight] == 1 for weight in layer.parameters()):  # else the root's, where tied ones can be
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
     if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a scalar head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     # Embeddings, final norm and head: tied weights share this group
@@ -230,7 +234,10 @@ def shard(model, device, compute_dtype=None):
 
 
 def decoder_layers(model) -> list:
-    return [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    """The modules that transformers does not split, in their order; of those inside each other the outermost."""
+    layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
+    inner = {m for layer in layers for m in layer.modules() if m is not layer}
+    return [layer for layer in layers if layer not in inner]
 
 
 def is_sharded(model) -> bool:

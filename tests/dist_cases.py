@@ -22,6 +22,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import tiny_families
 import torch
 import torch.distributed as td
 from safetensors.torch import load_file
@@ -127,6 +128,19 @@ def evaluate_main(folder, output_dir):
     options |= {"policies": (str(folder / "untied"), str(folder / "tied")), "temperatures": (0.0,)}
     options |= {"safety_scorer": "common.tiny:safety_scorer", "max_new_tokens": 8}
     evaluate.main(evaluate.Args(**options))
+
+
+NESTED = ["Falcon Mamba", "Zamba 2"]  # of modules that are not split, one lies in another, or shares its weights
+
+
+def step_of_family(name):
+    """The sum of log probabilities of a row, and its gradient's norm."""
+    model = loading._ready(tiny_families.build(name), TOKENIZER, (models.token_logprobs,), False)
+    model, ids = dist.shard(model, CPU), torch.arange(5, 25)[None]
+    loss = -model.token_logprobs(ids, ids[:, 1:] > 0).sum()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return [loss.item(), (norm.full_tensor() if dist.is_sharded(model) else norm).item()]
 
 
 class Stopped(Exception):
@@ -413,6 +427,11 @@ CASES = []
 def case(function):
     CASES.append(function)
     return function
+
+
+@case
+def families_with_nested_layers(folder):
+    return {name: step_of_family(name) for name in NESTED}
 
 
 @case

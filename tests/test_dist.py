@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import dist_cases
 import processes
 import pytest
+import tiny_families
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
@@ -523,6 +524,16 @@ def test_a_run_of_dpo_stopped_three_times_on_two_ranks_resumes_to_the_same_bits(
 
 
 # -- sharding ----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", dist_cases.NESTED)
+def test_layers_inside_layers_or_with_shared_weights_are_sharded_to_the_figures_of_one_rank(two, name):
+    assert two("families_with_nested_layers")[name] == pytest.approx(dist_cases.step_of_family(name), rel=1e-4)
+
+
+@pytest.mark.parametrize("name, n", [("Mamba", 2), ("Zamba 2", 4), ("Llama 3", 2)])
+def test_a_decoder_layer_is_counted_once_also_where_one_lies_in_another(name, n):
+    assert len(dist.decoder_layers(tiny_families.build(name))) == n
+
+
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_a_folder_model_is_read_by_rank_0_and_is_whole_on_every_rank(two, name):
     ranks = two(name)
