@@ -30,7 +30,7 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.versions import require_version
 
-require_version("transformers>=5.15")  # caches of older ones cannot be filled slot by slot
+require_version("transformers>=5.21")  # caches of older ones cannot be filled slot by slot
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts run together up to this many tokens, and are held until they have slots
@@ -78,7 +78,8 @@ def sample(
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
     prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
-    stop_ids = [] if stop_ids is None else [stop_ids] if isinstance(stop_ids, int) else stop_ids
+    one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # of numpy or torch
+    stop_ids = [] if stop_ids is None else [stop_ids] if one else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
         return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
@@ -89,7 +90,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     n_rows = len(prompts) * n
     slots = min(slots, n_rows)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    stop = torch.tensor(sorted(set(stop_ids)), dtype=torch.long, device=device)
+    stop = torch.tensor(sorted(set(map(int, stop_ids))), dtype=torch.long, device=device)
     n_tokens, finished = [0] * n_rows, set()  # of all output rows; those that a stop id ended
     drawn, drawn_rows = [], []  # (tokens, log probabilities) of each step's rows; their output rows
 
@@ -431,7 +432,8 @@ def _check_model(model, prompts, max_new_tokens):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]
         want = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-        tolerance = 1e-3 if logits.dtype == torch.float32 else 0.1  # half precision rounds differently
+        dtypes = {logits.dtype, *(weight.dtype for weight in model.parameters())}
+        tolerance = 1e-3 if dtypes == {torch.float32} else 0.1  # half precision rounds differently
         if not (logprobs - want).abs().max() <= tolerance * (1 + logits.float().abs().max()):
             raise ValueError(f"sample: {kind} gives other logits with a ragged cache than without")
     model.ragged_cache_works = True

@@ -290,14 +290,15 @@ def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy,
         generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("named", [True, False])
-def test_a_response_with_a_special_token_inside_is_not_clean(named, monkeypatch):
+def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, first, monkeypatch):
     """Its text lacks that token: a scorer would judge one thing, and the policy learn another. Llama 3's headers
     are special and have no name."""
     ant, user, end = (TOKENIZER.convert_tokens_to_ids(t) for t in ("ant", "<|user|>", "<|end|>"))
     if not named:
         monkeypatch.setattr(type(TOKENIZER), "all_special_ids", [end])
-    tokens = torch.tensor([[ant, user, end], [ant, ant, end]])
+    tokens = torch.tensor([[user, ant, end] if first else [ant, user, end], [ant, ant, end]])
     everything = torch.ones(2, 3, dtype=torch.bool)
     fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
     monkeypatch.setattr(generate, "sample", lambda *args, **options: fake)

@@ -326,6 +326,9 @@ def test_a_seed_decides_and_generation_config_does_not():
     assert torch.equal(unseeded, draw(None))
     stopped = sample(model, MIXED, seed=1, stop_ids=first[0, 0].item(), **options)
     assert stopped.finished[0] and stopped.sample_mask[0].sum() == 1
+    end = first[0, 0]
+    for one in (end, end.numpy()[()], end.numpy(), {end.item()}, end[None], end[None].numpy()):
+        assert torch.equal(sample(model, MIXED, seed=1, stop_ids=one, **options)[1], stopped[1])
 
 
 def test_training_mode_and_gradient_checkpointing_survive():
@@ -342,6 +345,13 @@ def test_bf16_weights_sample():
     model = build(LlamaConfig(**SIZES)).to(torch.bfloat16)
     out = sample(model, MIXED, n=2, max_new_tokens=8, stop_ids=[7], pad_id=0, seed=0)
     assert out.sample_logprobs.dtype == torch.float32 and out.sample_logprobs.isfinite().all()
+
+
+def test_bf16_weights_whose_logits_are_fp32_sample():
+    """Nemotron-H's, for one: what the trial batch allows for is what the weights round."""
+    model = build(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: logits.float())
+    sample(model, [[3, 4]], max_new_tokens=2, stop_ids=[], pad_id=0)
 
 
 @pytest.mark.parametrize(
