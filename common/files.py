@@ -1,4 +1,4 @@
-"""The files of a run: JSON that is read with one clear line for what cannot be, and written whole or not at all."""
+"""The files of a run: read with one clear line for what cannot be, and written whole or not at all."""
 
 import contextlib
 import json

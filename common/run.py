@@ -302,7 +302,7 @@ def find_run(args) -> str | None:
 
 
 def _args_of(folder) -> dict:
-    """What args.json says; {} if there is none. InputError for one that no run wrote: the folder is not ours."""
+    """What args.json says; {} if there is none. InputError for one that no run wrote."""
     def check(begun):
         files.check(begun, ARGS)
         datetime.fromisoformat(begun.get("began") or "2000-01-01")
@@ -342,7 +342,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         folder.mkdir(parents=True, exist_ok=True)
     _lock(folder, write=True)
     if find_run(args) != state:
-        raise InputError(f"{folder} has changed since this command began: another one wrote there. Start it again")
+        raise InputError(f"{folder} has changed since this command began, by another one: start it again")
     packages = "torch transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
     begun = {
