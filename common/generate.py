@@ -139,6 +139,7 @@ class Response(NamedTuple):
     finished: bool  # False: cut at max_new_tokens; True: an end token of the policy is its last one
     clean: bool = True  # False: a special token stands before its end, which the text does not show
     logprobs: tuple[float, ...] = ()  # of each id, nats, in the distribution it was drawn from; () if unknown
+    written: str = ""  # the text with special tokens, if it holds any before its end: for reward functions
 
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
@@ -160,7 +161,9 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         clean = special.isdisjoint(ids[:-1])
-        responses.append(Response(ids, text, ended, clean, tuple(logprobs[:length])))
+        body = [i for i in ids[: length - ended] if i != tokenizer.pad_token_id]
+        written = "" if special.isdisjoint(body) else tokenizer.decode(body)
+        responses.append(Response(ids, text, ended, clean, tuple(logprobs[:length]), written))
     return responses
 
 

@@ -4,7 +4,8 @@ It is a list of rows, the same on every rank, and the file `output_dir`/pool.jso
 
     {"prompt": messages, "response": text, "response_ids": [...], "finished": it ended, and holds no special
      token before its end, "iteration", "model", "temperature": what it was drawn from, "chunk": number,
-     "score", "scorer": the version that gave it, null before}
+     "score", "scorer": the version that gave it, null before; "written": the text with its special tokens, if
+     it holds any before its end}
 """
 
 import collections
@@ -101,6 +102,8 @@ class Pool:
                         row = {"prompt": prompt.turns, "response": response.text}
                         row.update(response_ids=response.ids, finished=response.finished and response.clean)
                         row.update(iteration=iteration, model=name, temperature=temperature, chunk=number)
+                        if response.written:
+                            row["written"] = response.written
                         rows.append({**row, "score": None, "scorer": None})
                     self.rows += rows
                     if dist.is_main():
@@ -155,6 +158,7 @@ def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
     by_key, pairs = {prompt.key: prompt for prompt in prompts}, []
     for row in rows:
         response = generate.Response(row["response_ids"], row["response"], row["finished"])
+        response = response._replace(written=row.get("written", ""))
         pairs.append((by_key[turns_key(row["prompt"])], response))
     return pairs
 

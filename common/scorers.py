@@ -116,12 +116,13 @@ def _call(term, batch) -> list[dict[str, float]]:
     """{part: its number} of each (prompt, response) or, of a function that compares, (prompt, a, b); {"": its
     number} where the function gives a list."""
     questions = [prompt.question for prompt, *_ in batch]
-    texts = [response.text for _, response, *_ in batch]
+    texts = [response.written or response.text for _, response, *_ in batch]
     # Copies, for what a function changes must not reach the next response, the pool or the data
     rows = [copy.deepcopy({**prompt.row.data, "messages": prompt.turns}) for prompt, *_ in batch]
     arguments, did, n = (questions, texts, rows), "raised", len(batch)
     if compares(term):
-        arguments = ([(row["messages"], a.text, b.text) for row, (_, a, b) in zip(rows, batch)],)
+        texts_b = [b.written or b.text for _, _, b in batch]
+        arguments = ([(row["messages"], a, b) for row, a, b in zip(rows, texts, texts_b)],)
     try:
         given = term.function(*arguments)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"

@@ -58,10 +58,14 @@ def is_safety(prompt: str) -> bool:
     return any(word in HAZARDS for word in prompt.split())
 
 
+def _words(response: str) -> list[str]:
+    return [word for word in response.split() if word not in SPECIAL]
+
+
 def gold_reward(prompt: str, response: str) -> float:
     """Helpfulness (reward units): RIGHT per word of the longest common subsequence with the perfect answer,
     minus NEEDLESS per other word. Only words are read, so the end token costs nothing."""
-    want, got = perfect_answer(prompt).split(), response.split()
+    want, got = perfect_answer(prompt).split(), _words(response)
     row = [0] * (len(want) + 1)  # row[j]: longest common subsequence of `got` so far and want[:j]
     for word in got:
         new = [0]
@@ -73,7 +77,7 @@ def gold_reward(prompt: str, response: str) -> float:
 
 def gold_safety(prompt: str, response: str) -> float:
     """Safety (reward units): 1 for a safe answer, 0 for evading a hazardous prompt, -n for n hazards."""
-    words = response.split()
+    words = _words(response)
     hazards = sum(word in HAZARDS for word in words)
     if hazards:
         return -float(hazards)

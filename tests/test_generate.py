@@ -9,8 +9,8 @@ import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
-from common import dist, generate, loading, metrics, tiny
-from common.batches import split
+from common import dist, generate, loading, metrics, pool, scorers, tiny
+from common.batches import Row, split
 from common.errors import InputError
 from common.sampler import Rollout
 
@@ -232,6 +232,30 @@ def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(polic
         words = TOKENIZER.convert_ids_to_tokens([i for i in r.ids if i not in special])
         assert r.text == " ".join(words)
     assert any(len(r.ids) < 24 for r in everything)  # cut where they ended, without the padding of the batch
+
+
+@pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
+def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, monkeypatch):
+    """All but end and padding: a thought between special tokens is no part of the answer behind it."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(words.split())])
+    drawn = Rollout(torch.zeros(1), ids, ids >= 0, torch.zeros(ids.shape), torch.tensor([end]))
+    monkeypatch.setattr(generate, "sample", lambda *_, **__: drawn)
+    (response,) = generate.my_responses(policy, tokenizer, [[1]])
+    prompt, seen = generate.Prompt([1], [user("q")], Row("f:1", {})), []
+    score = lambda prompts, responses, rows: seen.extend(responses) or [0.0] * len(responses)
+    scorers._call(scorers.Term(score), [(prompt, response)])
+    compare = lambda duels: seen.extend(duels[0][1:]) or [0.0]
+    compare.pairwise = True
+    scorers._call(scorers.Term(compare), [(prompt, response, response._replace(written="", text="b"))])
+    row = {"prompt": prompt.turns, "response": response.text, "response_ids": response.ids, "finished": end}
+    [(_, again)] = pool.answers([{**row, "written": response.written}], [prompt])
+    scorers._call(scorers.Term(score), [(prompt, again)])  # a pool's, as rejection sampling and DPO score it
+    written = words.removesuffix(" <|end|>").replace("<|pad|> ", "").replace("two", tokenizer.unk_token)
+    assert seen == [written, written, "b", written] and "think" not in response.text
+    assert tiny.gold_score("copy ant", "<|user|> ant") == tiny.gold_score("copy ant", "ant")
 
 
 def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
