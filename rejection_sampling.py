@@ -229,7 +229,7 @@ PANELS = {
     "held-out responses": ["eval/score", "gold/score", "sweep/max"],
     "pool": ["pool/score", "pool/best"],
 }
-PLOTS = [partial(plots.curves, panels=PANELS), plots.best_of_n]
+PLOTS = [partial(plots.curves, panels=PANELS)]
 
 
 def main(args: Args):

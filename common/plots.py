@@ -66,27 +66,6 @@ def frontier(folder):
     return curves(folder, panels, name="frontier.png", x="eval/kl")
 
 
-def best_of_n(folder):
-    """`folder`/best_of_n.png from curves.jsonl, of the first and the last policy that the last one's scorer
-    scored: the largest and the median score among N samples at the temperature taken (Llama 2, figure 7), and
-    the largest one at each temperature (figure 8)."""
-    curves = metrics.read_jsonl(Path(folder) / "curves.jsonl")
-    curves = [curve for curve in curves if curve["scorer"] == curves[-1]["scorer"]]
-    if not curves:
-        return None
-    drawing, (left, right) = figure(2)
-    ends = (curves[0]["policy"], curves[-1]["policy"])
-    for curve in [curve for curve in curves if curve["policy"] in ends]:
-        n, label = range(1, len(curve["max"]) + 1), f"{curve['policy']}, T = {curve['temperature']:g}"
-        [line] = right.plot(n, curve["max"], "-" if curve["policy"] == ends[0] else "--", label=label)
-        if curve["chosen"]:
-            left.plot(n, curve["max"], color=line.get_color(), label=f"{label}: largest")
-            left.plot(n, curve["median"], ":", color=line.get_color(), label=f"{label}: median")
-    for axis, title in ((left, "largest and median of N"), (right, "largest of N by temperature")):
-        axis.set(title=title, xlabel="N, samples of a prompt", ylabel="score")
-    return save(drawing, Path(folder) / "best_of_n.png")
-
-
 # -- of scorers ------------------------------------------------------------------------------------
 def scorer(folder):
     """The pictures of a reward or advantage model."""

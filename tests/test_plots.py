@@ -41,28 +41,6 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert axes.get_xlabel() == "eval/kl"
 
 
-def test_the_best_of_n_has_the_temperature_taken_left_and_all_of_them_right(tmp_path):
-    def curve(policy, temperature, chosen, largest, scorer="s"):
-        both = {"max": [1, largest], "median": [1, 0.5]}
-        about = {"policy": policy, "scorer": scorer, "temperature": temperature, "chosen": chosen}
-        return {**about, **both}
-
-    path = tmp_path / "curves.jsonl"
-    curves = [curve("a", 0.7, True, 2), curve("a", 1.0, False, 3), curve("c", 1.0, True, 9)]
-    metrics.write_jsonl(path, [*curves, curve("b", 1.0, True, 4)])
-    figure = plots.best_of_n(tmp_path)
-    assert_readable(figure)
-    left, right = figure.axes
-    assert [y for _, y in points_of(left)] == [[1, 2], [1, 0.5], [1, 4], [1, 0.5]]
-    assert points_of(right) == [([1, 2], [1, 2]), ([1, 2], [1, 3]), ([1, 2], [1, 4])]
-    assert legend_texts(right) == ["a, T = 0.7", "a, T = 1", "b, T = 1"]
-    assert legend_texts(left)[:2] == ["a, T = 0.7: largest", "a, T = 0.7: median"]
-    metrics.write_jsonl(path, [*curves, curve("b", 1.0, True, 4, scorer="another")])
-    assert legend_texts(plots.best_of_n(tmp_path).axes[1]) == ["b, T = 1"]
-    metrics.write_jsonl(path, [])
-    assert plots.best_of_n(tmp_path) is None
-
-
 def pairs(n, seed):
     rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
     return [
