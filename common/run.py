@@ -36,6 +36,7 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out
 )
 ARGS = {"stage": str, "args": dict, "began": str | None, "began_with": dict | None}  # of args.json
 SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
+DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
 # What torch says where another rank is gone
 GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
 
@@ -66,6 +67,9 @@ def launch(main, recipes):
         code = 1
         if dist.world_size() > 1 and GONE.search(str(error)):
             _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {_what_is_saved()}")
+        elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
+            why = f"a layer of the model mixes bfloat16 with other numbers ({error})"
+            _say(f"error: {why}: --compute-dtype float32")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()

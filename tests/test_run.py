@@ -623,6 +623,17 @@ def test_a_lost_connection_is_another_ranks_end_only_where_there_are_others(
     assert line in said and (ranks == 1 or "Traceback" not in said and "nothing is saved yet" in said)
 
 
+@pytest.mark.parametrize("dtype, line", [("bfloat16", "error: a layer"), ("float32", "Traceback")])
+def test_a_family_that_cannot_compute_in_bfloat16_is_one_line(dtype, line, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--compute-dtype", dtype])
+    monkeypatch.setattr(dist, "compute_dtype", None)  # and back afterwards
+    monkeypatch.setattr(dist, "shutdown", lambda code: None)
+    a, b = torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.bfloat16)
+    launch(lambda args: a @ b, RECIPES)
+    said = capsys.readouterr().err
+    assert line in said and ("--compute-dtype float32" in said) == (dtype == "bfloat16")
+
+
 def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp_path):
     leave(tmp_path, "checkpoint/latest")
     (tmp_path / "args.json").write_text('{"stage": "ppo", "args": {}}')
