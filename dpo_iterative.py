@@ -306,7 +306,11 @@ def main(args: Args):
     generate.check_policy(reference, tokenizer, args, sampled=False)
     if args.enhancer not in (None, "previous"):
         generate.check_policy(args.enhancer, tokenizer, args, sampled)
-    prompts, held_out = generate.train_and_held_out(args, tokenizer) if sampled else ([], [])
+    prompts, held_out = [], []
+    if sampled:
+        prompts, held_out = generate.train_and_held_out(args, tokenizer)
+    elif args.eval_dataset:  # nothing answers these prompts, but no pair of them is trained on
+        held_out = generate.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     if sampled:
         prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)

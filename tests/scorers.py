@@ -376,19 +376,21 @@ def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypat
     """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
     source, rounded, folder = loading.find_model(options["model"]), [], tmp_path / "run"
     files = {"model": str(in_bfloat16(source, tmp_path / "source")), "output_dir": str(folder)}
+    files["save_dtype"] = "bfloat16"
     monkeypatch.setattr(script, "PLOTS", [])
 
     def noted(study):
-        def call(self, policy, *more):
+        def call(self, policy, *more, **named):
             rounded.append(all(torch.equal(p, p.bfloat16().float()) for p in policy.parameters()))
-            return study(self, policy, *more)
+            return study(self, policy, *more, **named)
 
         return call
 
     for kind in (versions.Sweep, versions.Answers):
         monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     script.main(script.Args(**{**options, **files}))
-    assert rounded == [True, False, True]  # the source, what version 2 starts from, what is exported
+    # The source; what version 2 starts from; the last version before and after rounding
+    assert rounded == [True, False, False, True]
     files = [folder / name / "model.safetensors" for name in ("versions/1", "versions/2", "model")]
     one, two, final = map(load_file, files)
     assert {weight.dtype for weight in [*one.values(), *two.values()]} == {torch.float32}
