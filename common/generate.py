@@ -89,30 +89,27 @@ def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
 
 
 def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
-    """{iteration: its --prompts-per-iteration fresh prompts}, none in two of them. rows: of the pool of a
-    resumed run, whose prompts stay those of their iterations. Where they have no score yet, a crash may have
-    cut the sampling: fresh ones join them."""
-    by_key, dealt = {prompt.key: prompt for prompt in prompts}, collections.defaultdict(dict)
+    """{iteration: its --prompts-per-iteration fresh prompts, or an equal share}, none in two of them. rows:
+    of the pool of a resumed run, whose prompts stay those of their iterations. Where they have no score yet,
+    a crash may have cut the sampling: fresh ones join them."""
+    by_key, pool = {prompt.key: prompt for prompt in prompts}, collections.defaultdict(dict)
     for row in sorted(rows, key=lambda row: row["chunk"]):
-        dealt[row["iteration"]][turns_key(row["prompt"])] = by_key.get(turns_key(row["prompt"]))
-    whole = {row["iteration"] for row in rows if row["scorer"]}
-    todo = [i for i in range(1, args.iterations + 1) if i not in whole]
-    used = {key for of_one in dealt.values() for key in of_one}
+        pool[row["iteration"]][turns_key(row["prompt"])] = row["scorer"]
+    used, dealt = set().union(*pool.values()), {}
     order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
-    fresh = [prompts[i] for i in order if prompts[i].key not in used]
-    left = len(fresh) + sum(len(dealt[i]) for i in todo)
-    equal = min(len(prompts) // max(1, args.iterations), left // max(1, len(todo)))
-    n = args.prompts_per_iteration or max(1, equal)
-    n_fresh = {i: max(0, n - len(dealt[i])) for i in todo}
-    need = sum(n_fresh.values())
-    if need > len(fresh):
-        mend = "lower --iterations or --prompts-per-iteration"
-        why = f"{len(todo)} iterations of {n} fresh prompts need {need}, there are {len(fresh)}"
-        raise InputError(f"{args.dataset}: {why}: {mend}")
-    for i in todo:
-        dealt[i].update((prompt.key, prompt) for prompt in fresh[: n_fresh[i]])
-        fresh = fresh[n_fresh[i] :]
-    return {i: [prompt for prompt in of_one.values() if prompt] for i, of_one in dealt.items()}
+    fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # the next one last
+    for i in range(1, args.iterations + 1):
+        dealt[i] = [by_key[key] for key in pool[i] if key in by_key]
+        if any(pool[i].values()):
+            continue
+        left = (len(dealt[i]) + len(fresh)) // (args.iterations + 1 - i)
+        n = args.prompts_per_iteration or max(1, min(len(prompts) // args.iterations, left))
+        while len(dealt[i]) < n:
+            if not fresh:
+                mend = "lower --iterations or --prompts-per-iteration"
+                raise InputError(f"{args.dataset}: too few prompts are left for iteration {i}: {mend}")
+            dealt[i].append(fresh.pop())
+    return dealt
 
 
 def prompt_turns(row: dict) -> list[dict]:

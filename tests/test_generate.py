@@ -163,15 +163,17 @@ def test_prompts_are_dealt_as_before_where_a_run_is_resumed_with_the_same_flags(
     assert deal(pool_of(deal(prompts=MANY[:11]), [1]), MANY[:11]) == deal(prompts=MANY[:11])  # 3, 3, 3 of 11
 
 
-@pytest.mark.parametrize("options", [{"iterations": 6}, {"iterations": 2}, {"seed": 1}, {"prompts_per_iteration": 2}])
-def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_is_dealt_twice(options):
+@pytest.mark.parametrize(
+    "options, sizes",
+    [({"iterations": 6}, [4, 3, 1, 1, 1, 2]), ({"iterations": 2}, [4, 6]), ({"seed": 1}, [4, 4, 4]),
+     ({"prompts_per_iteration": 2}, [4, 3, 2])],
+)  # fmt: skip
+def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_is_dealt_twice(options, sizes):
     dealt = deal()
     again = deal(pool_of(dealt, [1], 2, 3), **options)
     assert again[1] == dealt[1] and again[2][:3] == dealt[2][:3]
     assert len(again) == options.get("iterations", 3)
     assert len(set(sum(again.values(), []))) == sum(map(len, again.values()))
-    sizes = {"iterations": {6: [4, 3, 1, 1, 1, 1], 2: [4, 6]}.get(options.get("iterations"))}["iterations"]
-    sizes = sizes or {"seed": [4, 4, 4]}.get(*options) or [4, 3, 2]
     assert [len(of_one) for of_one in again.values()] == sizes
 
 
@@ -183,11 +185,11 @@ def test_prompts_that_have_left_the_data_leave_their_iteration_alone():
 
 
 def test_too_few_prompts_for_what_is_left_are_an_error():
-    with pytest.raises(InputError, match="p.jsonl: 3 iterations of 5 fresh prompts need 15, there are 12: lower"):
+    with pytest.raises(InputError, match="p.jsonl: too few prompts are left for iteration 3: lower"):
         deal(prompts_per_iteration=5)
-    with pytest.raises(InputError, match="2 iterations of 5 fresh prompts need 10, there are 8: lower"):
+    with pytest.raises(InputError, match="too few prompts are left for iteration 3: lower"):
         deal(pool_of(deal(), [1]), prompts_per_iteration=5)
-    with pytest.raises(InputError, match="5 iterations of 2 fresh prompts need 8, there are 0: lower"):
+    with pytest.raises(InputError, match="too few prompts are left for iteration 2: lower"):
         deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
 
 
