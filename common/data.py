@@ -27,7 +27,8 @@ from common.errors import InputError
 from common.formats import WrongColumns, columns
 
 # -- rows ------------------------------------------------------------------------------------------
-PART = re.compile(r"(.+?)(?:\?(.+?))?(?::(\d*\.?\d+))?")  # of a mixture: source ? items : weight
+# Of a mixture: source ? items : weight, with a point, for items may hold a colon; or source : weight
+PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+))?|:(\d*\.?\d+))?")
 ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
 QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
 DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns of messages
@@ -78,19 +79,15 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         found = PART.fullmatch(part.strip())
         items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
         if not found or not all(items):
-            raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2")
-        source, weight = found[1], found[3]
+            raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
+        source, weight = found[1], found[3] or found[4]
         flags.setdefault(source, flags.get(spec, "--dataset"))
-        items = [item.groups() for item in items]
-        if items and re.fullmatch(r"==.*\d:\d+", f"{items[-1][1]}{items[-1][2]}:{weight}"):
-            *items, (column, sign, value) = items  # a time of the day, say: a weight there has a point
-            items, weight = [*items, (column, sign, f"{value}:{weight}")], None
         if is_tiny(source):
             _tiny_options(source)
         elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
             wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
             raise InputError(f"{_flag(source)}: no such file, or {wanted}")
-        parts.append((source, items, weight and float(weight)))
+        parts.append((source, [item.groups() for item in items], weight and float(weight)))
     return parts
 
 
@@ -161,8 +158,7 @@ def _select(rows, items, source):
             raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
         if sign == "=":
             for i, row in enumerate(rows):
-                has_value = row.data.get(column) not in (None, "")
-                if has_value or column in row.data and value not in row.data:
+                if row.data.get(column) not in (None, ""):
                     rest = {name: cell for name, cell in row.data.items() if name != column}
                     rows[i] = row._replace(data={**rest, value: row.data[column]})
         else:
@@ -240,8 +236,8 @@ def _template_reads(tokenizer, key):
 
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
-    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A turn
-    that is none has `weight` 0. ValueError says what is wrong with it. docs/data.md lists the columns."""
+    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A
+    turn that is none has `weight` 0. ValueError says what is wrong with it. docs/data.md lists the columns."""
     row = formats.cells(row)
     if "label" in row and "chosen" not in row and "responses" not in row:
         if row["label"] not in (False, True):
@@ -287,13 +283,12 @@ def prompt_of(row, text=None) -> list[dict] | None:
     if text is None:
         return None
     history, earlier = row.get("history", []), []
+    if history in ("", text):  # SHP's is the prompt itself
+        history = []
     for turn in history if isinstance(history, list) else [history]:
-        if isinstance(turn, list) and len(turn) == 2:
-            earlier += turns(turn[0], "user") + turns(turn[1], "assistant")
-        elif isinstance(turn, dict):
-            earlier.append(message(turn))
-        elif turn not in ("", text):  # SHP's history is the prompt itself
+        if not isinstance(turn, list) or len(turn) != 2:
             raise formats.unreadable("history", history, "no list of [question, answer]")
+        earlier += turns(turn[0], "user") + turns(turn[1], "assistant")
     return earlier + turns(text, "user")
 
 
@@ -523,8 +518,8 @@ def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
 
 
 class Clock(datetime):
-    """The clock of chat templates that write the date (strftime_now). It stands where the run began: texts of a
-    resumed run, or of one that lasts over midnight, are then the same ones."""
+    """The clock of chat templates that write the date (strftime_now). It stands where the run began: texts of
+    a resumed run, or of one that lasts over midnight, are then the same ones."""
 
     began = datetime.now()
 
@@ -545,7 +540,7 @@ def _rendered(tokenizer, _, turns, opened):
     chat_template_utils.datetime = Clock  # what strftime_now asks
     try:
         return tokenizer.apply_chat_template(json.loads(turns), tokenize=False, add_generation_prompt=opened)
-    except (jinja2.TemplateError, TypeError) as error:  # of templates that refuse roles, or a thought in parts
+    except (jinja2.TemplateError, TypeError) as error:  # of one that refuses roles, or a thought in parts
         raise ValueError(f"the chat template refuses it: {error}") from None
 
 
@@ -581,8 +576,8 @@ def tried(function, argument):
 
 
 def by_shares(items, work, size: int = 64):
-    """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where x
-    is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
+    """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where
+    x is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
     for chunk in split(items, size * dist.world_size()):
         mine = chunk[size * dist.rank() :][:size]
         yield from zip(chunk, dist.gather([isinstance(x, ValueError) or tried(work, x) for x in mine]))

@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import functools
 import gzip
 import io
 import itertools
@@ -16,12 +15,10 @@ from pathlib import Path
 from common.errors import InputError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of the files that can be read
-NOT_TEXT = set(  # the columns that something here reads, and that hold no text
-    """messages conversations context_messages trajectory history responses label score margin preference
-    is_safety chosen_score rejected_score score_chosen score_rejected chosen_is_safe rejected_is_safe
-    chosen_gold rejected_gold chosen_utility rejected_utility chosen_behavior_logprobs
-    rejected_behavior_logprobs tags helpfulness completions answers is_response_0_safe is_response_1_safe
-    info summaries choice""".split()
+NOT_TEXT = set(  # the columns that something here reads, and that hold neither text nor numbers alone
+    """messages conversations context_messages trajectory history responses label is_safety chosen_is_safe
+    rejected_is_safe chosen_behavior_logprobs rejected_behavior_logprobs tags completions answers
+    is_response_0_safe is_response_1_safe info summaries choice""".split()
 )
 
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
@@ -120,15 +117,6 @@ def _post(info):
     return f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: {info['post']}\n\nTL;DR:"
 
 
-def _several(chosen, rejected):
-    """The responses of a row with several chosen or rejected texts. TypeError for another row."""
-    sides = [side if isinstance(side, list) else [side] for side in (chosen, rejected)]
-    are_texts = all(side and isinstance(text, str) for side in sides for text in side or [None])
-    if sides == [[chosen], [rejected]] or not are_texts:
-        raise TypeError("a pair")
-    return [{"text": text, "score": score} for score, side in zip((1, 0), sides) for text in side]
-
-
 PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
     "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
     "prompt response helpfulness": lambda row: {  # HelpSteer2
@@ -147,7 +135,9 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
         {"text": row[f"human_ref_{x}"], "score": row[f"score_{x}"]} for x in "AB"]},  # SHP
     "instruction completions": lambda row: {  # UltraFeedback
         "responses": [{"text": x["response"], "score": x["overall_score"]} for x in row["completions"]]},
-    "chosen rejected": lambda row: {"responses": _several(row["chosen"], row["rejected"])},  # RewardBench 2
+    "chosen rejected": lambda row: {"responses": [  # RewardBench 2: lists of texts; + refuses all others
+        {"text": "" + text, "score": int(i < len(row["chosen"]))}
+        for i, text in enumerate([] + row["chosen"] + row["rejected"])]},
     "info summaries choice": lambda row: {"prompt": _post(row["info"]), "responses": [  # OpenAI's summaries
         {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
 }  # fmt: skip
@@ -184,9 +174,6 @@ def read_file(path: Path):
                 if row != ():
                     yield place, row
                 place += 1
-    except UnicodeDecodeError as error:
-        line = place + error.object.count(b"\n", 0, error.start)
-        raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
     except BROKEN as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 
@@ -194,7 +181,7 @@ def read_file(path: Path):
 def _rows(file, suffix):
     """The rows of a file; () for a line that is none."""
     if suffix in (".jsonl", ".gz"):
-        return (_json(line) if line.strip() else () for line in file)
+        return (json.loads(line) if line.strip() else () for line in file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
@@ -206,29 +193,17 @@ def _rows(file, suffix):
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
         csv.field_size_limit(sys.maxsize)
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        _check_different(list(filter(None, rows.fieldnames or ())))
+        names = [name for name in rows.fieldnames or () if name]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"columns {columns(twice)} twice")
         return itertools.chain([()], rows)
     try:
-        rows = _json(text)
+        rows = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return (_json(line) if line.strip() else () for line in text.splitlines())  # it is JSON lines
+        return (json.loads(line) if line.strip() else () for line in text.splitlines())  # it is JSON lines
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
-
-
-def _object(pairs):
-    """The object of these pairs of JSON, whose last one would win."""
-    _check_different([name for name, _ in pairs])
-    return dict(pairs)
-
-
-_json = functools.partial(json.loads, object_pairs_hook=_object)
-
-
-def _check_different(names):
-    if len(set(names)) < len(names):
-        raise ValueError(f"columns {columns({name for name in names if names.count(name) > 1})} twice")
 
 
 def from_csv(row: dict) -> tuple[dict, set[str]]:
