@@ -94,17 +94,15 @@ def check(args):
     )
 
 
-def named(specs, flag, args) -> dict[str, str]:
+def named(specs, flag) -> dict[str, str]:
     """name -> path. A path that is there, or a module:function, may hold an equals sign itself."""
-    paths, folder = {}, Path(args.output_dir).resolve()
+    paths = {}
     for spec in specs:
         name, equals, path = spec.partition("=")
         if not equals or ":" in name or os.path.exists(spec):
             name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
         if name in paths:
             raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
-        if args.overwrite and path != "tiny" and Path(path).resolve().is_relative_to(folder):
-            raise InputError(f"--overwrite would remove {path} before it is read: another --output-dir")
         paths[name] = path
     return paths
 
@@ -113,7 +111,7 @@ def named(specs, flag, args) -> dict[str, str]:
 def read_policies(args) -> tuple[dict[str, str], object]:
     """(name -> path, the tokenizer of all of them). Of the quickstart's runs those that are there."""
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
-    paths = named(args.policies or there, "--policies", args)
+    paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
     models, tokenizers = [path for path in paths.values() if path != "dataset"] or ["tiny"], []
@@ -299,10 +297,7 @@ def load_pairs(paths, args):
     if not with_tokens:
         tokenizer.unk_token = None  # functions alone read texts, of any words: tokens only count them
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
-    held_out = [c for c in held_out if labelled_pairs(c)]
-    if not held_out:
-        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
-    return held_out, tokenizer
+    return [c for c in held_out if labelled_pairs(c)], tokenizer
 
 
 def score_rows(scorer, held_out, args) -> list[dict]:
@@ -336,7 +331,7 @@ def pair_table(results) -> list[dict]:
 
 def compare_scorers(args, run):
     """(rows of samples.jsonl, summary.json, what draws the picture)"""
-    paths, rows, samples, results = named(args.scorers, "--scorers", args), {}, [], {}
+    paths, rows, samples, results = named(args.scorers, "--scorers"), {}, [], {}
     held_out, tokenizer = load_pairs(paths, args)
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)

@@ -52,18 +52,16 @@ def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:
 
 
 def lloyd(x, centres) -> tuple[torch.Tensor, float]:
-    """(the nearest centre of each row, the sum of squared distances), every centre the mean of its rows. One
-    that loses all of them moves to the row that is farthest from its own."""
+    """(the nearest centre of each row, the sum of squared distances), every centre the mean of its rows, if
+    it has any."""
     labels = None
     for _ in range(300):
         distances, nearest = squared_distances(x, centres).min(1)
         if labels is not None and torch.equal(nearest, labels):
             break
         labels, centres = nearest, centres.clone()
-        for i, members in enumerate(x[labels == k] for k in range(len(centres))):
-            farthest = distances.argmax()
-            centres[i] = members.mean(0) if len(members) else x[farthest]
-            distances[farthest] *= bool(len(members))  # taken: another empty one gets another row
+        for i in labels.unique():
+            centres[i] = x[labels == i].mean(0)
     return labels, distances.sum().item()
 
 
@@ -144,8 +142,6 @@ def main(args: Args):
     prompts, _ = data.train_and_held_out(args.dataset, None, load, None)  # ppo.py's held-out ones stay so
     prompts = a_part(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")  # not by its hash
     data.show(prompts, tokenizer)
-    if args.clusters > len(prompts):
-        raise InputError(f"--clusters {args.clusters}: there are only {len(prompts)} prompts")
     scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
     policy = loading.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)

@@ -27,8 +27,8 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 class HeldOutComparisons:
     """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
-    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores. `losses`:
-    negative log likelihoods of their pairs, of a soft label by its likelier side."""
+    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores.
+    `losses`: negative log likelihoods of their pairs, of a soft label by its likelier side."""
 
     def __init__(self, held_out, args):
         self.held_out, self.args, self.samples, self.losses = held_out, args, [], []

@@ -338,7 +338,7 @@ def test_a_path_with_an_equals_sign_is_read_behind_a_name_or_needs_none(tmp_path
     folder = smaller_model(tmp_path / "lr=1e-5" / "last")
     assert policies(f"slow={folder}", folder, reference="last") == {"slow": str(folder), "last": str(folder)}
     specs = ("common.ai_feedback:rater=org/x", "judge=common.ai_feedback:rater=org/y=z")
-    named = evaluate.named(specs, "--scorers", args_of())
+    named = evaluate.named(specs, "--scorers")
     assert named == {"x": specs[0], "judge": "common.ai_feedback:rater=org/y=z"}
 
 
