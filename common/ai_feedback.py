@@ -162,11 +162,7 @@ def load_labeler(spec, device, args, flag="--model"):
         if args.task in ("sample", "revise") or args.chain_of_thought:
             generate.check_sampled(spec)
         return LanguageModel(spec, device, args)
-    try:
-        labeler = scorers.named_function(flag, spec)()
-    except Exception as error:  # whatever a user's function raises
-        why = f"{type(error).__name__}: {error}"
-        raise InputError(f"{flag} {spec}: {why}; wanted a function without arguments") from error
+    labeler = scorers.named_function(flag, spec)()
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
         raise InputError(f"{flag} {spec}: it gives no object with `probabilities` and `generate`")
     return labeler
@@ -315,31 +311,21 @@ def revise(rows, labeler, principles, args):
 
 # -- tasks without a labeler: of all rows at once ------------------------------------------------------
 def select(rows, labeler, principles, args):
-    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1; #InsTag, arXiv:2308.07074, algorithm 1): {} of
-    a row that is chosen. Each of --per-tag passes takes the rows that have a tag which it has not met yet;
-    those with the most tags, the most complex ones, come first, of equally many the longest. A near-duplicate
-    shares 0.8 or more of its words and pairs of neighbouring words with a chosen prompt: intersection over
-    union."""
-    having, counts = collections.defaultdict(list), collections.Counter()  # part: the chosen that have it
-    results, texts = [{} for _ in rows], [data.transcript(row.prompt) for row in rows]
+    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1; #InsTag, arXiv:2308.07074, algorithm 1): {}
+    of a row that is chosen. Each of --per-tag passes takes the rows that have a tag which it has not met yet;
+    those with the most tags, the most complex ones, come first, of equally many the longest."""
+    results, counts = [{} for _ in rows], collections.Counter()
     tags_of = [tags_of_row(row.about) for row in rows]
-    for i in sorted(range(len(rows)), key=lambda i: (-len(tags_of[i]), -len(texts[i]))):
-        tags, words = tags_of[i], texts[i].lower().split()
-        parts = {*words, *itertools.pairwise(words)}
-        # A near-duplicate lacks a fifth of them at most: it has one of any more than a fifth
-        rare = sorted(parts, key=lambda part: len(having[part]))[: len(parts) // 5 + 1]
+    lengths = [len(data.transcript(row.prompt)) for row in rows]
+    for i in sorted(range(len(rows)), key=lambda i: (-len(tags_of[i]), -lengths[i])):
         # A pass takes a row if those before have met all its tags: a tag is met in the first ones of all
-        number = min((counts[tag] for tag in tags), default=0)
-        if not tags:
+        number = min((counts[tag] for tag in tags_of[i]), default=0)
+        if not tags_of[i]:
             results[i]["failed"] = "neither a list of tags nor a category"
         elif number >= args.per_tag:
             results[i]["failed"] = "it adds no tag: each has --per-tag rows"
-        elif any(len(parts & other) >= 0.8 * len(parts | other) for part in rare for other in having[part]):
-            results[i]["failed"] = "a near-duplicate is chosen"
         else:
-            for part in parts:
-                having[part].append(parts)
-            counts.update(tag for tag in tags if counts[tag] == number)
+            counts.update(tag for tag in tags_of[i] if counts[tag] == number)
     return results
 
 
@@ -391,8 +377,6 @@ def read_items(args) -> list[Item]:
             prompt, names = generate.prompt_turns(values), ANSWERS.get(args.task, ())
             for name in [name for name in names if name in values][:1]:
                 texts = [turn["content"] for turn in data.turns(values[name], "assistant")]
-            if args.task == "hindsight" and not texts and values.keys() & {*names}:
-                raise ValueError("no response")
             if len(texts) > 1:
                 raise ValueError("the response is several messages")
             if texts and args.task == "hindsight":
@@ -561,7 +545,7 @@ RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
     "sample": ("different responses to a prompt, for label", Args(task="sample")),
-    "select": ("rows balanced over tags, without near-duplicates", Args(task="select")),
+    "select": ("rows balanced over tags", Args(task="select")),
     "hindsight": ("responses under an instruction that they fulfil, for sft.py", Args(task="hindsight")),
 }
 
