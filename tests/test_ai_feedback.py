@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import common.run
 from common import ai_feedback as ai
 from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
 from common.batches import Row
@@ -926,7 +927,8 @@ def test_a_row_that_never_gets_a_response_fails():
 def test_a_run_leaves_its_arguments_rows_and_a_summary_last(pairs, tmp_path):
     folder = tmp_path / "run"
     ended = succeeds(script(folder, pairs))
-    assert {p.name for p in folder.iterdir()} == {"args.json", "rows.jsonl", "failed.jsonl", "summary.json"}
+    names = {"args.json", "lock", "rows.jsonl", "failed.jsonl", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == names
     written, summary = read_json(folder / "args.json"), read_json(folder / "summary.json")
     assert written["stage"] == "ai_feedback label" and written["args"]["task"] == "label"
     assert f"wrote {folder}/rows.jsonl" in ended.out and f"alignment: {summary['alignment']:.4g}" in ended.out
@@ -965,6 +967,7 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     for words, other in (("an unfinished run", {}), ("another script: .ai_feedback label.", {"task": "revise", "resume": True})):
         with pytest.raises(InputError, match=words):
             run(folder, pairs, model="gold_labeler:noisy", **options, **other)
+    common.run._locks.clear()  # as where this process ends
     with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line
         file.write(whole.text.splitlines()[18][:50])
     # A second crash, after three more chunks: they do not hang on to the cut line
@@ -1118,8 +1121,8 @@ def test_a_response_with_a_lone_surrogate_is_left_out_by_name(tmp_path):
 
 def test_the_first_word_of_the_command_is_the_task():
     for task in ai.TASKS:
-        assert parse(ai.RECIPES, [task, "--model", "m"]).task == task
-    assert parse(ai.RECIPES, ["--model", "m"]).task == "label"
+        assert parse(ai.RECIPES, [task, "--model", "m", "--dataset", "tiny"]).task == task
+    assert parse(ai.RECIPES, ["--model", "m", "--dataset", "tiny"]).task == "label"
 
 
 # -- the whole chain -------------------------------------------------------------------------------

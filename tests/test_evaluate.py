@@ -414,7 +414,7 @@ def of(found, policy, temperature):
 
 def test_a_run_leaves_its_answers_figures_and_plots(world):
     files = {path.name: path for path in world.folder.iterdir()}
-    assert set(files) == {"args.json", "samples.jsonl", "summary.json", "frontier.png"}
+    assert set(files) == {"args.json", "lock", "samples.jsonl", "summary.json", "frontier.png"}
     assert max(files.values(), key=lambda path: path.stat().st_mtime_ns).name == "summary.json"
     assert files["frontier.png"].read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert read_json(files["args.json"])["stage"] == "evaluate"
@@ -565,7 +565,7 @@ def test_a_file_of_prompts_has_no_true_reward(asked, small, tmp_path, monkeypatc
     options |= {"safety_scorer": SAFETY, "overwrite": True, "temperatures": (0.5, 0.25)}
     found = run(tmp_path / "run", ["tiny"], **options)
     names = {path.name for path in (tmp_path / "run").iterdir()}
-    assert names == {"args.json", "samples.jsonl", "summary.json"}
+    assert names == {"args.json", "lock", "samples.jsonl", "summary.json"}
     assert len(found.rows) == 20 and not any({"gold", "perfect"} & set(r) for r in found.rows)
     assert [r["is_safety"] for r in of(found, "untrained", 0.5)] == [i in (2, 5) for i in range(10)]
     for key in ("0.5", "0.25"):
@@ -587,7 +587,7 @@ def test_the_answers_that_rows_hold_are_a_policy_without_a_kl(small, tmp_path):
     options = {"dataset": str(path), "temperatures": (1.0, 0.0)}
     found = run(tmp_path / "run", [small / "a", "dataset"], reference="dataset", **options)
     for t in options["temperatures"]:
-        assert [(r["response"], r["tokens"], r["score"]) for r in of(found, "dataset", t)] == [
+        assert sorted((r["response"], r["tokens"], r["score"]) for r in of(found, "dataset", t)) == [
             (text, 2, 1.0) for text in ("ant", "cat", "fox")
         ]
         assert [r["prompt"] for r in of(found, "a", t)] == [r["prompt"] for r in of(found, "dataset", t)]
@@ -695,7 +695,7 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
     found = compared.summary["scorers"]
     assert list(found) == ["rm", "am", "wordy", "pm", "gold"]
     files = {path.name for path in (compared.folder / "run").iterdir()}
-    assert files == {"args.json", "samples.jsonl", "summary.json", "scores.png"}
+    assert files == {"args.json", "lock", "samples.jsonl", "summary.json", "scores.png"}
     for name, parts in found.items():
         rows = [row for row in compared.rows if row["scorer"] == name]
         assert len(rows) == 30 and set(parts) == {
