@@ -40,7 +40,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from common import comparisons, data, dist, formats, generate, loading, metrics, models, scorers
+from common import comparisons, data, dist, files, formats, generate, loading, metrics, models, scorers
 from common.batches import a_part, split, turns_key
 from common.cli import check_flags
 from common.errors import InputError
@@ -505,9 +505,11 @@ def main(args: Args):
 
     # what is there already
     path = run.folder / "rows.jsonl"
-    rows = dist.gather(metrics.read_jsonl(path, {"row": int}) if dist.is_main() else [])
+    rows = dist.gather(metrics.read_jsonl(path) if dist.is_main() else [])
     size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
-    chunks, answered = split(items, max(size, args.chunk_rows)), {row["row"] for row in rows}
+    with files.reading(path):
+        answered = {int(row["row"]) for row in rows}
+    chunks = split(items, max(size, args.chunk_rows))
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
     again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut is asked whole
     rows = [row for row in rows if row["row"] not in again]

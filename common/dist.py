@@ -217,7 +217,7 @@ def shard(model, device, compute_dtype=None):
     layers = decoder_layers(model)
     owners = Counter(weight for layer in layers for weight in layer.parameters())
     for layer in layers:
-        if all(owners[weight] == 1 for weight in layer.parameters()):  # else the root's, where tied ones can be
+        if all(owners[weight] == 1 for weight in layer.parameters()):  # else the root's
             fully_shard(layer, mesh=mesh, mp_policy=policy)
     if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a scalar head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
@@ -234,7 +234,7 @@ def shard(model, device, compute_dtype=None):
 
 
 def decoder_layers(model) -> list:
-    """The modules that transformers does not split, in their order; of those inside each other the outermost."""
+    """The modules that transformers does not split, in their order; of nested ones the outermost."""
     layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
     inner = {m for layer in layers for m in layer.modules() if m is not layer}
     return [layer for layer in layers if layer not in inner]
@@ -380,13 +380,12 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
     barrier()
 
 
-def load_checkpoint(root, modules: dict, wanted: dict | None = None, step: int | None = None) -> dict:
-    """Fill `modules` from the checkpoint that `root`/latest names, or that of `step`, and return the `state` of
-    the latest. Learning rate, weight decay and their like stay as the optimisers have them now. wanted: see
-    files.read_json."""
+def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
+    """Fill `modules` from the checkpoint that `root`/latest names, or that of `step`, and return the `state`
+    of the latest. Learning rate, weight decay and their like stay as the optimisers have them now."""
     import torch.distributed.checkpoint as dcp
 
-    folder, state = _latest(root, wanted)
+    folder, state = _latest(root)
     folder = folder if step is None else Path(root) / f"step_{step}"
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -397,14 +396,13 @@ def load_checkpoint(root, modules: dict, wanted: dict | None = None, step: int |
     return state
 
 
-def checkpoint_state(root, wanted: dict | None = None) -> dict:
-    """The `state` of the checkpoint that `root`/latest names, {} if there is none; the same on every rank.
-    wanted: see files.read_json."""
-    return _latest(root, wanted)[1]
+def checkpoint_state(root) -> dict:
+    """The `state` of the checkpoint that `root`/latest names, {} if there is none; the same on every rank."""
+    return _latest(root)[1]
 
 
-def _latest(root, wanted) -> tuple[Path | None, dict]:
-    """(folder, state) of the last checkpoint, (None, {}) if there is none: as rank 0 sees it, on every rank."""
+def _latest(root) -> tuple[Path | None, dict]:
+    """(folder, state) of the last checkpoint, (None, {}) if there is none: as rank 0 sees it."""
     folder, state, latest = None, {}, Path(root) / "latest"
     if is_main() and latest.exists():
         name = latest.read_text("utf-8", "replace").strip()
@@ -413,9 +411,9 @@ def _latest(root, wanted) -> tuple[Path | None, dict]:
             there = ", ".join(sorted(path.name for path in latest.parent.glob("step_*"))) or "none"
             why = f"names {name[:40]!r}, which is no checkpoint. There are: {there}"
             raise InputError(f"{latest} {why}. Write one of them into it, or begin anew with --overwrite.")
-        state = files.read_json(folder / "state.json", wanted)
+        state = files.read_json(folder / "state.json")
         if state.pop("layout", None) != LAYOUT:
-            raise InputError(f"{folder} is of another version of these scripts: use that, or --overwrite")
+            raise InputError(f"{folder}/state.json is of another version of these scripts: use that, or --overwrite")
     return gather([(folder, state)])[0]
 
 

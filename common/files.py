@@ -11,56 +11,48 @@ MEND = "Mend it, or begin anew with --overwrite."
 
 
 # -- read ------------------------------------------------------------------------------------------
-def read_json(path, wanted=None, mend: str = MEND) -> dict:
-    """The object in a .json file; {} if there is no file.
+@contextlib.contextmanager
+def reading(path, mend: str = MEND):
+    """Turn what goes wrong with a file's content into one line that names the file and what to do about it.
 
-    wanted: {key: the type of its value}, or a function that raises a ValueError for what is wrong. mend: what
-      to do about a file that is broken. InputError for one that is no JSON, no object, or not as wanted."""
+    Use the content inside as far as it must be right: a key that is missing or a value of another type is then
+    an InputError here, and no traceback later."""
     try:
-        text = Path(path).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return _object(text, path, wanted, mend)
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        said = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: cannot be read ({said[:160]}). {mend}") from None
 
 
-def read_jsonl(path, wanted=None, mend: str = MEND) -> list[dict]:
+def read_json(path, mend: str = MEND, check=lambda value: None) -> dict:
+    """The object in a .json file; {} if there is no file. InputError for one that is no JSON or no object, or
+    that check(object), which uses it as far as it must be right, cannot take."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return _object(Path(path).read_bytes(), path, mend, check)
+    return {}
+
+
+def read_jsonl(path, mend: str = MEND, check=lambda row: None) -> list[dict]:
     """The rows of a .jsonl file, each as read_json has it; no file: no rows. A last line that a crash cut
     short is left out. InputError for any other that is no row: what stands behind it must not be lost."""
     rows, lines = [], []
     with contextlib.suppress(FileNotFoundError):
         lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        is_cut = number == len(lines) and line.startswith(b"{")
-        row = _object(line, f"{path}:{number}", wanted, mend, is_cut) if line.strip() else None
-        rows += [] if row is None else [row]
+        forgiven = InputError if number == len(lines) and line.startswith(b"{") else ()
+        with contextlib.suppress(forgiven):
+            rows += [_object(line, f"{path}:{number}", mend, check)] if line.strip() else []
     return rows
 
 
-def _object(text: bytes, where, wanted, mend, may_be_cut=False) -> dict | None:
-    """The one reader of JSON that runs wrote. None: it is cut, and may be."""
-    try:
+def _object(text: bytes, where, mend, check) -> dict:
+    """The one reader of JSON that runs wrote."""
+    with reading(where, mend):
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if may_be_cut:
-            return None
-        why = "it is empty" if not text.strip() else f"not JSON ({error})"
-        raise InputError(f"{where}: {why}. {mend}") from None
-    try:
-        check(value, {})
-        wanted(value) if callable(wanted) else check(value, wanted or {})
-    except ValueError as error:
-        raise InputError(f"{where}: {error}. {mend}") from None
+        if not isinstance(value, dict):
+            raise TypeError(f"{type(value).__name__}, wanted an object")
+        check(value)
     return value
-
-
-def check(value, wanted: dict):
-    """ValueError unless it is an object that has values of these types: {key: type}."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{type(value).__name__}, wanted an object")
-    for key, kind in wanted.items():
-        if not isinstance(value.get(key), kind):
-            shown = f"{key!r} is {repr(value[key])[:40]}" if key in value else f"there is no {key!r}"
-            raise ValueError(f"{shown}, wanted {getattr(kind, '__name__', kind)}")
 
 
 # -- write -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run began with. It is recorded once, in args.json, and compared in one place when the run is resumed.
+"""What a run began with: recorded once, in args.json, and compared in one place when the run is resumed.
 
 A model is known by the content of its files, so that a folder may move; a function by its name, and by the
 content of its file; data by their content; a held-out set by its messages. Of the models that scripts take
@@ -34,7 +34,7 @@ REFUSED = {  # of what another one is refused on --resume, and in which scripts;
 
 
 def of_run(args, held_out) -> dict:
-    """{name in the table of docs/runs.md: what tells it from another one}. It reads whole files: rank 0 asks."""
+    """{name in the table of docs/runs.md: what tells it from another one}. Rank 0 asks: it reads whole files."""
     messages = json.dumps(held_out, default=str).encode()
     known = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():

@@ -10,12 +10,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import dist
+from common import dist, files
 from common.errors import InputError
 from common.files import append_jsonl, read_jsonl, write_jsonl
 from common.files import read_json, write_json  # noqa: F401 (for who reads what a run wrote)
-
-ROW = {"step": int, "iteration": int, "time_s": int | float}  # of metrics.jsonl, beside the metrics
 
 
 class Metrics:
@@ -29,13 +27,14 @@ class Metrics:
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, kept = Path(folder) / "metrics.jsonl", []
         if keep_rows is not None and dist.is_main():
-            kept = read_jsonl(self.path, ROW)[:keep_rows]
+            kept = read_jsonl(self.path)[:keep_rows]
             write_jsonl(self.path, kept)
             if len(kept) < keep_rows:
                 print(f"{self.path} holds {len(kept)} of the {keep_rows} rows that were logged")
         last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
-        self.start, self.n_rows = time.time() - last["time_s"], len(kept)
-        self.last = last["step"], last["iteration"]
+        with files.reading(self.path):
+            self.start, self.n_rows = time.time() - last["time_s"], len(kept)
+            self.last = int(last["step"]), int(last["iteration"])
 
     def log(self, step: int, iteration: int, **values):
         self.n_rows, self.last = self.n_rows + 1, (step, iteration)

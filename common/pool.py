@@ -20,7 +20,6 @@ COLUMNS = {  # of a row, and what stands in it
     "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
     "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
 }  # fmt: skip
-MESSAGE = {"role": str, "content": str}
 
 
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
@@ -55,16 +54,17 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
 def rows_of(run) -> list[dict]:
     """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
     reads = run.resumed and dist.is_main()
-    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl", check_types) if reads else [])
+    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl", check=check_types) if reads else [])
 
 
 def check_types(row):
     """ValueError for a row of a pool that holds values of other types, or prompts that are no messages."""
-    files.check(row, COLUMNS)
+    wrong = [name for name, kind in COLUMNS.items() if not isinstance(row[name], kind)]
+    if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
+        raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
     for message in row["prompt"]:
-        files.check(message, MESSAGE)
-    if not all(type(token) is int and token >= 0 for token in row["response_ids"]):
-        raise ValueError("response_ids are no token ids")
+        if not isinstance(message, dict) or {type(message.get(x)) for x in ("role", "content")} != {str}:
+            raise ValueError("the prompt is no list of messages")
 
 
 class Pool:
@@ -168,8 +168,9 @@ def write_pairs(folder, pairs, iteration):
     read; those of the iterations before stay."""
     if not dist.is_main():
         return
-    rows = metrics.read_jsonl(folder / "pairs.jsonl", {"iteration": int})
-    rows = [row for row in rows if row["iteration"] < iteration]
+    rows = metrics.read_jsonl(folder / "pairs.jsonl")
+    with files.reading(folder / "pairs.jsonl"):
+        rows = [row for row in rows if row["iteration"] < iteration]
     for pair in pairs:
         row = {"prompt": pair.prompt, "chosen": pair.texts[0], "rejected": pair.texts[1]}
         row.update(iteration=iteration, source=pair.source, category=pair.category)

@@ -7,10 +7,10 @@ written last, summary.json: a run that has a summary is finished, one without is
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import math
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -19,7 +19,6 @@ import time
 import traceback
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, get_args, get_origin
 
 import torch
 from tqdm import tqdm
@@ -34,7 +33,6 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out
     "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
     "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl wandb"
 )
-ARGS = {"stage": str, "args": dict, "began": str | None, "began_with": dict | None}  # of args.json
 SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
 DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
 # What torch says where another rank is gone
@@ -116,7 +114,6 @@ class Run:
         [data.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
         self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
-        self.before = []  # samples before training
         self.state, self.laps, self.saved, self.saving_s = {"step": 0}, {}, time.monotonic(), 0.0
         Run.current = self
 
@@ -131,12 +128,7 @@ class Run:
         self.dtype = getattr(torch, self.args.save_dtype)  # of model/
         self.state.update(state or {})
         if self.resumed and modules:
-            wanted = {key: type(value) for key, value in self.state.items() if value is not None}
-            wanted |= {"logged_rows": int, "before": dict | None}
-            self.state.update(dist.load_checkpoint(self.checkpoint, modules, wanted))
-            wanted = {"when": str, "prompt": list, "response": str, "score": int | float}
-            rows = files.read_jsonl(self.folder / "samples.jsonl", wanted) if dist.is_main() else []
-            self.before = [row for row in dist.gather(rows) if row["when"] == "before"]
+            self.state.update(dist.load_checkpoint(self.checkpoint, modules))
         self.metrics = metrics.Metrics(self.folder, self.state.get("logged_rows"))
         return self.state
 
@@ -148,9 +140,9 @@ class Run:
             self.state["losses"] = getattr(evaluate, "losses", [])  # of each held-out item
             self.log(self.state["before"], step=0)
             if keep_samples:
-                self.before = [{"when": "before", **sample} for sample in evaluate.samples]
+                self.state["samples"] = [{"when": "before", **sample} for sample in evaluate.samples]
             if keep_samples and dist.is_main():
-                metrics.write_jsonl(self.folder / "samples.jsonl", self.before)
+                metrics.write_jsonl(self.folder / "samples.jsonl", self.state["samples"])
 
     def steps(self, total: int):
         """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
@@ -244,13 +236,11 @@ class Run:
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
         after = metrics.finite(after)
-        kept = self.before
-        if [row.keys() for row in kept] == [{"when", *sample} for sample in samples]:
+        kept = self.state.get("samples")
+        if kept:
             gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
             after.update(metrics.gains(kept, samples, gains))
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
-        elif kept and dist.is_main():
-            print(f"{self.folder}/samples.jsonl has not the samples that training began with: no gains")
         self.metrics.log(*self.metrics.last, **after)
         summary = {**summary, "before": before, "after": after}
         self.write_results(model, tokenizer, samples, summary, before, after, shown)
@@ -264,7 +254,8 @@ class Run:
             for plot in self.plots:
                 plots.draw(plot, self.folder)
             metrics.print_results(before, after, shown, samples)
-            hint = "" if self.dtype == torch.float32 else ": rounded; --save-dtype float32 keeps the trained weights"
+            hint = ": rounded; --save-dtype float32 keeps the trained weights"
+            hint = "" if self.dtype == torch.float32 else hint
             print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
 
 
@@ -296,40 +287,33 @@ def find_run(args) -> str | None:
         if path.is_symlink():
             raise InputError(f"{path} is a link, and what it names stays: remove it, or another --output-dir")
     removed = [path.resolve() for path in _removed(args)]
-    for field in dataclasses.fields(args) if removed else ():
-        texts = _paths_in(getattr(args, field.name)) if field.name != "output_dir" else ()
-        for text in set(texts) - _words_of(field.type):
-            path = Path(text).resolve()
-            if path == folder.resolve() or any(map(path.is_relative_to, removed)):
-                flag = f"--{field.name.replace('_', '-')} {text}"
-                raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
+    inputs = {name: value for name, value in vars(args).items() if removed and name != "output_dir"}
+    for name, text in [(name, text) for name, value in inputs.items() for text in _paths_in(value)]:
+        path = Path(text).resolve()
+        if path == folder.resolve() or any(map(path.is_relative_to, removed)):
+            flag = f"--{name.replace('_', '-')} {text}"
+            raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
 
 
 def _args_of(folder) -> dict:
     """What args.json says; {} if there is none. InputError for one that no run wrote."""
     def check(begun):
-        files.check(begun, ARGS)
-        datetime.fromisoformat(begun.get("began") or "2000-01-01")
+        begun["stage"].split()
+        dict(**begun["args"], **begun.get("began_with", {}))
+        datetime.fromisoformat(begun.get("began", "2000-01-01"))
 
-    return files.read_json(folder / "args.json", check, f"{folder} may be no run's: another --output-dir")
-
-
-def _words_of(kind) -> set:
-    """The words that a flag of this type takes, which are no paths."""
-    if get_origin(kind) is Literal:
-        return set(get_args(kind))
-    return set().union(*map(_words_of, get_args(kind)))
+    return files.read_json(folder / "args.json", f"{folder} may be no run's: another --output-dir", check)
 
 
 def _paths_in(value) -> list[str]:
     """Each text in a flag's value that may be a path: of several values in each; in name=path, a:0.5,b?x=y or
     module:function=path what stands between such signs. A path may hold such signs itself."""
-    if isinstance(value, list | tuple):
-        return [path for item in value for path in _paths_in(item)]
-    pieces = re.split("([?:,=*+])", value) if isinstance(value, str) and value else []
-    ends = [(i, j) for i in range(0, len(pieces), 2) for j in range(i + 1, len(pieces) + 1, 2)]
-    texts = ["".join(pieces[i:j]).strip() for i, j in ends]
-    return [text for text in texts if text]
+    paths = []
+    for text in value if isinstance(value, list | tuple) else [value]:
+        signs = re.finditer("[?:,=*+]|$", text) if isinstance(text, str) else ()
+        cuts = [-1, *(sign.start() for sign in signs)]
+        paths += [text[i + 1 : j].strip() for i, j in itertools.combinations(cuts, 2)]
+    return [path for path in paths if path]
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):
@@ -344,7 +328,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     dist.barrier()  # data were tokenised and models downloaded
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
-    _lock(folder, write=True)
+    _lock(folder)
     if find_run(args) != state:
         raise InputError(f"{folder} has changed since this command began, by another one: start it again")
     packages = "torch transformers datasets tokenizers numpy".split()
@@ -395,26 +379,22 @@ def _git_head() -> str | None:
 _locks = {}  # path -> the open file of the run that this process is in
 
 
-def _lock(folder, write=False):
+def _lock(folder):
     """Keep other processes out of a run's folder, until this one ends or begins another run: InputError, on
     every rank, if one is in it. The system forgets a lock with its process, however that ends. Where it has
-    none (Windows, some network file systems) nobody is kept out. write: who this is, into the file."""
-    path, other = folder.resolve() / "lock", None
+    none (Windows, some network file systems) nobody is kept out."""
+    path, is_locked = folder.resolve() / "lock", False
     if dist.is_main():
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
-            file = _locks.get(path) or open(path, "a+")
+            file = _locks.get(path) or open(path, "a")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                other = path.read_text() or "another process"
+                is_locked = True
             else:
                 _locks.clear()  # which closes the file of the run before
                 _locks[path] = file
-                if write:
-                    file.truncate(0)
-                    file.write(f"process {os.getpid()} on {platform.node()}")
-                    file.flush()
-    if other := dist.gather([other])[0]:
-        raise InputError(f"{folder} is in use by {other}: wait for its end, or another --output-dir")
+    if dist.gather([is_locked])[0]:
+        raise InputError(f"{folder} is in use by another process: wait for its end, or another --output-dir")

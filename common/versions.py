@@ -11,9 +11,7 @@ from common.batches import a_part
 
 SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
 
-
 RESTUDY = "Remove it, and it is made again."
-STATE = dict.fromkeys(("iteration", "step", "first_step", "logged_rows"), int)  # of a checkpoint
 
 
 class Versions:
@@ -38,9 +36,9 @@ class Versions:
         studies, made, rows = {}, [], []
         if dist.is_main():
             paths = [path for path in self.folder.glob("*.json") if path.stem.isdigit()]
-            studies = {int(path.stem): files.read_json(path, self.check_study, RESTUDY) for path in paths}
+            studies = {int(path.stem): self.read_study(path) for path in paths}
             made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
-            rows = metrics.read_jsonl(self.run.folder / "metrics.jsonl", metrics.ROW)
+            rows = metrics.read_jsonl(self.run.folder / "metrics.jsonl")
         studies, self.made, rows = dist.gather([(studies, made, rows)])[0]  # as rank 0 sees them
         self.studies = dict(sorted(studies.items()))
         self.first = min(self.studies, default=first)
@@ -49,17 +47,19 @@ class Versions:
         if newest not in studies:  # all of the newest version but its study's row
             kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
         self.step = kept[-1]["step"] if kept else 0
-        saved = dist.checkpoint_state(self.run.checkpoint, STATE)
+        saved = dist.checkpoint_state(self.run.checkpoint)
         if saved.get("iteration") == newest + 1:
             kept = rows[: saved["logged_rows"]]
             self.step = saved["first_step"]
         self.run.metrics = metrics.Metrics(self.run.folder, keep_rows=len(kept))
 
-    def check_study(self, study):
-        """ValueError for a versions/N.json that cannot be one."""
-        files.check(study, {"step": int, "samples": list, "scorer": str | None, **self.evaluate.WANTED})
-        for sample in study["samples"]:
-            files.check(sample, {"prompt": list, "response": str, "tokens": int, "finished": bool})
+    def read_study(self, path):
+        """A versions/N.json. InputError for one that cannot be."""
+        def check(study):
+            self.evaluate.figures({0: study, 1: study}, 1)
+            study["step"] + sum(sample["tokens"] for sample in study["samples"])
+
+        return files.read_json(path, RESTUDY, check)
 
     def iterations(self, n: int):
         """first + 1, first + 2, ...: the iterations whose version is not there yet, after a study of the
@@ -177,8 +177,6 @@ class Sweep:
     at temperature 1, "curves": the expected largest and median score among N responses at each temperature,
     and the best of K to select, "temperature": the one where that is highest, "scorer": its version}."""
 
-    WANTED = {"curves": list, "temperature": int | float}  # in a study
-
     def __init__(self, held_out, scorer, tokenizer, args):
         self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
         self.prompts = a_part(held_out, args.eval_prompts)
@@ -229,8 +227,6 @@ class Answers:
     """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
     held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}.
     A pairwise oracle's score is the probability that a response beats version 0's."""
-
-    WANTED = {"pairs": dict}  # in a study
 
     def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
         """scorer: None where there are no --eval-prompts."""

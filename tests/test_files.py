@@ -34,15 +34,11 @@ WANTED = {  # file -> (what is in it, what reads it)
     "args.json": (BEGUN, lambda folder: find_run(Args(output_dir=str(folder), resume=True))),
     "checkpoint/step_1/state.json": (
         {"step": 1, "layout": dist.LAYOUT, "logged_rows": 1},
-        lambda folder: dist.checkpoint_state(folder / "checkpoint", {"step": int, "logged_rows": int}),
+        lambda folder: dist.checkpoint_state(folder / "checkpoint"),
     ),
     "checkpoint/latest": ({}, lambda folder: dist.checkpoint_state(folder / "checkpoint")),
     "metrics.jsonl": (ROW, lambda folder: metrics.Metrics(folder, keep_rows=1)),
-    "samples.jsonl": (
-        {**SAMPLE, "when": "before", "score": 1.0},
-        lambda folder: files.read_jsonl(folder / "samples.jsonl", {"when": str, "prompt": list, "score": float}),
-    ),
-    "pool.jsonl": (POOL, lambda folder: files.read_jsonl(folder / "pool.jsonl", pool.check_types)),
+    "pool.jsonl": (POOL, lambda folder: pool.rows_of(SimpleNamespace(folder=folder, resumed=True))),
     "pairs.jsonl": ({"iteration": 1}, lambda folder: pool.write_pairs(folder, [], 2)),
 }
 
@@ -72,13 +68,14 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, name, damag
 @pytest.mark.parametrize("kind", [versions.Sweep, versions.Answers])
 def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
     made = object.__new__(versions.Versions)
-    made.evaluate = kind
+    made.evaluate = object.__new__(kind)
+    made.evaluate.scorer = SimpleNamespace(pairwise=False)
     path, text = tmp_path / "1.json", json.dumps(STUDY).encode()
     path.write_bytes(text)
-    assert files.read_json(path, made.check_study) == STUDY
+    assert made.read_study(path) == STUDY
     path.write_bytes(DAMAGES[damage](text))
     with pytest.raises(InputError, match="1.json: "):
-        files.read_json(path, made.check_study)
+        made.read_study(path)
 
 
 def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_path):

@@ -520,16 +520,6 @@ def test_overwrite_refuses_when_an_input_lies_inside(name, relative, tmp_path, m
     assert find_run(args) == "finished"  # nothing is removed then
 
 
-@pytest.mark.parametrize("flag, word", [("reference", "sft"), ("reference", "last"), ("enhancer", "previous")])
-def test_a_flags_own_words_are_no_paths_and_of_another_flag_they_are(flag, word, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    leave(tmp_path / word, *FINISHED)
-    assert find_run(Inputs(output_dir=word, overwrite=True, **{flag: word})) is None
-    for other in ("model", "policy", "scorer"):
-        with pytest.raises(InputError, match=f"would remove --{other} {word} before it is read"):
-            find_run(Inputs(output_dir=word, overwrite=True, **{other: word}))
-
-
 FORMS = [
     ("scorers", ("ours=a", "theirs=run/model")),
     ("scorers", ("run",)),
@@ -596,7 +586,7 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
         lambda: begin(tmp_path, resume=True),
         lambda: dist.load_checkpoint(tmp_path / "checkpoint", {}),
     ):
-        with pytest.raises(InputError, match="step_1 is of another version of these scripts.*--overwrite"):
+        with pytest.raises(InputError, match="step_1/state.json is of another version of these scripts.*--overwrite"):
             load()
     assert begin(tmp_path, overwrite=True) is None
 
@@ -701,7 +691,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_one_has_ended(t
         assert first.stdout.readline() == "it began\n"
         before = (folder / "args.json").read_bytes()
         for options in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(InputError, match=f"in use by process {first.pid} on .*another --output-dir"):
+            with pytest.raises(InputError, match="in use by another process.*another --output-dir"):
                 find_run(Args(output_dir=str(folder), **options))  # before anything is loaded
         with pytest.raises(InputError, match="in use by"):  # it looked before the first one began
             start_run(Args(output_dir=str(folder)), "sft", None)
