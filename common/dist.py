@@ -37,8 +37,7 @@ ranks_per_copy = 1  # of a model inside `consolidated`: --generate-tensor-parall
 
 # -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
-    """Join the process group that torchrun's environment describes, if any; returns this rank's device. What
-    is computed with is printed, and a GPU that torch cannot use."""
+    """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
     global here
     transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
     transformers.utils.logging.set_verbosity_error()  # that a scorer's head is new is no news
@@ -64,12 +63,16 @@ def setup() -> torch.device:
         backend = device and f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}"
         td.init_process_group(backend or "gloo", **options)
     here = device or torch.device("cpu")
+    return here
+
+
+def print_machine():
+    """Print what this program computes with, and warn of a GPU that torch cannot use."""
     if is_main():
         with_what = ", ".join(f"{name} {value}" for name, value in machine().items())
         print(f"{with_what}; torch {torch.__version__}, transformers {transformers.__version__}")
-        if not device:
+        if here.type == "cpu":
             _warn_of_unused_gpu()
-    return here
 
 
 def machine() -> dict:

@@ -131,6 +131,7 @@ class Args:
 
 def main(args: Args):
     device = dist.setup()
+    dist.print_machine()
     check_flags(args, ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"))
     output = Path(args.output)
     if output.exists() or not output.absolute().parent.is_dir():

@@ -103,6 +103,7 @@ class Run:
         """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
         functions of the run's folder that draw in it."""
         self.device, self.args, self.stage = dist.setup(), args, stage
+        dist.print_machine()
         self.plots = plots
         check_flags(args)
         data.sources_of(args)

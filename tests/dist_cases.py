@@ -397,7 +397,10 @@ def echo(model, prompts, n=1, **options):
     longest = max(map(len, prompts))
     tokens = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts for _ in range(n)])
     mask = torch.tensor([[i < len(p) for i in range(longest)] for p in prompts for _ in range(n)])
-    return SimpleNamespace(response_tokens=tokens, sample_mask=mask, finished=torch.ones(len(tokens)).bool())
+    finished, logprobs = torch.ones(len(tokens)).bool(), torch.zeros(mask.shape)
+    return SimpleNamespace(
+        response_tokens=tokens, sample_mask=mask, finished=finished, sample_logprobs=logprobs
+    )
 
 
 def descend_scorer(folder):
@@ -561,7 +564,7 @@ def tensor_parallel(folder):
     out, ids, reshard = {}, torch.arange(60).view(4, 15), FSDPModule.reshard
     prompts = [generate.Prompt(prompt, [], None) for prompt in ids.tolist()]
     options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 24}
-    answers = functools.partial(generate.sample_pairs, **options)
+    answers = lambda model, **more: [r.ids for _, r in generate.sample_pairs(model, **options, **more)]  # noqa: E731
     for kind, more in SHARED.items():
         torch.manual_seed(1)
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **more))

@@ -174,6 +174,7 @@ def test_a_program_begins_with_what_it_computes_with(monkeypatch, capsys):
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.setup()
+    dist.print_machine()
     versions = f"torch {torch.__version__}, transformers {dist.transformers.__version__}"
     assert capsys.readouterr().out == f"device cpu, compute_dtype bfloat16, world_size 1; {versions}\n"
 
@@ -721,8 +722,8 @@ def test_greedy_figures_of_two_ranks_are_those_of_one(two):
     one, both = (read_jsonl(folder / "samples.jsonl") for folder in folders)
     text = lambda rows: [(r["policy"], r["prompt"], r["response"], r["safety"]) for r in rows]
     assert text(one) == text(both) and len(one) == 10 and len({r["response"] for r in one}) > 2
-    for key in ("score", "kl"):
-        assert close([r[key] for r in one], [r[key] for r in both], 1e-4) and len({r[key] for r in one}) > 5
+    assert close([r["score"] for r in one], [r["score"] for r in both], 1e-4)
+    assert len({r["score"] for r in one}) > 5
     one, both = (json.loads((f / "summary.json").read_text())["temperatures"]["0"] for f in folders)
     assert list(one) == list(both) == ["untied", "tied"]
     for name, figures in one.items():

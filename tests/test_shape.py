@@ -169,4 +169,4 @@ def test_an_algorithm_copied_out_with_what_it_needs_takes_a_step(name, tmp_path)
         shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
     (tmp_path / "step.py").write_text(f"NAME = {name!r}\n{STEP}")
     ended = processes.script(tmp_path / "step.py", cwd=tmp_path, alone=True)
-    assert re.fullmatch(r"(\d+) \1", ended.out.splitlines()[-1]), ended.err[-2000:]  # every weight has moved
+    assert re.fullmatch(r"(\d+) \1\n", ended.out), ended.err[-2000:]  # every weight has moved
