@@ -162,7 +162,11 @@ def load_labeler(spec, device, args, flag="--model"):
         if args.task in ("sample", "revise") or args.chain_of_thought:
             generate.check_sampled(spec)
         return LanguageModel(spec, device, args)
-    labeler = scorers.named_function(flag, spec)()
+    try:
+        labeler = scorers.named_function(flag, spec)()
+    except Exception as error:  # whatever a user's function raises
+        why = f"{type(error).__name__}: {error}"
+        raise InputError(f"{flag} {spec}: {why}; wanted a function without arguments") from error
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
         raise InputError(f"{flag} {spec}: it gives no object with `probabilities` and `generate`")
     return labeler

@@ -297,7 +297,10 @@ def load_pairs(paths, args):
     if not with_tokens:
         tokenizer.unk_token = None  # functions alone read texts, of any words: tokens only count them
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
-    return [c for c in held_out if labelled_pairs(c)], tokenizer
+    held_out = [c for c in held_out if labelled_pairs(c)]
+    if not held_out:
+        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
+    return held_out, tokenizer
 
 
 def score_rows(scorer, held_out, args) -> list[dict]:

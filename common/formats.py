@@ -174,6 +174,9 @@ def read_file(path: Path):
                 if row != ():
                     yield place, row
                 place += 1
+    except UnicodeDecodeError as error:
+        line = place + error.object.count(b"\n", 0, error.start)
+        raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
     except BROKEN as error:
         raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
 
