@@ -107,7 +107,8 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
         while len(dealt[i]) < n:
             if not fresh:
                 mend = "lower --iterations or --prompts-per-iteration"
-                raise InputError(f"{args.dataset}: too few prompts are left for iteration {i}: {mend}")
+                why = f"{len(prompts)} prompts are too few for iterations of {n} fresh ones, from iteration {i} on"
+                raise InputError(f"{args.dataset}: {why}: {mend}")
             dealt[i].append(fresh.pop())
     return dealt
 
