@@ -110,7 +110,7 @@ class Args:
     output_dir: str = "runs/advantage_model"
     """The run directory."""
     save_every: int = 250
-    """Steps between checkpoints, of which the last is kept; after ten minutes there is one anyway; 0: none."""
+    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
     away; held-out metrics before and after rounding are then printed."""

@@ -81,7 +81,7 @@ class Args:
     output_dir: str = "runs/sft"
     """The run directory."""
     save_every: int = 50
-    """Steps between checkpoints, of which the last is kept; after ten minutes there is one anyway; 0: none."""
+    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
     away; held-out metrics before and after rounding are then printed."""
@@ -184,7 +184,7 @@ RECIPES = {
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
             epochs=2.0, lr=2e-5,  # Llama 2 (arXiv:2307.09288), section 3.1
             warmup_ratio=0.03,  # RLHF Workflow, section 3.1
-            # Ours. A step takes documents, not packed rows: a few hundred short ones would be a handful of steps
+            # Ours. A step takes documents: packed, a few hundred short ones would be a handful of steps
             packing=False, batch_size=8, micro_batch_size=4, max_length=1024, eval_every=100, save_every=100,
             sample_prompts=32, max_new_tokens=256, slots=32,
         ),

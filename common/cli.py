@@ -135,12 +135,14 @@ def not_tiny(args, defaults):
     world's, whose numbers ruin a pretrained model; None if there is none."""
     for name, value in vars(args).items():
         of_model, of_data = name in ("model", "policy", "policies"), name.endswith(("dataset", "_data"))
-        for word in value if name == "policies" else [value]:
-            missing = value == getattr(defaults, name) and not Path(str(word)).exists()  # its own error says so
+        words = [word.split("=")[-1] for word in value] if name == "policies" else [value]
+        for word in words:
+            # A default that is not there has an error of its own
+            missing = value == getattr(defaults, name) and not Path(str(word)).exists()
             if missing or not word:
                 continue
             strange = of_data and not data.is_tiny(word)
-            if strange or of_model and not _is_tiny_model(word.split("=")[-1] if name == "policies" else word):
+            if strange or of_model and not _is_tiny_model(word):
                 return f"--{name.replace('_', '-')} {word}"
 
 

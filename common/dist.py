@@ -416,7 +416,8 @@ def _latest(root) -> tuple[Path | None, dict]:
             raise InputError(f"{latest} {why}. Write one of them into it, or begin anew with --overwrite.")
         state = files.read_json(folder / "state.json")
         if state.pop("layout", None) != LAYOUT:
-            raise InputError(f"{folder}/state.json is of another version of these scripts: use that, or --overwrite")
+            why = "is of another version of these scripts: use that, or --overwrite"
+            raise InputError(f"{folder}/state.json {why}")
     return gather([(folder, state)])[0]
 
 

@@ -107,7 +107,7 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
         while len(dealt[i]) < n:
             if not fresh:
                 mend = "lower --iterations or --prompts-per-iteration"
-                why = f"{len(prompts)} prompts are too few for iterations of {n} fresh ones, from iteration {i} on"
+                why = f"{len(prompts)} prompts are too few for iterations of {n} new ones, from iteration {i} on"
                 raise InputError(f"{args.dataset}: {why}: {mend}")
             dealt[i].append(fresh.pop())
     return dealt

@@ -34,7 +34,7 @@ REFUSED = {  # of what another one is refused on --resume, and in which scripts;
 
 
 def of_run(args, held_out) -> dict:
-    """{name in the table of docs/runs.md: what tells it from another one}. Rank 0 asks: it reads whole files."""
+    """{name in the table of docs/runs.md: what tells it from another one}. It reads whole files: rank 0 asks."""
     messages = json.dumps(held_out, default=str).encode()
     known = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():

@@ -1,7 +1,7 @@
 """Sample from any transformers causal LM that generates in left-padded batches (full attention, windows,
 sinks, ALiBi, convolutions and recurrences between attention), with a cache whose rows differ in length.
-Needs torch and transformers 5.21 or newer: copy this file anywhere. `join` makes rows for a loss of prompts and what was
-sampled. The file also talks, in a terminal (with tyro): python -m common.sampler --model DIR
+Needs torch and transformers 5.21 or newer: copy this file anywhere. `join` makes rows for a loss of prompts
+and what was sampled. The file also talks, in a terminal (with tyro): python -m common.sampler --model DIR
 
 A fixed number of slots decodes together. Each slot holds one response at its own length, so no row waits for
 a longer one; when a response ends, the next one takes its slot at once. The n responses to a prompt share one

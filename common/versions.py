@@ -102,8 +102,8 @@ class Versions:
             policy = self.load(self.path(version))
             evaluate = partial(self.evaluate, version=version, studies=self.studies)
             if version == self.last:  # its metrics are those of the exported model
-                metrics_of = lambda study: self.evaluate.figures({**self.studies, version: study}, version)  # noqa: E731
-                study = self.run.evaluate_export(policy, evaluate, metrics_of)
+                of_study = lambda study: self.evaluate.figures({**self.studies, version: study}, version)  # noqa: E731
+                study = self.run.evaluate_export(policy, evaluate, of_study)
             else:
                 study = evaluate(policy)
             self.studies[version] = {**study, "step": self.step}

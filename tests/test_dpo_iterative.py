@@ -683,7 +683,7 @@ def bad(small):
 
 BAD = [
     ({"iterations": 0}, ["--iterations 0", "--offline-data"]),
-    ({"prompts_per_iteration": 30}, ["40 prompts are too few", "iterations of 30", "iteration 2", "lower --iterations"]),
+    ({"prompts_per_iteration": 30}, ["40 prompts are too few", "iterations of 30 new", "iteration 2", "lower --iterations"]),
     ({"scorer": "mine:nothing"}, ["mine:nothing", "module:function"]),
     ({"scorer": "runs/reward"}, ["runs/reward", "python reward.py"]),
     ({"scorer": "unfinished"}, ["unfinished", "--resume"]),

@@ -355,6 +355,7 @@ def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
     assert rewards == pytest.approx([0, 0, 0], abs=1e-5)
     assert figures["optim/grad_norm"] > 0.01 and any(g.any() for g in gradients)
     same = dpo.pair_figures(tiny_policy(), pairs, make_args())
+    assert same.pop("losses") == pytest.approx([LOG2] * len(pairs), abs=1e-5)
     assert same == pytest.approx({"pairs/loss": LOG2, "pairs/accuracy": 0.5, "pairs/margin": 0.0}, abs=1e-5)
 
 

@@ -435,7 +435,7 @@ def broken_files(folder, good):
     packed[len(packed) // 2] ^= 255
     files |= {"altered.jsonl.gz": bytes(packed), "plain.jsonl.gz": good, "noise.jsonl.gz": NOISE}
     files |= {"packed noise.jsonl.gz": gzip.compress(NOISE), "noise.parquet": NOISE, "empty.parquet": b""}
-    files |= {"empty.jsonl.gz": b"", "rows.json": good}
+    files |= {"empty.jsonl.gz": b""}
     for name, content in files.items():
         (folder / name).write_bytes(content)
     for name, value in (("binary.parquet", b"ant"), ("numbers.parquet", 5)):  # columns of another type

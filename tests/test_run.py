@@ -233,7 +233,7 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
         ("rejection_sampling", "--policy other", "--policy other"),
         ("sft", "--eval-dataset rows.jsonl", "--eval-dataset rows.jsonl"),
         ("common.rehearsal", "--model other", "--model other"),
-        ("common.evaluate", "--policies mine=other --reference mine", "--policies mine=other"),
+        ("common.evaluate", "--policies mine=other --reference mine", "--policies other"),
         ("common.evaluate", "--policies mine=a dataset --reference mine", None),
         ("ppo", "--model a", None),
     ],
