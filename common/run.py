@@ -275,7 +275,7 @@ def find_run(args) -> str | None:
     finished, has_model, *begun = dist.gather([there])[0]  # what rank 0 sees decides for all
     if finished and args.resume:
         if dist.is_main():
-            print(f"{folder} is finished already, by {before['stage']}")
+            print(f"{folder} is finished already, by {before.get('stage', 'another program')}")
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
         what = "an unfinished run (--resume continues it)" if any(begun) else "a model, and no summary.json"
