@@ -42,7 +42,7 @@ class Args:
     # models and data
     model: str = "runs/sft"
     """The first policy: a run directory, a model folder, a hub name."""
-    reference: Literal["sft", "last"] | str = "sft"
+    reference: str = "sft"
     """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
     scorer: str = "runs/reward"
     """The oracle: a run of reward.py or advantage_model.py, a hub reward model, FILE.py:function, or what has
@@ -68,7 +68,7 @@ class Args:
     """K: responses to a prompt, divided equally among samplers and temperatures."""
     temperatures: tuple[float, ...] = (1.0, 0.7)
     """Of the samples."""
-    enhancer: Literal["previous"] | str | None = None
+    enhancer: str | None = None
     """Gives half of the responses: a model, or previous: the version before the newest one."""
     top_p: float = 1.0
     """Mass of the nucleus to sample from; 1 is off."""

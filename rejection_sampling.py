@@ -272,7 +272,6 @@ def main(args: Args):
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
         latest = versions.path(iteration - 1)
         if args.n_samples:
-            n_prompts = args.prompts_per_iteration or len(prompts)
             start = pool.n_prompts_before(iteration)
             chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
             temperature = versions.studies[iteration - 1]["temperature"]

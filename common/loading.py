@@ -304,7 +304,8 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
     if model.base_model is model:
         model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
     if gradient_checkpointing:  # has another name since transformers 5.23
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
     for method in methods:
         setattr(model, method.__name__, types.MethodType(method, model))
     model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
