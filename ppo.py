@@ -157,7 +157,7 @@ class Args:
     patience: int = 0
     """Stop after so many evaluations without a better held-out reward and export the best; 0: never."""
     save_every: int = 10
-    """Iterations between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
+    """Iterations between checkpoints; one is due after ten minutes, too. The last is kept. 0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
     away; held-out metrics before and after rounding are then printed."""

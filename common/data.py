@@ -237,7 +237,8 @@ def _template_reads(tokenizer, key):
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A
-    turn that is none has `weight` 0. ValueError says what is wrong with it. docs/data.md lists the columns."""
+    turn that is no target has `weight` 0. ValueError says what is wrong with the row. docs/data.md lists the
+    columns."""
     row = formats.cells(row)
     if "label" in row and "chosen" not in row and "responses" not in row:
         if row["label"] not in (False, True):

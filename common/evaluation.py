@@ -39,7 +39,7 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
 
 
 def fingerprint(documents) -> list:
-    """What tells held-out documents from others: messages, and how many of the tokens count (--max-length)."""
+    """Fingerprint held-out documents: their messages, and how many tokens count (by --max-length)."""
     return [[document.messages, int(document.response_mask.sum())] for document in documents]
 
 

@@ -15,8 +15,8 @@ MEND = "Mend it, or begin anew with --overwrite."
 def reading(path, mend: str = MEND):
     """Turn what goes wrong with a file's content into one line that names the file and what to do about it.
 
-    Use the content inside as far as it must be right: a key that is missing or a value of another type is then
-    an InputError here, and no traceback later."""
+    Use the content inside as far as it must be right: a missing key or a value of another type is then an
+    InputError here, and no traceback later."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -34,7 +34,8 @@ REFUSED = {  # of what another one is refused on --resume, and in which scripts;
 
 
 def of_run(args, held_out) -> dict:
-    """{name in the table of docs/runs.md: what tells it from another one}. It reads whole files: rank 0 asks."""
+    """Fingerprint what a run begins with: {name in the table of docs/runs.md: fingerprint}. It reads whole
+    files, so only rank 0 calls it."""
     messages = json.dumps(held_out, default=str).encode()
     known = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():

@@ -420,8 +420,8 @@ def _check_model(model, prompts, max_new_tokens):
     if getattr(model, "ragged_cache_works", False):
         return
     check_attention(config, type(model))
-    # Rows of different lengths, beyond a small window, two that are run together and a short one alone: did the
-    # model not honour mask, positions or cache, their padding or what a window leaves out would show
+    # Rows of different lengths, beyond a small window: two that run together and a short one alone. If the model
+    # did not honour mask, positions or cache, their padding or what a window leaves out would show
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)

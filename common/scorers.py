@@ -140,7 +140,7 @@ def _call(term, batch) -> list[dict[str, float]]:
 
 
 def _numbers(values) -> list[float]:
-    """A function's numbers, in the order of the responses: a list, an array, a tensor, anything in an order."""
+    """Turn what a function returns into numbers: a list, an array, a tensor, anything that has an order."""
     if isinstance(values, str | bytes | bytearray | Set | Mapping):
         raise TypeError(f"wanted a list, not a {type(values).__name__}")
     values = [x.item() if hasattr(x, "item") else x for x in values]  # of tensors and arrays
@@ -313,8 +313,8 @@ def _encode(scorer, prompt, response, end) -> Comparison:
 
 
 def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
-    """The ids of a prompt and of a response's text, as a scorer with another tokenizer or template has them. An
-    answer that its template rewrites, as some do with thoughts, is taken as it stands there."""
+    """Encode a prompt and a response's text for a scorer with another tokenizer or template. An answer that
+    its template rewrites, as some do with thoughts, is taken as the template writes it."""
     tokenizer, plain = scorer.tokenizer, data.special_tokens(scorer.tokenizer).sub
     messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
     text = plain("", text)
