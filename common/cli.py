@@ -49,8 +49,6 @@ class EveryCommand:
     """Columns of your data under the names that are read: question=prompt,answer_a=chosen."""
     preview: int = 0
     """Print so many examples as they are trained on, and stop before a model is loaded."""
-    report_to: Literal["tensorboard", "wandb"] | None = None
-    """Where the rows of metrics.jsonl go beside it."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
     deterministic: bool = False
@@ -111,8 +109,6 @@ def parse(recipes, argv=None):
         torch.use_deterministic_algorithms(True, warn_only=True)
         for kind in ("flash", "mem_efficient", "cudnn"):  # attention that would only warn
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
-    if every.report_to:
-        metrics.report_to(every.report_to)
     for key, spec in vars(args).items() if every.columns else ():
         if spec and key.endswith(("dataset", "_data")) and not data.is_tiny(spec):
             data.flags[spec] = f"--{key.replace('_', '-')}"

@@ -1,6 +1,5 @@
 """Files of rows, what is printed, and measures. Every key is defined by a formula in docs/runs.md."""
 
-import importlib
 import math
 import statistics
 import sys
@@ -11,7 +10,6 @@ import torch
 from tqdm import tqdm
 
 from common import dist, files
-from common.errors import InputError
 from common.files import append_jsonl, read_jsonl, write_jsonl
 from common.files import read_json, write_json  # noqa: F401 (for who reads what a run wrote)
 
@@ -21,8 +19,6 @@ class Metrics:
 
     keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones will
       be written again, so they are cut; the clock goes on from the last one kept."""
-
-    report = end_report = writer = None  # of report_to
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path, kept = Path(folder) / "metrics.jsonl", []
@@ -41,36 +37,7 @@ class Metrics:
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **finite(values)}
-            if self.report:
-                self.report(row)
             append_jsonl(self.path, [row], sync=False)
-
-
-def report_to(kind: str):
-    """From now on the rows of metrics.jsonl go to "tensorboard" or "wandb" too, as a run of their folder's
-    name. InputError if the package is missing, or wandb's log-in."""
-    try:
-        package = importlib.import_module({"tensorboard": "torch.utils.tensorboard"}.get(kind, kind))
-        if kind == "wandb" and dist.is_main():
-            package.login()
-    except Exception as error:  # wandb has its own, for a key that is missing
-        raise InputError(f"--report-to {kind} (pip install {kind}): {error}") from None
-
-    def to_wandb(log, row):
-        if not log.writer:
-            folder = log.path.parent
-            log.writer = package.init(name=folder.name, dir=folder, resume="auto")
-            log.writer.define_metric("*", step_metric="step")
-        log.writer.log(row, step=log.n_rows)  # a number that a resumed run has is not taken again
-
-    def to_tensorboard(log, row):
-        log.writer = log.writer or package.SummaryWriter(log.path.parent, purge_step=row["step"])
-        for key in row.keys() - {"step"}:
-            log.writer.add_scalar(key, row[key], row["step"])
-        log.writer.flush()
-
-    Metrics.report = to_wandb if kind == "wandb" else to_tensorboard
-    Metrics.end_report = getattr(package, "finish", None)
 
 
 def finite(figures: dict) -> dict:

@@ -29,9 +29,9 @@ from common.errors import InputError, NotFinite
 from common.files import write_json
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
-OUTPUTS = (  # what a new run removes of an old one, beside *.png and events.out*
+OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
-    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl wandb"
+    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl"
 )
 SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
 DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
@@ -71,8 +71,6 @@ def launch(main, recipes):
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()
-    if metrics.Metrics.end_report:
-        metrics.Metrics.end_report(code)
     dist.shutdown(code)
 
 
@@ -359,7 +357,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
 
 def _outputs(folder) -> list[Path]:
     """What is there of what a run writes."""
-    paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png"), *folder.glob("events.out*")]
+    paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png")]
     return [path for path in paths if os.path.lexists(path)]
 
 

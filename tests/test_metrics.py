@@ -265,12 +265,6 @@ def test_numbers_that_json_does_not_have_are_in_no_file(tmp_path):
     assert [strict(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == [kept, kept]
 
 
-def test_a_reporter_gets_what_the_file_gets(tmp_path, monkeypatch):
-    reported = []
-    monkeypatch.setattr(metrics.Metrics, "report", lambda log, row: reported.append(row))
-    metrics.Metrics(tmp_path).log(1, 0, x=math.nan, y=1.0)
-    assert reported[0]["y"] == 1.0 and "x" not in reported[0]
-
 
 def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
     rng, rankings, pairs = random.Random(5), [], []

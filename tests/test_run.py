@@ -119,7 +119,7 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
     help_text = capsys.readouterr().out
     assert stop.value.code == 0 and all(name in help_text for name in sft.RECIPES)
     assert "--batch-size" in help_text and "Blocks of an optimiser step" in help_text
-    every = "--columns --preview --report-to"
+    every = "--columns --preview"
     assert all(flag in help_text for flag in every.split())
 
 
@@ -133,10 +133,9 @@ def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_pat
     assert ppo.RECIPES["tiny"][1] == ppo.Args()  # parsing changes no recipe
 
 
-def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
+def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     seen = []
     monkeypatch.setattr(data, "n_shown", 0)
-    monkeypatch.setattr(metrics, "report_to", seen.append)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: seen.append(on))
     for kind in ("flash", "mem_efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
@@ -146,8 +145,8 @@ def test_preview_and_report_to_are_handed_on_before_any_work(monkeypatch):
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
     assert seen == [] and not data.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
-    parse(RECIPES, "--preview 3 --report-to wandb --deterministic --generate-tensor-parallel 4".split())
-    assert seen == [True, False, False, False, "wandb"] and (data.n_shown, dist.ranks_per_copy) == (3, 4)
+    parse(RECIPES, "--preview 3 --deterministic --generate-tensor-parallel 4".split())
+    assert seen == [True, False, False, False] and (data.n_shown, dist.ranks_per_copy) == (3, 4)
     parse(RECIPES, ["--compute-dtype", "bfloat16"])
     assert dist.compute_dtype_of(torch.device("cpu")) == torch.bfloat16
     for n in (0, 3, 16):
@@ -664,7 +663,7 @@ def test_a_folder_whose_args_json_no_run_wrote_loses_nothing(tmp_path, content, 
 def test_a_link_in_the_place_of_an_output_is_refused_before_anything_is_removed(tmp_path, options):
     leave(tmp_path / "run", "args.json", "summary.json" if "overwrite" in options else "metrics.jsonl")
     (tmp_path / "elsewhere").mkdir()
-    for name in ("versions", "wandb"):  # the second one's place is not there
+    for name in ("versions", "best"):  # the second one's place is not there
         (tmp_path / "run" / name).symlink_to(tmp_path / ("elsewhere" if name == "versions" else "gone"))
         before = sorted(path.name for path in (tmp_path / "run").iterdir())
         with pytest.raises(InputError, match=f"{name} is a link"):
@@ -821,62 +820,3 @@ def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     log.log(1, 0, x=1)
     metrics.progress(10, 0, "sft").update()
     assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""
-
-
-# -- --report-to -------------------------------------------------------------------------
-@pytest.fixture
-def reports(monkeypatch):
-    """What tensorboard and wandb are told, in whose places stand modules that know no more than that."""
-    told = []
-    say = lambda name: lambda *given, **named: told.append((name, *given, *named.items()))
-
-    def writer(folder, purge_step):
-        told.append(("from", purge_step))
-        return SimpleNamespace(add_scalar=say(folder.name), flush=say("flush"))
-
-    run = SimpleNamespace(define_metric=say("axis"), log=say("log"))
-    init = lambda **named: told.append(("init", *named.items())) or run
-    wandb = SimpleNamespace(login=say("login"), init=init, finish=say("finish"))
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
-    for name in ("report", "end_report"):
-        monkeypatch.setattr(metrics.Metrics, name, None)
-    return told
-
-
-def test_tensorboard_has_each_row_once_also_after_a_resumed_run(reports, tmp_path):
-    folder = tmp_path / "my_run"
-    folder.mkdir()
-    metrics.report_to("tensorboard")
-    log = metrics.Metrics(folder)
-    for step in (10, 20, 30):
-        log.log(step, step // 10, **{"loss/nll": step / 2})
-    losses = [told for told in reports if told[1:2] == ("loss/nll",)]
-    assert losses == [("my_run", "loss/nll", step / 2, step) for step in (10, 20, 30)]
-    assert ("my_run", "iteration", 3, 30) in reports and reports[-1] == ("flush",)
-    del reports[:]
-    metrics.Metrics(folder, keep_rows=2).log(30, 3, **{"loss/nll": 7.0})
-    losses = [told[2:] for told in reports if told[1:2] == ("loss/nll",)]
-    assert losses == [(7.0, 30)] and reports[0] == ("from", 30)  # later rows of before are hidden
-
-
-def test_wandb_goes_on_with_the_run_and_knows_a_row_by_its_number(reports, tmp_path, monkeypatch, capsys):
-    metrics.report_to("wandb")
-    metrics.Metrics(tmp_path).log(10, 1, **{"loss/nll": 0.5})
-    metrics.Metrics(tmp_path, keep_rows=1).log(20, 2, **{"loss/nll": 0.25})
-    begun = ("init", ("name", tmp_path.name), ("dir", tmp_path), ("resume", "auto"))
-    rows = metrics.read_jsonl(tmp_path / "metrics.jsonl")
-    logged = [("log", row, ("step", number)) for number, row in enumerate(rows, 1)]
-    axis = ("axis", "*", ("step_metric", "step"))
-    assert reports == [("login",), begun, axis, logged[0], begun, axis, logged[1]] and len(rows) == 2
-    ends_with(monkeypatch, capsys, raises(KeyboardInterrupt()))
-    assert reports[-1] == ("finish", 130)
-
-
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
-def test_a_missing_package_ends_a_command_before_any_work(kind, reports, monkeypatch, capsys):
-    name = "torch.utils.tensorboard" if kind == "tensorboard" else kind
-    monkeypatch.setitem(sys.modules, name, None)
-    code, output = ends_with(monkeypatch, capsys, raises(AssertionError("main ran")), "--report-to", kind)
-    (line,) = output.err.splitlines()
-    assert code == 2 and line.startswith(f"error: --report-to {kind} (pip install {kind}): ")
