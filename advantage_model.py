@@ -30,11 +30,15 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, loading, metrics, models, plots, reward_evaluation
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models
 from common.batches import labelled_pairs, my_comparison_batches, to_device
+from common.losses import advantage_model_loss, advantage_score
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checks, comparisons, loading, metrics, plots, reward_evaluation
 from common.cli import check_flags
 from common.errors import InputError
-from common.losses import advantage_model_loss, advantage_score
 from common.run import Run, launch
 
 
@@ -122,18 +126,6 @@ class Args:
     """Replace a run that is in the way."""
 
 
-def check(args):
-    """What can be known to be wrong before anything is loaded."""
-    check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
-    if args.n_others * args.ratio_clip >= n_policies(args):
-        raise InputError(
-            f"--n-others {args.n_others} times --ratio-clip {args.ratio_clip} reaches --n-policies "
-            f"{n_policies(args)}: r's coefficient in eq. 8 could vanish or turn negative; raise --n-policies"
-        )
-    if len(args.behavior_policies) not in (0, args.n_others):
-        raise InputError(f"--behavior-policies: {len(args.behavior_policies)} for --n-others {args.n_others}")
-
-
 def n_policies(args):
     """N of eq. 8."""
     return args.n_others + 1 if args.n_policies is None else args.n_policies
@@ -199,6 +191,19 @@ def update(model, optimizer, batch, args):
     return totals["loss"], totals["regression"], accuracy, grad_norm
 
 
+# -- the program around the algorithm --------------------------------------------------------------
+def check(args):
+    """What can be known to be wrong before anything is loaded."""
+    check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
+    if args.n_others * args.ratio_clip >= n_policies(args):
+        raise InputError(
+            f"--n-others {args.n_others} times --ratio-clip {args.ratio_clip} reaches --n-policies "
+            f"{n_policies(args)}: r's coefficient in eq. 8 could vanish or turn negative; raise --n-policies"
+        )
+    if len(args.behavior_policies) not in (0, args.n_others):
+        raise InputError(f"--behavior-policies: {len(args.behavior_policies)} for --n-others {args.n_others}")
+
+
 def main(args: Args):
     run = Run(args, "advantage_model", check, plots=[plots.scorer])
     if run.finished:
@@ -222,7 +227,7 @@ def main(args: Args):
     }
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)
+    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded

@@ -28,11 +28,15 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, data, dist, generate, loading, models, plots, scorers
-from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device, turns_key
-from common.cli import check_flags
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models
+from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device
 from common.losses import dpo_loss, length_penalty
-from common.pool import Pool, pairing_figures, rows_of, write_pairs
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checks, comparisons, data, generate, loading, plots, scorers
+from common.cli import check_flags
+from common.pool import Pool, candidates, pairing_metrics, pairs_of, rows_of, write_pairs
 from common.run import Run, launch
 from common.versions import Answers, Versions
 
@@ -130,78 +134,45 @@ class Args:
     """Replace a run that is in the way, its pool included."""
 
 
-def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
-    warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
-    ways = len(args.temperatures) * (2 if args.enhancer else 1)
-    fits = args.max_length > args.max_new_tokens or not (args.iterations or args.eval_prompts)
-    check_flags(
-        args,
-        ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
-        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, for so many ways to sample"),
-        ("temperatures", warm, "one or more above 0: greedy responses are all the same"),
-        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
-        ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
-        ("max_length", fits, "more than --max-new-tokens"),
-    )
+def best_against_worst(pairs, scores, iteration, args):
+    """Of each prompt the best response against the worst, by score less the length penalty.
 
-
-def samplers(versions, iteration, args):
-    """[(model, temperature, number of responses)]: who answers each prompt of an iteration. The responses are
-    dealt to the models, and those of a model to the temperatures, one after the other."""
-    names = [versions.path(iteration - 1)]
-    if args.enhancer:
-        previous = versions.path(max(0, iteration - 2))
-        names.append(previous if args.enhancer == "previous" else args.enhancer)
-    shares = []
-    for i, name in enumerate(names):
-        of_model = len(range(i, args.n_samples, len(names)))  # of n_samples dealt in turn, the i-th one's
-        for j, temperature in enumerate(args.temperatures):
-            shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
-    return [share for share in shares if share[2]]
-
-
-def best_against_worst(rows, prompts, iteration, args):
-    """(pairs, {reason: how many prompts gave none}) of an iteration's responses: of each prompt the best and
-    the worst by score less the length penalty."""
-    groups, pairs, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
-    for row in rows:
-        if row["iteration"] == iteration:
-            groups.setdefault(turns_key(row["prompt"]), []).append(row)
-    for prompt in [prompt for prompt in prompts if prompt.key in groups]:
-        group = groups[prompt.key]
-        scores = torch.tensor([row["score"] for row in group], dtype=torch.float64)
-        characters = torch.tensor([len(row["response"]) for row in group])
-        scores = length_penalty(scores, characters, args.length_penalty)
-        best, worst = group[scores.argmax()], group[scores.argmin()]
-        if len({row["response"].strip() for row in group}) == 1:
+    pairs: [(prompt, response)]. scores: a number for each of them. iteration: names the source of the result.
+    Returns (comparisons, {reason: number of prompts that gave none}). The reasons: all responses have one
+    text ("same") or one score ("tied"), or the best one did not end, has no words or holds a special token
+    ("unfinished": it would teach not to end)."""
+    groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
+    for (prompt, response), score in zip(pairs, scores, strict=True):
+        groups.setdefault(prompt.key, (prompt, [], []))
+        groups[prompt.key][1].append(response)
+        groups[prompt.key][2].append(score)
+    for prompt, group, of_group in groups.values():
+        of_group = torch.tensor(of_group, dtype=torch.float64)
+        characters = torch.tensor([len(response.text) for response in group])
+        of_group = length_penalty(of_group, characters, args.length_penalty)
+        best, worst = group[of_group.argmax()], group[of_group.argmin()]
+        if len({response.text.strip() for response in group}) == 1:
             dropped["same"] += 1
-        elif scores.max() == scores.min():
+        elif of_group.max() == of_group.min():
             dropped["tied"] += 1
-        elif best["response"].strip() == worst["response"].strip():  # one text can have two scores
+        elif best.text.strip() == worst.text.strip():  # one text can have two scores
             dropped["same"] += 1
-        elif not best["finished"] or not best["response"].strip():
-            dropped["unfinished"] += 1  # it would teach not to end
+        elif not (best.finished and best.clean and best.text.strip()):
+            dropped["unfinished"] += 1
         else:
             pair = Comparison(
                 prompt=prompt.turns,
-                texts=[best["response"], worst["response"]],
+                texts=[best.text, worst.text],
                 prompt_ids=torch.tensor(prompt.ids).int(),
-                response_ids=[torch.tensor(row["response_ids"]).int() for row in (best, worst)],
+                response_ids=[torch.tensor(response.ids).int() for response in (best, worst)],
                 ranks=torch.tensor([0, 1]),
                 source=f"iteration {iteration}",
                 row=prompt.row,
-                grades=[scores.max().item(), scores.min().item()],
+                grades=[of_group.max().item(), of_group.min().item()],
                 category=prompt.category,
             )
-            pairs.append(pair)
-    return pairs, dropped
-
-
-def why_none(dropped, iteration) -> str:
-    reasons = "{same} had one response, {tied} one score only, {unfinished} a best one".format(**dropped)
-    reasons += " that did not end within --max-new-tokens"
-    return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons}"
+            chosen.append(pair)
+    return chosen, dropped
 
 
 def plan_steps(pairs, iteration, args):
@@ -218,6 +189,11 @@ def pair_logprobs(model, pairs, args):
     """log pi(y | x), sums over tokens, of both responses of each pair: (2,), no gradient; on all ranks."""
     each = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
     return of_each_comparison(each, model, pairs, args.micro_batch_size, args.share_prompt)
+
+
+def with_reference(pairs, logprobs):
+    """The pairs with log pi_0 of both responses. logprobs: what pair_logprobs gives for the reference."""
+    return [pair._replace(ref_logprobs=of_pair) for pair, of_pair in zip(pairs, logprobs, strict=True)]
 
 
 def pairs_loss(logprobs, pairs, n, args):
@@ -270,6 +246,80 @@ def update(model, optimizer, pairs, args):
     }
 
 
+def learn(model, optimizer, plan, steps, args):
+    """Train on a plan of optimiser steps (plan_steps), whose pairs have log pi_0. steps: the numbers of those
+    to take, 1 to len(plan) or what is left of them. Yields (number, {metric: value}) after each step."""
+    for step in steps:
+        lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(plan), args))
+        yield step, {"optim/lr": lr, **update(model, optimizer, plan[step - 1], args)}
+
+
+# -- the program around the algorithm --------------------------------------------------------------
+def check(args):
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
+    ways = len(args.temperatures) * (2 if args.enhancer else 1)
+    fits = args.max_length > args.max_new_tokens or not (args.iterations or args.eval_prompts)
+    check_flags(
+        args,
+        ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
+        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, for so many ways to sample"),
+        ("temperatures", warm, "one or more above 0: greedy responses are all the same"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
+        ("max_length", fits, "more than --max-new-tokens"),
+    )
+
+
+def samplers(versions, iteration, args):
+    """[(model, temperature, number of responses)]: who answers each prompt of an iteration. The responses are
+    dealt to the models, and those of a model to the temperatures, one after the other."""
+    names = [versions.path(iteration - 1)]
+    if args.enhancer:
+        previous = versions.path(max(0, iteration - 2))
+        names.append(previous if args.enhancer == "previous" else args.enhancer)
+    shares = []
+    for i, name in enumerate(names):
+        of_model = len(range(i, args.n_samples, len(names)))  # of n_samples dealt in turn, the i-th one's
+        for j, temperature in enumerate(args.temperatures):
+            shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
+    return [share for share in shares if share[2]]
+
+
+def load_data(args, tokenizer, sampled):
+    """(prompts, held-out prompts, offline pairs, held-out pairs). No prompt is on two sides. sampled: whether
+    responses are sampled, in training or in evaluations."""
+    prompts, held_out = [], []
+    if sampled:
+        prompts, held_out = generate.train_and_held_out(args, tokenizer)
+    elif args.eval_dataset:  # nothing answers these prompts, but no pair of them is trained on
+        held_out = generate.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
+    offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
+    if sampled:
+        prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
+    return prompts, held_out, offline, held_out_pairs
+
+
+def plan_of(offline, first_prompts, prompts, args) -> str:
+    """What a run will see, for its first lines."""
+    plan = f"{len(offline):,} offline pairs; " if offline else ""
+    plan += f"{args.iterations} iterations of {len(first_prompts):,} of {len(prompts):,} prompts, "
+    plan += f"{args.n_samples} responses and at most one pair each; "
+    return plan + f"{args.epochs:g} epochs on an iteration's pairs"
+
+
+def why_none(dropped, iteration) -> str:
+    reasons = "{same} had one response, {tied} one score only, {unfinished} a best one".format(**dropped)
+    reasons += " that did not end within --max-new-tokens"
+    return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons}"
+
+
+def new_pairs_of(pool, prompts, iteration, args):
+    """best_against_worst of the pool's responses of an iteration to its prompts."""
+    rows = candidates(pool.rows, prompts, iteration)
+    return best_against_worst(pairs_of(rows, prompts), [row["score"] for row in rows], iteration, args)
+
+
 PLOTS = [
     partial(
         plots.curves,
@@ -306,14 +356,7 @@ def main(args: Args):
     generate.check_policy(reference, tokenizer, args, sampled=False)
     if args.enhancer not in (None, "previous"):
         generate.check_policy(args.enhancer, tokenizer, args, sampled)
-    prompts, held_out = [], []
-    if sampled:
-        prompts, held_out = generate.train_and_held_out(args, tokenizer)
-    elif args.eval_dataset:  # nothing answers these prompts, but no pair of them is trained on
-        held_out = generate.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
-    offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
-    if sampled:
-        prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
+    prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, sampled)
     pool_rows = rows_of(run)  # of a resumed run
     prompts_of = generate.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
 
@@ -324,18 +367,17 @@ def main(args: Args):
         scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
-        args.share_prompt = args.share_prompt and models.shares_prompts(versions.load(name), args.max_length)
+        args.share_prompt = args.share_prompt and checks.shares_prompts(versions.load(name), args.max_length)
     versions.evaluate = evaluate = Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
 
-    plan = f"{len(offline):,} offline pairs; " if offline else ""
-    n_prompts = len(prompts_of.get(1, []))
-    plan += f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
-    plan += f"responses and at most one pair each; {args.epochs:g} epochs on an iteration's pairs"
+    plan = plan_of(offline, prompts_of.get(1, []), prompts, args)
     run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now is an old run replaced
     versions.begin()
     pool = Pool(run, pool_rows)
-    evaluate.held_out_pairs = versions.with_reference(held_out_pairs, reference, pair_logprobs)
-    pairs_of, with_pi_0 = {}, {}  # {iteration: pairs}, {(iteration, pi_0): the same with ref_logprobs}
+    ref_logprobs = versions.ask(reference, pair_logprobs, held_out_pairs, args)
+    evaluate.held_out_pairs = with_reference(held_out_pairs, ref_logprobs)
+    pairs_by = {}  # {iteration: pairs}
+    with_pi_0 = {}  # {(iteration, pi_0): the same pairs with ref_logprobs}
 
     for iteration in versions.iterations(max(1, args.iterations)):  # evaluates the version before it
         latest = versions.path(iteration - 1)
@@ -351,9 +393,9 @@ def main(args: Args):
             run.lap("score")
 
             # 3. pair: of each prompt the best against the worst
-            new_pairs, dropped = best_against_worst(pool.rows, fresh, iteration, args)
+            new_pairs, dropped = new_pairs_of(pool, fresh, iteration, args)
             pairs = pairs + new_pairs
-            row = {**pool.parts, **pairing_figures(pool.rows, new_pairs, dropped, iteration)}
+            row = {**pool.parts, **pairing_metrics(pool.rows, new_pairs, dropped, iteration)}
             if not pairs:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why_none(dropped, iteration)))
             if not versions.began_training(iteration):  # else logged already, before --resume
@@ -363,24 +405,24 @@ def main(args: Args):
         start = args.model if args.start_from == "sft" and pairs else latest
         iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
         pi_0 = latest if args.reference == "last" else reference  # asked once for each pair, then freed
-        pairs_of[iteration] = pairs
+        pairs_by[iteration] = pairs
         for i in iterations:
-            if i not in pairs_of:  # they were made before this run was resumed
-                again, _ = best_against_worst(pool.rows, prompts_of[i], i, args)
-                pairs_of[i] = offline + again if i == 1 else again
+            if i not in pairs_by:  # they were made before this run was resumed
+                again, _ = new_pairs_of(pool, prompts_of[i], i, args)
+                pairs_by[i] = offline + again if i == 1 else again
             if (i, pi_0) not in with_pi_0:
-                with_pi_0[i, pi_0] = versions.with_reference(pairs_of[i], pi_0, pair_logprobs)
+                ref_logprobs = versions.ask(pi_0, pair_logprobs, pairs_by[i], args)
+                with_pi_0[i, pi_0] = with_reference(pairs_by[i], ref_logprobs)
         to_learn = [pair for i in iterations for pair in with_pi_0[i, pi_0]]
         write_pairs(run.folder, pairs, iteration)  # the new ones; those before are in the file
         model = versions.load(start)
-        steps = plan_steps(to_learn, iteration, args)
+        plan = plan_steps(to_learn, iteration, args)
         optimizer = dist.adamw(model, args.lr, args)
         if dist.is_main():
-            print(f"iteration {iteration}: {len(steps)} optimiser steps on {len(to_learn):,} pairs")
+            print(f"iteration {iteration}: {len(plan)} optimiser steps on {len(to_learn):,} pairs")
         # writes checkpoints, and behind the last step the new version, which is then evaluated
-        for step in versions.train(iteration, len(steps), optimizer):
-            lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(steps), args))
-            row = {"optim/lr": lr, **update(model, optimizer, steps[step - 1], args)}
+        steps = versions.train(iteration, len(plan), optimizer)
+        for step, row in learn(model, optimizer, plan, steps, args):
             row["perf/pairs_per_s"] = row["data/pairs"] / run.seconds()
             run.log(row, versions.step + step, iteration, ("loss/dpo", "reward/margin", "train/accuracy"))
         model = optimizer = None  # before another model comes
@@ -393,8 +435,8 @@ RECIPES = {
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
-            beta=0.1,  # RLHF Workflow, section 3.3, as the epochs
-            epochs=2.0,
+            epochs=2.0,  # RLHF Workflow, section 3.3
+            beta=0.1,  # the same
             warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
             # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
             lr=1e-5,

@@ -31,11 +31,16 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, evaluation, generate, loading, metrics, models, plots, scorers
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models, responses
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split, to_device
-from common.errors import InputError
+from common.errors import Diverged, NothingToLearn
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checkpoints, checks, data, evaluation, generate, loading, metrics, plots, scorers
+from common.errors import InputError
 from common.run import Run, check_flags, launch
 
 
@@ -169,26 +174,16 @@ class Args:
     """Replace a run that is in the way."""
 
 
-def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
-    size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
-    divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
-    divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
-    before_last = (args.iterations - 1) * args.epochs * size // max(1, args.minibatch_size)  # optimiser steps
-    moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
-    check_flags(
-        args,
-        ("iterations", args.iterations >= 1, "1 or more"),
-        ("n_samples", args.n_samples >= 1, "1 or more"),
-        ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
-        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
-        ("minibatch_size", divides, divisor),
-        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
-        ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
-        ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
-        ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "--rehearsal-data"),
-        ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
-    )
+@dataclass
+class Agent:
+    """The models, each sharded (dist.shard), and the optimisers of those that learn."""
+
+    policy: torch.nn.Module  # a causal LM with the methods of models.py (loading.load_policy)
+    value: torch.nn.Module  # a model with a head of one output
+    reference: torch.nn.Module  # pi_0, frozen
+    tokenizer: object  # of all of them
+    policy_optimizer: torch.optim.Optimizer
+    value_optimizer: torch.optim.Optimizer
 
 
 @dataclass
@@ -196,7 +191,7 @@ class Rollout:
     """B responses, the same on every rank. What is known of each token is (B, R), R the longest response, and
     0 where `mask` is False."""
 
-    pairs: list[tuple[generate.Prompt, generate.Response]]  # no preference pairs
+    pairs: list[tuple[responses.Prompt, responses.Response]]  # no preference pairs
     documents: list[Document]  # a prompt with its response, as ids; `number` is its row in what follows
     mask: torch.Tensor  # (B, R) bool
     finished: torch.Tensor  # (B,) bool: the response ended with an end token
@@ -257,23 +252,23 @@ def estimate_advantages(rollout, args):
     return masked_sum(kl, rollout.mask).item() / len(last)
 
 
-def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args):
+def update(agent, rollout, minibatch, extra, policy_learns, args):
     """One optimiser step of the value model and, if it learns already, of the policy, over all ranks; each
     has the whole rollout and computes its share. extra: {"ptx" or "rehearsal": documents}. Returns sums over
     tokens and the gradient norms, by name. Where a loss or a gradient is not finite the run stops."""
     n = int(rollout.mask[minibatch].sum())  # response tokens of all micro-batches and ranks
     blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
-    for batch in my_micro_batches(blocks, policy, args.micro_batch_size):
+    for batch in my_micro_batches(blocks, agent.policy, args.micro_batch_size):
         mask = batch.action_mask
-        values = models.state_values(value, batch)
+        values = models.state_values(agent.value, batch)
         old_values = rollout.in_batch(rollout.old_values, batch)
         returns = rollout.in_batch(rollout.returns, batch)
         loss, value_sums = ppo_value_loss(values, old_values, returns, mask, args.clip_value, n_tokens=n)
         dist.backward(loss)
         sums.add(value_sums, "value/")
         if policy_learns:
-            logprobs = models.logprobs(policy, batch, args.temperature)
+            logprobs = models.logprobs(agent.policy, batch, args.temperature)
             old = rollout.in_batch(rollout.old_logprobs, batch)
             advantages = rollout.in_batch(rollout.advantages, batch)
             loss, policy_sums = ppo_policy_loss(logprobs, old, advantages, mask, args.clip_ratio, n_tokens=n)
@@ -281,14 +276,15 @@ def update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, 
             sums.add(policy_sums, "policy/")
     if policy_learns:
         for name, documents in extra.items():
-            nll_backward(policy, name, documents, sums, args)
+            nll_backward(agent.policy, name, documents, sums, args)
     totals = sums.over_ranks()
-    start = 0 if policy_learns else 1  # both models, or the value model alone
+    trained = [agent.policy, agent.value] if policy_learns else [agent.value]
+    optimizers = [agent.policy_optimizer, agent.value_optimizer] if policy_learns else [agent.value_optimizer]
     loss = (totals["value/loss_sum"] + totals.get("policy/loss_sum", 0.0)) / n
     loss += args.ptx_coef * totals.get("ptx/loss", 0.0)
     loss += args.rehearsal_coef * totals.get("rehearsal/loss", 0.0)
     # where one of them or a gradient is not finite no model moves
-    norms = dist.optimizer_step([policy, value][start:], optimizers[start:], loss, args.max_grad_norm)
+    norms = dist.optimizer_step(trained, optimizers, loss, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
@@ -309,9 +305,9 @@ def nll_backward(policy, name, documents, sums, args):
         sums.add({f"{name}/loss": loss, f"{name}/n_tokens": batch.action_mask.sum()})
 
 
-def figures_of(rollout, steps):
-    """The figures of an iteration: means over the tokens of its steps; of the first minibatch alone, where
-    the policy has not moved yet, the largest ratio and the approximate KL."""
+def metrics_of(rollout, steps):
+    """The metrics of an iteration: means over the tokens of its steps. The largest ratio and the approximate
+    KL of the first minibatch stand apart, because the policy has not moved before it."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     n = total["n"]
     returns = rollout.returns[rollout.mask]
@@ -347,6 +343,105 @@ def figures_of(rollout, steps):
     if "rehearsal/loss" in total:
         row["loss/rehearsal"] = total["rehearsal/loss"] / len(steps)
     return row
+
+
+def fresh_state():
+    """What iterations hand on: optimiser steps, those of the policy, and the statistics of normalise."""
+    return {"optimizer_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0]}
+
+
+def run_iteration(
+    agent, prompts, score, state, iteration, args, extra_of=lambda step: {}, lap=lambda name: None
+):  # fmt: skip
+    """One iteration: sample, score, estimate, update. Every rank must call it.
+
+    prompts: list of responses.Prompt, the same on every rank.
+    score: function of [(prompt, response)] that returns (B,) fp32 scores, the same on every rank.
+    state: what fresh_state returns, updated in place from iteration to iteration.
+    iteration: 1, 2, ...; with args.seed it decides what is drawn.
+    extra_of: function of the policy's step that returns {"ptx" or "rehearsal": documents} to learn from, too.
+    lap: function that is called with a step's name when it is done.
+    Returns (the Rollout, {metric: number}). Raises NothingToLearn if no response ended and all would pay the
+    penalty for that, Diverged if the KL exceeds --max-kl, NotFinite for a loss or gradient."""
+    # 1. sample: n responses to each prompt; each rank its share, then all have all
+    seed = dist.seed_of(args.seed, "rollout", iteration)
+    options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
+    pairs = responses.answers(agent.policy, agent.tokenizer, prompts, args, seed, **options)
+    documents = responses.documents(pairs)
+    finished = torch.tensor([response.finished for _, response in pairs])
+    rollout = Rollout(pairs, documents, response_mask(documents), finished)
+    if not finished.any() and args.missing_eos_penalty:
+        why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
+        why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
+        raise NothingToLearn(why)
+    lap("rollout")
+
+    # 2. score: one number a response, normalised; a response that did not end pays a penalty
+    rollout.scores = score(pairs)
+    normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
+    rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
+    lap("score")
+
+    # 3. estimate: log pi_old, log pi_0 and V of each response token, (B, R); from them KL penalty, GAE,
+    # whitened advantages. In the first epoch's micro-batches: the first ratio is then exactly 1
+    minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
+    first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
+    per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
+    with_entropies = partial(models.logprobs, entropy=True)
+    rollout.old_logprobs, rollout.entropies = per_token(with_entropies, agent.policy, args.temperature)
+    [rollout.ref_logprobs] = per_token(models.logprobs, agent.reference, args.temperature)
+    [rollout.old_values] = per_token(models.state_values, agent.value)
+    kl = estimate_advantages(rollout, args)
+    if not kl <= args.max_kl:
+        why = f"iteration {iteration}: the KL is {kl:.1f} nats per response (--max-kl {args.max_kl:g})"
+        raise Diverged(f"{why}: raise --kl-coef or lower --lr")
+    lap("estimate")
+
+    # 4. update: one optimiser step a minibatch; at first the value model learns alone
+    policy_learns = state["optimizer_steps"] >= args.value_warmup_steps
+    steps = []
+    for minibatch in sum(minibatches, []):  # of all epochs
+        extra = extra_of(state["policy_steps"])
+        steps.append(update(agent, rollout, minibatch, extra, policy_learns, args))
+        state["optimizer_steps"] += 1
+        state["policy_steps"] += policy_learns
+    lap("update")
+    return rollout, {**metrics_of(rollout, steps), "kl/per_response": kl}
+
+
+# -- the program around the algorithm --------------------------------------------------------------
+def check(args):
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
+    divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
+    divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
+    before_last = (args.iterations - 1) * args.epochs * size // max(1, args.minibatch_size)  # optimiser steps
+    moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
+    check_flags(
+        args,
+        ("iterations", args.iterations >= 1, "1 or more"),
+        ("n_samples", args.n_samples >= 1, "1 or more"),
+        ("temperature", args.temperature > 0, "more than 0: a greedy rollout explores nothing"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("minibatch_size", divides, divisor),
+        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+        ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
+        ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
+        ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "--rehearsal-data"),
+        ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
+    )
+
+
+def plan_of(prompts, args) -> str:
+    """What a run will see, for its first lines."""
+    n_prompts = min(args.prompts_per_iteration, len(prompts))
+    steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
+    plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
+    plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
+    plan += f"{steps:,} optimiser steps"
+    if args.value_warmup_steps:
+        plan += f", the first {args.value_warmup_steps} or more of the value model alone"
+    return plan
 
 
 PANELS = {
@@ -387,80 +482,39 @@ def main(args: Args):
     policy = dist.shard(policy, run.device)
     reference = loading.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
-    args.packing = args.packing and all(map(models.packs, (policy, reference, value)))
-    optimizers = [dist.adamw(policy, args.lr, args), dist.adamw(value, args.value_lr, args)]
+    args.packing = args.packing and all(map(checks.packs, (policy, reference, value)))
+    policy_optimizer = dist.adamw(policy, args.lr, args)
+    value_optimizer = dist.adamw(value, args.value_lr, args)
+    agent = Agent(policy, value, reference, tokenizer, policy_optimizer, value_optimizer)
+    extra_of = partial(data.next_extra, extra_data, args=args)  # shuffled anew each pass
 
     # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
-    modules = {"policy": (policy, optimizers[0]), "value": (value, optimizers[1])}
-    fresh = {"value_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0]}
+    modules = {"policy": (policy, policy_optimizer), "value": (value, value_optimizer)}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
-    n_prompts = min(args.prompts_per_iteration, len(prompts))
-    steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
-    plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
-    plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
-    plan += f"{steps:,} optimiser steps"
-    plan += f", the first {args.value_warmup_steps} or more of the value model alone"
-    state = run.begin(plan=plan, modules=modules, state=fresh, held_out=evaluate.fingerprint)
+    plan = plan_of(prompts, args)
+    state = run.begin(plan=plan, modules=modules, state=fresh_state(), held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
     if args.patience and "best_version" not in state:  # this policy, until another one is better
         score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
         state["best_version"] = {"score": score, "evaluations_since": 0, "iteration": state["step"]}
-        dist.save_checkpoint(best, state["step"], only_policy, {})
+        checkpoints.save_checkpoint(best, state["step"], only_policy, {})
 
     for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them
         if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
             break
 
-        # 1. sample: n responses to each prompt of this iteration; each rank its share, then all have all
         batch_prompts = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
-        seed = dist.seed_of(args.seed, "rollout", iteration)
-        options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
-        pairs = generate.answers(policy, tokenizer, batch_prompts, args, seed, **options)
-        documents = generate.documents(pairs)
-        finished = torch.tensor([response.finished for _, response in pairs])
-        rollout = Rollout(pairs, documents, response_mask(documents), finished)
-        if not finished.any() and args.missing_eos_penalty:  # all would pay the penalty alike
-            why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
-            why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
-            run.log(run.skip(why), state["value_steps"], iteration)
+        try:  # 1. sample, 2. score, 3. estimate, 4. update
+            rollout, row = run_iteration(
+                agent, batch_prompts, scorer.score, state, iteration, args, extra_of, run.lap
+            )
+        except NothingToLearn as error:
+            run.log(run.skip(str(error)), state["optimizer_steps"], iteration)
             continue
         state["skipped"] = 0  # in a row: run.skip gives up at five
-        run.lap("rollout")
-
-        # 2. score: one number a response, normalised; a response that did not end pays a penalty
-        rollout.scores, gated = scorer.score(pairs)
-        normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
-        rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
-        run.lap("score")
-
-        # 3. estimate: log pi_old, log pi_0 and V of each response token, (B, R); from them KL penalty, GAE,
-        # whitened advantages. In the first epoch's micro-batches: the first ratio is then exactly 1
-        minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
-        first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
-        per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
-        with_entropies = partial(models.logprobs, entropy=True)
-        rollout.old_logprobs, rollout.entropies = per_token(with_entropies, policy, args.temperature)
-        [rollout.ref_logprobs] = per_token(models.logprobs, reference, args.temperature)
-        [rollout.old_values] = per_token(models.state_values, value)
-        kl = estimate_advantages(rollout, args)
-        if not kl <= args.max_kl:
-            why = f"iteration {iteration}: the KL is {kl:.1f} nats per response (--max-kl {args.max_kl:g})"
-            raise InputError(f"{why}: raise --kl-coef or lower --lr; {run.last_checkpoint}")
-        run.lap("estimate")
-
-        # 4. update: one optimiser step a minibatch; at first the value model learns alone
-        policy_learns = state["value_steps"] >= args.value_warmup_steps
-        steps = []
-        for minibatch in sum(minibatches, []):  # of all epochs
-            extra = data.next_extra(extra_data, state["policy_steps"], args)  # shuffled anew each pass
-            steps.append(update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args))
-            state["value_steps"] += 1
-            state["policy_steps"] += policy_learns
-        run.lap("update")
-
-        row = {**scorer.parts, **figures_of(rollout, steps), "kl/per_response": kl, "reward/gated": gated}
-        row.update(metrics.means(evaluation.describe_samples(pairs, args.dataset), {"reward/gold": "gold"}))
+        samples = evaluation.describe_samples(rollout.pairs, args.dataset)
+        row.update({**scorer.metrics, **metrics.means(samples, {"reward/gold": "gold"})})
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every) or (args.patience and iteration == args.iterations):
             row.update(evaluate(policy))
@@ -470,13 +524,13 @@ def main(args: Args):
                 version = {"score": row["eval/score"], "evaluations_since": 0, "iteration": iteration}
                 state["best_version"] = version
                 # The best one of the last checkpoint stays: a crash before the next one leads back to it
-                kept = dist.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
-                dist.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
-        run.log(row, state["value_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
+                kept = checkpoints.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
+                checkpoints.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
+        run.log(row, state["optimizer_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
 
     exported = state["best_version"]["iteration"] if args.patience else state["step"]
     if args.patience:
-        dist.load_checkpoint(best, only_policy, step=exported)
+        checkpoints.load_checkpoint(best, only_policy, step=exported)
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},

@@ -25,7 +25,6 @@ being trained, its optimiser and its step; all else a resumed run finds in pool.
     torchrun --nproc-per-node 8 rejection_sampling.py llama2 --model DIR --scorer runs/reward
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +32,15 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, generate, loading, models, plots, scorers
-from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens, turns_key
-from common.cli import check_flags
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models, responses
+from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.losses import sft_loss
-from common.pool import Pool, answers, rows_of, selection_figures, take
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checks, data, generate, loading, plots, scorers
+from common.cli import check_flags
+from common.pool import Pool, candidates, pairs_of, rows_of, selection_metrics, take
 from common.run import Run, launch
 from common.versions import Sweep, Versions
 
@@ -135,62 +138,31 @@ class Args:
     """Replace a run that is in the way, its pool included."""
 
 
-def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
-    rising = list(args.threshold) == sorted(args.threshold)
-    warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
-    sampled = args.n_samples or (args.pool and args.iterations == 1)
-    check_flags(
-        args,
-        ("iterations", args.iterations >= 1, "1 or more"),
-        ("n_samples", sampled, "1 or more without --pool and --iterations 1"),
-        ("threshold", rising and all(map(math.isfinite, args.threshold)), "finite numbers that rise"),
-        ("temperatures", warm, "one or more above 0: K greedy responses are all the same"),
-        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
-        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
-    )
+def select(pairs, scores, threshold=None):
+    """The responses to train on: of each prompt the best, with a threshold (ReST) every one that reaches it.
 
-
-def all_lowest(rows, prompts, iteration, args) -> set[str]:
-    """Keys of the prompts whose responses, two or more, all have the lowest score of the pool. The best of
-    them is then as bad as the worst: with a scorer of 0 and 1, a wrong answer that would be trained on."""
-    scores = {prompt.key: [] for prompt in prompts}
-    for row in rows:
-        prompt = turns_key(row["prompt"])
-        if prompt in scores and (args.candidates == "all" or row["iteration"] == iteration):
-            scores[prompt].append(row["score"])
-    lowest = min(itertools.chain.from_iterable(scores.values()), default=0.0)
-    return {prompt for prompt, values in scores.items() if len(values) > 1 and set(values) == {lowest}}
-
-
-def select(rows, prompts, iteration, threshold, args):
-    """Rows of the pool to train on: of each prompt the best one, unless all are lowest, or every one with at
-    least the threshold. The pool's `finished` means that a response ended and holds no special token."""
-    candidates = {prompt.key: {} for prompt in prompts}  # prompt -> text -> row
-    for row in rows:
-        prompt, text = turns_key(row["prompt"]), row["response"].strip()
-        is_candidate = args.candidates == "all" or row["iteration"] == iteration
-        if is_candidate and prompt in candidates and row["finished"] and text:
-            candidates[prompt].setdefault(text, row)
-    if threshold is None:
-        worthless = all_lowest(rows, prompts, iteration, args)
-        groups = [by_text.values() for key, by_text in candidates.items() if by_text and key not in worthless]
-        return [max(group, key=lambda row: row["score"]) for group in groups]
-    groups = [by_text.values() for by_text in candidates.values()]
-    return [row for group in groups for row in group if row["score"] >= threshold]
-
-
-def why_none(rows, prompts, iteration, threshold, args) -> str:
-    """Why select gives no row."""
-    scores = sorted(row["score"] for row in select(rows, prompts, iteration, -math.inf, args))
-    if not scores:
-        return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
-    if threshold is None:
-        return f"iteration {iteration}: every response has the score {scores[0]:g}, so none is the better one"
-    return (
-        f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(scores)} the best "
-        f"has {scores[-1]:.3g}, the median {scores[len(scores) // 2]:.3g}"
-    )
+    pairs: [(prompt, response)]. scores: a number for each of them.
+    A response that did not end, has no words or holds a special token is never selected, and of equal ones
+    the first counts. A prompt whose responses, two or more, all have the lowest score of all is left out: the
+    best of them is as bad as the worst (with a scorer of 0 and 1 it would be a wrong answer).
+    Returns (their places in `pairs`, the number of prompts that were left out so)."""
+    groups, chosen, n_left_out = {}, [], 0
+    for i, (prompt, _) in enumerate(pairs):
+        groups.setdefault(prompt.key, []).append(i)
+    lowest = min(scores, default=0.0)
+    for group in groups.values():
+        usable = {}  # text -> place
+        for i in group:
+            response = pairs[i][1]
+            if response.finished and response.clean and response.text.strip():
+                usable.setdefault(response.text.strip(), i)
+        if threshold is not None:
+            chosen += [i for i in usable.values() if scores[i] >= threshold]
+        elif len(group) > 1 and all(scores[i] == lowest for i in group):
+            n_left_out += 1
+        elif usable:
+            chosen.append(max(usable.values(), key=lambda i: scores[i]))
+    return chosen, n_left_out
 
 
 def plan_steps(stages, iteration, args):
@@ -222,6 +194,66 @@ def update(model, optimizer, blocks, args):
     # clips, and takes no step where loss or gradient are not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
+
+
+def fine_tune(model, optimizer, plan, steps, args):
+    """Train on a plan of optimiser steps (plan_steps). steps: the numbers of those to take, 1 to len(plan) or
+    what is left of them. Yields (number, {metric: value}) after each step."""
+    for step in steps:
+        lr, blocks = plan[step - 1]
+        dist.set_lr(optimizer, lr)
+        nll, grad_norm = update(model, optimizer, blocks, args)
+        tokens = sum(n_tokens(block) for block in blocks)
+        yield step, {"loss/nll": nll, "optim/grad_norm": grad_norm, "optim/lr": lr, "data/tokens": tokens}
+
+
+# -- the program around the algorithm --------------------------------------------------------------
+def check(args):
+    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    rising = list(args.threshold) == sorted(args.threshold)
+    warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
+    sampled = args.n_samples or (args.pool and args.iterations == 1)
+    check_flags(
+        args,
+        ("iterations", args.iterations >= 1, "1 or more"),
+        ("n_samples", sampled, "1 or more without --pool and --iterations 1"),
+        ("threshold", rising and all(map(math.isfinite, args.threshold)), "finite numbers that rise"),
+        ("temperatures", warm, "one or more above 0: K greedy responses are all the same"),
+        ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
+        ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+    )
+
+
+def plan_of(n_prompts, prompts, args) -> str:
+    """What a run will see, for its first lines."""
+    plan = f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
+    return plan + f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
+
+
+def why_none(pairs, scores, iteration, threshold, args) -> str:
+    """Why select gives no response."""
+    usable, _ = select(pairs, scores, -math.inf)
+    ranked = sorted(scores[i] for i in usable)
+    if not ranked:
+        return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
+    if threshold is None:
+        same = f"every response has the score {ranked[0]:g}"
+        return f"iteration {iteration}: {same}, so none is the better one"
+    return (
+        f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(ranked)} the best "
+        f"has {ranked[-1]:.3g}, the median {ranked[len(ranked) // 2]:.3g}"
+    )
+
+
+def stages_of(selected, sft_documents, iteration, args):
+    """The documents of each stage: the selected (prompt, response)s, with the ids that were sampled, and the
+    same number of rows of --sft-dataset, so that neither kind drowns the other."""
+    generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
+    stages = [responses.documents(pairs) for pairs in selected]
+    for documents in stages:
+        order = torch.randperm(len(sft_documents), generator=generator).tolist()
+        documents.extend(sft_documents[i] for i in order[: len(documents)])
+    return stages
 
 
 PANELS = {
@@ -256,12 +288,11 @@ def main(args: Args):
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = Sweep(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, not after hours of sampling
-        args.packing = models.packs(versions.load(policy if args.start_from == "last" else args.model))
+        args.packing = checks.packs(versions.load(policy if args.start_from == "last" else args.model))
 
     n_prompts = min(args.prompts_per_iteration or len(prompts), len(prompts))
-    plan = f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
-    plan += f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
-    run.begin(plan=plan, held_out=versions.evaluate.fingerprint)  # only now is an old run replaced
+    # only now is an old run replaced
+    run.begin(plan=plan_of(n_prompts, prompts, args), held_out=versions.evaluate.fingerprint)
     pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
     if not args.n_samples:  # a pool alone: its last iteration is selected from again
@@ -283,17 +314,20 @@ def main(args: Args):
         run.lap("score")
 
         # 3. select: of each prompt the best, or with thresholds (ReST) for each all that reach it
+        rows = candidates(pool.rows, prompts, None if args.candidates == "all" else iteration)
+        pairs, scores = pairs_of(rows, prompts), [row["score"] for row in rows]
         thresholds = args.threshold or [None]
-        selected = [select(pool.rows, prompts, iteration, threshold, args) for threshold in thresholds]
-        row = {**pool.parts, **selection_figures(pool.rows, selected[0], iteration)}
+        selected = [select(pairs, scores, threshold) for threshold in thresholds]
+        places, n_left_out = selected[0]
+        row = {**pool.parts, **selection_metrics(pool.rows, [rows[i] for i in places], iteration)}
         if not args.threshold:
-            row["pool/all_lowest"] = len(all_lowest(pool.rows, prompts, iteration, args))
-            if row["pool/all_lowest"] and dist.is_main():
-                why = "all responses have the lowest score of the pool"
-                print(f"iteration {iteration}: {row['pool/all_lowest']} prompts left out, {why}")
-        selected = [rows for rows in selected if rows]  # thresholds rise: those out of reach come last
+            row["pool/all_lowest"] = n_left_out
+        if n_left_out and dist.is_main():
+            why = "all responses have the lowest score of the pool"
+            print(f"iteration {iteration}: {n_left_out} prompts left out, {why}")
+        selected = [places for places, _ in selected if places]  # thresholds rise: the highest may give none
         if len(selected) < len(thresholds):
-            why = why_none(pool.rows, prompts, iteration, thresholds[len(selected)], args)
+            why = why_none(pairs, scores, iteration, thresholds[len(selected)], args)
             if not selected:  # nothing to learn: the next version is this one again
                 row.update(versions.skip(why))
             elif dist.is_main():
@@ -302,11 +336,8 @@ def main(args: Args):
             run.log(row, versions.step, iteration)
 
         # 4. fine-tune a new version from the base model, or from the last one
-        stages = [generate.documents(answers(rows, prompts)) for rows in selected]  # with the ids sampled
-        generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
-        for documents in stages:  # of the other rows as many, so that neither kind drowns the other
-            order = torch.randperm(len(sft_documents), generator=generator).tolist()
-            documents.extend(sft_documents[i] for i in order[: len(documents)])
+        selected = [[pairs[i] for i in places] for places in selected]
+        stages = stages_of(selected, sft_documents, iteration, args)
         plan = plan_steps(stages, iteration, args)
         model = versions.load(latest if args.start_from == "last" or not selected else args.model)
         optimizer = dist.adamw(model, args.lr, args)
@@ -314,18 +345,9 @@ def main(args: Args):
             n_documents = sum(map(len, stages))
             print(f"iteration {iteration}: {len(plan)} optimiser steps on {n_documents:,} responses")
         # writes checkpoints, and behind the last step the new version, which is then evaluated
-        for step in versions.train(iteration, len(plan), optimizer):
-            lr, blocks = plan[step - 1]
-            dist.set_lr(optimizer, lr)
-            nll, grad_norm = update(model, optimizer, blocks, args)
-            tokens = sum(n_tokens(block) for block in blocks)
-            row = {
-                "loss/nll": nll,
-                "optim/grad_norm": grad_norm,
-                "optim/lr": lr,
-                "data/tokens": tokens,
-                "perf/tokens_per_s": tokens / run.seconds(),
-            }
+        steps = versions.train(iteration, len(plan), optimizer)
+        for step, row in fine_tune(model, optimizer, plan, steps, args):
+            row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
             run.log(row, versions.step + step, iteration, shown=("loss/nll", "optim/grad_norm"))
         model = optimizer = None  # before another model comes
 

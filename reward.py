@@ -28,9 +28,13 @@ from typing import Literal
 
 import torch
 
-from common import comparisons, dist, loading, metrics, models, plots, reward_evaluation, scorers
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models
 from common.batches import my_comparison_batches, to_device
 from common.losses import bradley_terry_loss, ranking_loss
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checks, comparisons, loading, metrics, plots, reward_evaluation, scorers
 from common.run import Run, launch
 
 
@@ -150,6 +154,7 @@ def update(model, optimizer, batch, args):
     return totals["loss"], accuracy, grad_norm
 
 
+# -- the program around the algorithm --------------------------------------------------------------
 def main(args: Args):
     run = Run(args, "reward", plots=[plots.scorer])
     if run.finished:
@@ -167,7 +172,7 @@ def main(args: Args):
     model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and models.shares_prompts(model, args.max_length)  # or a line says
+    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)  # or a line says
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # only now is an old run replaced, or a checkpoint loaded

@@ -22,9 +22,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from common import data, dist, evaluation, loading, models, plots
+# The algorithm needs these, the kit: copy them with it
+from common import dist, models
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.losses import sft_loss
+
+# The program around it needs these: data, runs, evaluation, checkpoints
+from common import checks, data, evaluation, loading, plots
 from common.run import Run, launch
 
 
@@ -109,6 +113,7 @@ def update(model, optimizer, blocks, args):
     return nll, grad_norm
 
 
+# -- the program around the algorithm --------------------------------------------------------------
 PANELS = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
 PLOTS = [partial(plots.curves, panels=PANELS)]
 
@@ -125,7 +130,7 @@ def main(args: Args):
     model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank)
     loading.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.packing = args.packing and models.packs(model)  # not every family can; then a line says so
+    args.packing = args.packing and checks.packs(model)  # not every family can; then a line says so
 
     # blocks: rows of packed documents, a dialogue each, packed once; the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)

@@ -40,10 +40,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from common import comparisons, data, dist, files, formats, generate, loading, metrics, models, scorers
+from common import checks, comparisons, data, dist, files, formats, generate, loading, metrics, models
+from common import scorers
 from common.batches import a_part, split, turns_key
 from common.cli import check_flags
 from common.errors import InputError
+from common.responses import my_responses
 from common.run import Run, launch, start_run
 
 # -- the prompts -----------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ class LanguageModel:
         rows = [(i, *self._with_options(question, options)) for i, question in enumerate(questions)]
         rows = sorted((row for row in rows if row[1]), key=lambda row: -len(row[1]))
         shared = os.path.commonprefix([ids[:-depth] for _, ids, depth, _ in rows])  # examples: run once
-        if models.recurrent(self.model):  # no keys and values to go on from
+        if checks.recurrent(self.model):  # no keys and values to go on from
             shared = []
         for batch in split(rows, self.batch_size):
             tensors = [torch.tensor(ids[len(shared) :], device=self.device) for _, ids, _, _ in batch]
@@ -148,7 +150,7 @@ class LanguageModel:
         if max_new_tokens >= self.room:
             raise InputError(f"--max-new-tokens {max_new_tokens}: {self.name} has {self.room} positions")
         prompts = [self.encode(question, max_new_tokens) for question in questions]
-        responses = generate.my_responses(
+        responses = my_responses(
             self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
             temperature=temperature, slots=self.batch_size, seed=seed,
         )  # fmt: skip

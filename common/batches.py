@@ -70,6 +70,11 @@ def a_part(items, n, name=lambda item: item.key):
     return [items[i] for i in sorted(chosen)]
 
 
+def printable(value) -> str | None:
+    """A category as text, in which half a character becomes `?`."""
+    return None if value is None else str(value).encode("utf-8", "replace").decode()
+
+
 def n_tokens(block: list[Document]) -> int:
     return sum(len(document.ids) for document in block)
 

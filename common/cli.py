@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from common import data, dist, metrics, tiny
+from common import data, dist, metrics, tensor_parallel, tiny
 from common.errors import InputError
 
 LIMITS = {  # what a number may be -> the test, and the names of arguments; all others: 0 or more
@@ -103,7 +103,7 @@ def parse(recipes, argv=None):
     if n < 1 or of_node % n:
         wanted = f"wanted a divisor of the {of_node} process(es) that torchrun starts on a node"
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
-    dist.ranks_per_copy = n
+    dist.ranks_per_copy, dist.split_layers = n, tensor_parallel.split
     if every.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)

@@ -10,7 +10,7 @@ import zlib
 
 import torch
 
-from common import data, dist, formats, metrics, models
+from common import batches, data, dist, formats, metrics, models
 from common.batches import RATINGS, Comparison, a_part, labelled_pairs, of_each_comparison, turns_key
 from common.errors import InputError
 
@@ -132,7 +132,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
     values = row.data
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
-    labels = {"category": data.printable(category)}
+    labels = {"category": batches.printable(category)}
     if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values, values["responses"])
         ranks = _ranks(grades, min_score_gap)

@@ -322,11 +322,6 @@ def answered(row, answer, text=None) -> list[dict]:
     return missing + dialogue
 
 
-def printable(value) -> str | None:
-    """A category as text, in which half a character becomes `?`."""
-    return None if value is None else str(value).encode("utf-8", "replace").decode()
-
-
 def is_dialogue(value):
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return ROLES.get(str(value[0].get("role") or value[0].get("from")).lower()) != "assistant"

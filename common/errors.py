@@ -5,5 +5,13 @@ class InputError(ValueError):
     """Something the user can mend. The message is one line: what, where, how to mend it."""
 
 
-class NotFinite(InputError):
+class NothingToLearn(InputError):
+    """An iteration whose responses teach nothing. The program skips it and continues, unless too many do."""
+
+
+class Diverged(InputError):
+    """Training has left the range in which it can succeed. The program adds where the last checkpoint is."""
+
+
+class NotFinite(Diverged):
     """A loss or a gradient that is not finite: the optimiser step was not taken."""

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from common import comparisons, data, dist, evaluation, formats, generate, loading, metrics, plots
-from common import reward_evaluation, scorers
+from common import responses, reward_evaluation, scorers
 from common.batches import a_part, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
@@ -133,7 +133,7 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
         _, [ids] = data.encode_responses(tokenizer, prompt.turns, [text])
         if len(prompt.ids) + len(ids) > args.max_length:
             raise ValueError(f"longer than {args.max_length} tokens (--max-length)")
-        return prompt, generate.Response(ids, text, finished=True)
+        return prompt, responses.Response(ids, text, finished=True)
 
     room = args.max_length - args.max_new_tokens
     prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room, answered and score_of_answer)
@@ -245,7 +245,7 @@ def compare_policies(args, run):
     def ask(policy, name):
         for t, pairs in answers.items():
             seed = dist.seed_of(args.seed, "evaluate", t)
-            pairs[name] = generate.answers(policy, tokenizer, prompts, args, seed, temperature=t)
+            pairs[name] = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
             if reference and t:
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
@@ -307,11 +307,11 @@ def score_rows(scorer, held_out, args) -> list[dict]:
     """The comparisons as rows of samples.jsonl (reward_evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
-        prompt = generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
+        prompt = responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
         texts = zip(c.response_ids, c.texts)
-        responses = [generate.Response(ids.tolist(), text, True) for ids, text in texts]
-        pairs += [(prompt, response) for response in responses]
-        duels += [(prompt, responses[i], responses[j]) for i, j in labelled_pairs(c)]
+        candidates = [responses.Response(ids.tolist(), text, True) for ids, text in texts]
+        pairs += [(prompt, response) for response in candidates]
+        duels += [(prompt, candidates[i], candidates[j]) for i, j in labelled_pairs(c)]
     ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
     values = ask(scorer, texts, args.score_batch_size)
     return reward_evaluation.scored_rows(held_out, values, scorer.pairwise)

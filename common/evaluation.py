@@ -4,7 +4,7 @@ import itertools
 from functools import partial
 from statistics import fmean
 
-from common import data, dist, generate, metrics, models, tiny
+from common import data, dist, generate, metrics, models, responses, tiny
 from common.batches import a_part, make_blocks, response_mask
 
 FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
@@ -33,7 +33,7 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
 def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
     sampled, above 0. size: of a forward on one rank."""
-    plan = [[[document] for document in generate.documents(pairs)]]
+    plan = [[[document] for document in responses.documents(pairs)]]
     logprobs = partial(models.per_token, models.logprobs, plan=plan, micro_batch_size=size)  # each (pairs, R)
     return (logprobs(policy, temperature)[0] - logprobs(reference)[0].double()).sum(1).tolist()
 
@@ -69,10 +69,10 @@ class HeldOutDocuments:
         """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
         args, room = self.args, models.n_positions(model.config) - self.args.max_new_tokens
         turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
-        prompts = (generate.Prompt(data.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
+        prompts = (responses.Prompt(data.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
         fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
         first = list(itertools.islice(fitting, args.sample_prompts))  # the rest need not be tokenised
-        pairs = generate.answers(model, self.tokenizer, first, args, args.seed, temperature=args.temperature)
+        pairs = responses.answers(model, self.tokenizer, first, args, args.seed, temperature=args.temperature)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
 
 
@@ -95,9 +95,9 @@ class HeldOutPrompts:
 
     def answer(self, policy):
         args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
-        pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
-        scores, _ = self.scorer.score(pairs)
-        documents = generate.documents(pairs)
+        pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
+        scores = self.scorer.score(pairs)
+        documents = responses.documents(pairs)
         plan = [make_blocks(documents, args.max_length, args.packing)]
         per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
         logprobs, entropies = per_token(partial(models.logprobs, entropy=True), policy)

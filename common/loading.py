@@ -7,7 +7,6 @@ import functools
 import gc
 import hashlib
 import re
-import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import jinja2
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from common import dist, lora, models, tiny
+from common import checks, dist, lora, models, tiny
 from common.errors import InputError
 
 SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
@@ -306,9 +305,7 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
     if gradient_checkpointing:  # has another name since transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    for method in methods:
-        setattr(model, method.__name__, types.MethodType(method, model))
-    model.forward_methods = tuple(method.__name__ for method in methods)  # dist.shard has these gather too
+    models.with_methods(model, *methods)
     if dist.is_main():
         check_forward(model.train())
     return model.train()
@@ -318,7 +315,7 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
 def check_forward(model):
     """InputError if a forward does not give what another one gives, for then new and old probabilities never
     agree; of a policy the other one is transformers' own, with all that it does to logits."""
-    config, window = model.config.get_text_config(), models.window(model.config)
+    config, window = model.config.get_text_config(), checks.window(model.config)
     # Beyond the window, unless that takes long on a CPU: what is done to logits is done in short rows too
     n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
     ids = torch.arange(n, device=model.device)[None] % config.vocab_size

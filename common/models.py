@@ -1,8 +1,8 @@
 """What a loaded model says of a batch: log probabilities of tokens, without a tensor of all logits, and
-scores; and checks of how it takes batches. (common/loading.py loads it.)"""
+scores. (common/loading.py loads it, common/checks.py checks what it can.)"""
 
 import math
-from functools import partial
+import types
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -11,9 +11,17 @@ from common import batches, dist, losses
 from common.sampler import cache_argument, n_positions as n_positions, to_device
 
 LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
-WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp32, whatever B, T and V are
 CHUNKS_KEPT = 4  # of logits on a CPU, at most, that backward finds in memory; more it computes again
+
+
+def with_methods(model, *functions):
+    """Make functions of this file that call the model's forward its methods: model.token_logprobs(...). Then
+    dist.shard has them gather the weights. Returns the model."""
+    for function in functions:
+        setattr(model, function.__name__, types.MethodType(function, model))
+    model.forward_methods = tuple(function.__name__ for function in functions)
+    return model
 
 
 # -- log probabilities -----------------------------------------------------------------------------
@@ -244,67 +252,3 @@ def response_logprobs(model, batch) -> torch.Tensor:
     where = torch.stack([rows[owner], columns])
     logprobs = model.logprobs_at(batch.input_ids, where, targets, batch.position_ids, batch.attention_mask)
     return logprobs.new_zeros(len(lengths)).index_add(0, owner, logprobs)
-
-
-# -- checks: what not every architecture can ----------------------------------------------------------
-def window(config) -> int:
-    """How many tokens the layer of a model sees that sees fewest; 0: all see all."""
-    sizes = [getattr(config.get_text_config(), key, None) for key in WINDOWS]
-    return min((size for size in sizes if isinstance(size, int)), default=0)
-
-
-def recurrent(model) -> bool:
-    """Whether a layer hands a state from token to token, which neither masks nor positions stop."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return getattr(model, "_is_stateful", False) or "conv" in kinds or "linear_attention" in kinds
-
-
-@torch.no_grad()
-def packs(model) -> bool:
-    """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
-    in every model. If not, a line says so. Every rank must call it."""
-    documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
-    rows = [documents], [[document] for document in documents]
-    packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
-    forward = state_values if hasattr(model, "head_outputs") else logprobs
-    otherwise = "documents in a row would see each other: each has a row of its own"
-    figures = lambda batch: forward(model, batch)[batch.action_mask]
-    return _are_as_alone(model, figures, packed, alone, otherwise)
-
-
-@torch.no_grad()
-def shares_prompts(model, max_length) -> bool:
-    """Whether responses that share their prompt in one row get the scores, or log probabilities, that they
-    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so. Every
-    rank must call it. max_length: of a prompt with one response; a shorter window is looked beyond."""
-    length = min(max(8, window(model.config) * 3 // 2), max_length)
-    prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
-    comparison = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
-    collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
-    shared, alone = collate(share_prompt=True), collate(share_prompt=False)
-    forward = scores_of if hasattr(model, "head_outputs") else response_logprobs
-    otherwise = "responses cannot share their prompt: each has a row of its own"
-    return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
-
-
-def _texts(model, *lengths):
-    vocabulary = model.config.get_text_config().vocab_size
-    return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
-
-
-def _are_as_alone(model, figures, together, alone, otherwise) -> bool:
-    """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
-    positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
-    positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
-    dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
-    model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
-    try:
-        apart, *others = map(figures, (alone, together, together._replace(position_ids=positions)))
-        gap, change = ((other - apart).abs().max().item() for other in others)
-    except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
-        gap, change = 1, 0
-    model.compute_dtype, close = dtype, 0.05 if sharded and dtype != torch.float32 else 1e-3
-    holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
-    if not holds and dist.is_main():
-        print(f"{model.config.model_type}: {otherwise}")
-    return holds

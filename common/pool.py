@@ -12,7 +12,7 @@ import collections
 import itertools
 from pathlib import Path
 
-from common import data, dist, files, formats, generate, metrics, scorers
+from common import data, dist, files, formats, metrics, responses, scorers
 from common.batches import Row, split, turns_key
 from common.errors import InputError
 
@@ -96,7 +96,7 @@ class Pool:
                 for number, chunk in chunks:
                     seed = dist.seed_of(args.seed, "sample", iteration, number)
                     options = {"n": n, "temperature": temperature, "top_p": args.top_p}
-                    pairs = generate.answers(policy, versions.tokenizer, chunk, args, seed, **options)
+                    pairs = responses.answers(policy, versions.tokenizer, chunk, args, seed, **options)
                     rows = []
                     for prompt, response in pairs:
                         row = {"prompt": prompt.turns, "response": response.text}
@@ -144,7 +144,7 @@ class Pool:
         if not old:  # a resumed run may have scored all of them before it was killed
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
-        pairs = answers(old, prompts)
+        pairs = pairs_of(old, prompts)
         scores, self.parts = scorers.score_and_parts(scorer, pairs, self.args.score_batch_size)
         for row, score in zip(old, scores):
             row["score"], row["scorer"] = score, scorer.version
@@ -153,11 +153,19 @@ class Pool:
         self.write()
 
 
-def answers(rows, prompts) -> list[tuple[generate.Prompt, generate.Response]]:
-    """The (prompt, response) that each row is of; all of them answer one of the prompts."""
+def candidates(rows, prompts, iteration=None) -> list[dict]:
+    """The rows that answer one of the prompts, in the prompts' order. iteration: only rows of this one."""
+    places = {prompt.key: place for place, prompt in enumerate(prompts)}
+    placed = [(places.get(turns_key(row["prompt"])), row) for row in rows]
+    kept = [(x, row) for x, row in placed if x is not None and iteration in (None, row["iteration"])]
+    return [row for _, row in sorted(kept, key=lambda item: item[0])]
+
+
+def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
+    """The (prompt, response) of each row; every row answers one of the prompts."""
     by_key, pairs = {prompt.key: prompt for prompt in prompts}, []
     for row in rows:
-        response = generate.Response(row["response_ids"], row["response"], row["finished"])
+        response = responses.Response(row["response_ids"], row["response"], row["finished"])
         response = response._replace(written=row.get("written", ""))
         pairs.append((by_key[turns_key(row["prompt"])], response))
     return pairs
@@ -182,8 +190,8 @@ def write_pairs(folder, pairs, iteration):
     metrics.write_jsonl(folder / "pairs.jsonl", rows)
 
 
-# -- figures of an iteration -----------------------------------------------------------------------
-def pool_figures(rows) -> dict[str, float]:
+# -- metrics of an iteration -----------------------------------------------------------------------
+def pool_metrics(rows) -> dict[str, float]:
     """Of an iteration's responses, means: over them, and over their prompts of the best and the worst."""
     by_prompt = {}
     for row in rows:
@@ -199,19 +207,19 @@ def pool_figures(rows) -> dict[str, float]:
     return {key: sum(x) / len(x) for key, x in values.items() if x}
 
 
-def selection_figures(rows, selected, iteration) -> dict[str, float]:
+def selection_metrics(rows, selected, iteration) -> dict[str, float]:
     """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
     new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
     figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
     if selected:
         figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
-    return {**figures, **pool_figures(new), **metrics.means(selected, {"pool/selected_score": "score"})}
+    return {**figures, **pool_metrics(new), **metrics.means(selected, {"pool/selected_score": "score"})}
 
 
-def pairing_figures(rows, pairs, dropped, iteration) -> dict[str, float]:
+def pairing_metrics(rows, pairs, dropped, iteration) -> dict[str, float]:
     """Of an iteration's responses, and of the pairs made of them."""
     rows = [row for row in rows if row["iteration"] == iteration]
-    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_figures(rows)}
+    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
     figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
     for i, side in enumerate(("chosen", "rejected") if pairs else ()):
         figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)

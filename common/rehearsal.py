@@ -21,6 +21,7 @@ from common import data, dist, generate, loading, metrics, scorers
 from common.batches import a_part, split
 from common.cli import check_flags
 from common.errors import InputError
+from common.responses import answers
 from common.run import launch
 
 
@@ -85,7 +86,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     each prompt, if it ended and has words, clustered and selected. Every rank must call it."""
     with dist.consolidated(policy):
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
-        pairs = generate.answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
+        pairs = answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
     scores = scorers.score(scorer, pairs, args.score_batch_size)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]

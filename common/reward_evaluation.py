@@ -7,7 +7,7 @@ from statistics import fmean
 
 import torch
 
-from common import comparisons, data, dist, generate, loading, metrics, models, tiny
+from common import comparisons, data, dist, generate, loading, metrics, models, responses, tiny
 from common.batches import labelled_pairs, of_each_comparison, split
 from common.errors import InputError
 
@@ -73,9 +73,9 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
     room, samples = models.n_positions(model.config) - max_new_tokens, [()] * len(prompts)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
-    asked = [generate.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
+    asked = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
     options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
-    pairs = generate.sample_pairs(model, tokenizer, asked, **options)
+    pairs = responses.sample_pairs(model, tokenizer, asked, **options)
     for i, of_prompt in zip(fits, split(pairs, n)):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for _, r in of_prompt if r.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)

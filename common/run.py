@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from common import data, dist, files, identity, metrics, plots
+from common import checkpoints, data, dist, files, identity, metrics, plots
 from common.cli import check_flags, parse
-from common.errors import InputError, NotFinite
+from common.errors import Diverged, InputError, NotFinite
 from common.files import write_json
 
 BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
@@ -49,8 +49,10 @@ def launch(main, recipes):
         said, where = " ".join(str(error).split()), ""
         if isinstance(error, NotFinite) and Run.current:
             state = Run.current.state  # a round of ppo.py is several optimiser steps
-            step = 1 + state.get("value_steps", state.get("first_step", 0) + state["step"])
-            said = f"step {step}: {said}; {Run.current.last_checkpoint}"
+            step = 1 + state.get("optimizer_steps", state.get("first_step", 0) + state["step"])
+            said = f"step {step}: {said}"
+        if isinstance(error, Diverged) and Run.current:
+            said = f"{said}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
             where = f" [rank {dist.rank()}]"
@@ -127,7 +129,7 @@ class Run:
         self.dtype = getattr(torch, self.args.save_dtype)  # of model/
         self.state.update(state or {})
         if self.resumed and modules:
-            self.state.update(dist.load_checkpoint(self.checkpoint, modules))
+            self.state.update(checkpoints.load_checkpoint(self.checkpoint, modules))
         self.metrics = metrics.Metrics(self.folder, self.state.get("logged_rows"))
         return self.state
 
@@ -156,7 +158,7 @@ class Run:
                 if self.args.save_every and self.must_save():
                     began, state = time.monotonic(), {**self.state, "logged_rows": self.metrics.n_rows}
                     number = self.state.get("first_step", 0) + self.state["step"]
-                    dist.save_checkpoint(self.checkpoint, number, self.modules, state)
+                    checkpoints.save_checkpoint(self.checkpoint, number, self.modules, state)
                     self.saved = time.monotonic()
                     self.saving_s = self.saved - began
 
@@ -223,7 +225,7 @@ class Run:
         weights = model.state_dict()
         if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
             model.merge_adapters(weights)
-        for name, empty in dist.skeleton(model, self.dtype).state_dict().items():
+        for name, empty in checkpoints.skeleton(model, self.dtype).state_dict().items():
             weights[name].copy_(weights[name].to(empty.dtype))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
@@ -246,7 +248,7 @@ class Run:
 
     def write_results(self, model, tokenizer, samples, summary, before, after, shown=()):
         """What a finished run holds, its summary.json last, and what is printed of it."""
-        dist.save_model(model, tokenizer, self.folder / "model", self.dtype)
+        checkpoints.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             metrics.write_jsonl(self.folder / "samples.jsonl", samples)
             write_json(self.folder / "summary.json", summary)
@@ -280,7 +282,7 @@ def find_run(args) -> str | None:
         what = "a finished run" if finished else what
         raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
     if args.resume and any(begun):
-        dist.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
+        checkpoints.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
         return "resume"
     for path in _removed(args):
         if path.is_symlink():

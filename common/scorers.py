@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from common import data, dist, generate, loading, models
+from common import data, dist, generate, loading, models, responses
 from common.batches import Comparison, a_part, of_each_comparison, split
 from common.errors import InputError
 from common.losses import safety_gated_score
@@ -92,10 +92,10 @@ def try_functions(args):
         return  # DPO of given pairs asks none
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for spec in specs for term in terms_of(spec) if term.text is None]
-    prompts, answers = [], [generate.Response([], text, True) for text in ("The answer is 1.", "")]
+    prompts, answers = [], [responses.Response([], text, True) for text in ("The answer is 1.", "")]
     for row in data.load_rows(args.dataset, "prompts", getattr(args, "split", "train"))[:1] if terms else ():
         with contextlib.suppress(ValueError):  # it has no prompt
-            prompts.append(generate.Prompt([], generate.prompt_turns(row.data), row))
+            prompts.append(responses.Prompt([], generate.prompt_turns(row.data), row))
     for term, prompt in itertools.product(terms, prompts):
         _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
 
@@ -227,7 +227,7 @@ def same_tokens(a, b) -> bool:
     return first == second
 
 
-def score(scorer, pairs: list[tuple[generate.Prompt, generate.Response]], batch_size) -> list[float]:
+def score(scorer, pairs: list[tuple[responses.Prompt, responses.Response]], batch_size) -> list[float]:
     """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
     end is scored as if it had ended where it was cut. One that compares gives the mean probability that a
     response beats the prompt's other responses among the pairs."""
@@ -336,7 +336,7 @@ def check_prompts(scorer, prompts):
     if scorer and scorer.model and not scorer.same_tokens:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         for prompt in prompts:
-            _encode(scorer, prompt, generate.Response([], "The answer is 1.", True), end)
+            _encode(scorer, prompt, responses.Response([], "The answer is 1.", True), end)
 
 
 class Gated:
@@ -346,18 +346,19 @@ class Gated:
     def __init__(self, scorer, safety, args):
         self.scorer, self.safety, self.args = scorer, safety, args
 
-    def score(self, pairs) -> tuple[torch.Tensor, float]:
-        """(score of each (prompt, response), on every rank; the share that the gate sent to the safety
-        model). `parts` are then the means of --scorer's parts."""
+    def score(self, pairs) -> torch.Tensor:
+        """The score of each (prompt, response), (B,), on every rank. `metrics` are then the means of --scorer's
+        parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
         size, threshold = self.args.score_batch_size, self.args.safety_threshold
-        scores, self.parts = score_and_parts(self.scorer, pairs, size)
+        scores, parts = score_and_parts(self.scorer, pairs, size)
+        self.metrics = {**parts, "reward/gated": 0.0}
         if not self.safety:
-            return torch.tensor(scores), 0.0
+            return torch.tensor(scores)
         safety = torch.tensor(score(self.safety, pairs, size))
         tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
         gated = tagged | (safety.sigmoid() < threshold)
-        scores = safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
-        return scores, gated.float().mean().item()
+        self.metrics["reward/gated"] = gated.float().mean().item()
+        return safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
 
 
 def load_gated(args, tokenizer, device) -> Gated:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from common import dist, evaluation, files, generate, loading, metrics, scorers
+from common import checkpoints, dist, evaluation, files, loading, metrics, responses, scorers
 from common.batches import a_part
 
 SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
@@ -47,7 +47,7 @@ class Versions:
         if newest not in studies:  # all of the newest version but its study's row
             kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
         self.step = kept[-1]["step"] if kept else 0
-        saved = dist.checkpoint_state(self.run.checkpoint)
+        saved = checkpoints.checkpoint_state(self.run.checkpoint)
         if saved.get("iteration") == newest + 1:
             kept = rows[: saved["logged_rows"]]
             self.step = saved["first_step"]
@@ -84,17 +84,12 @@ class Versions:
             self.loaded, self.policy = name, dist.shard(policy, self.run.device)
         return self.policy
 
-    def with_reference(self, pairs, name: str, pair_logprobs) -> list:
-        """The pairs with log pi_0 of both responses, as pair_logprobs(model, pairs, args) gives them for the
-        policy of this name, which is loaded for it and freed, unless it is the one that is there."""
-        if not pairs:
-            return []
-        args, device = self.args, self.run.device
-        if name == self.loaded:
-            found = pair_logprobs(self.policy, pairs, args)
-        else:
-            found = loading.ask_policy(name, self.tokenizer, args, device, pair_logprobs, pairs, args)
-        return [pair._replace(ref_logprobs=x) for pair, x in zip(pairs, found)]
+    def ask(self, name: str, forward, items, args) -> list:
+        """forward(model, items, args) for the policy of this name, which is loaded and freed again unless it
+        is the one in memory. Without items nothing is loaded."""
+        if not items or name == self.loaded:
+            return forward(self.policy, items, args) if items else []
+        return loading.ask_policy(name, self.tokenizer, args, self.run.device, forward, items, args)
 
     def study(self, version: int):
         """Write what evaluate(policy, version, studies) says of a version; log and print its figures."""
@@ -120,7 +115,7 @@ class Versions:
 
     def began_training(self, version: int) -> bool:
         """Whether the last checkpoint is of this version: then what led to it is logged already."""
-        return dist.checkpoint_state(self.run.checkpoint).get("iteration") == version
+        return checkpoints.checkpoint_state(self.run.checkpoint).get("iteration") == version
 
     def train(self, version: int, n_steps: int, optimizer):
         """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
@@ -129,10 +124,10 @@ class Versions:
         run.modules = {"policy": (self.policy, optimizer)}
         run.state = {"iteration": version, "step": 0, "first_step": self.step}
         if self.began_training(version):
-            run.state = dist.load_checkpoint(run.checkpoint, run.modules)
+            run.state = checkpoints.load_checkpoint(run.checkpoint, run.modules)
         yield from run.steps(n_steps)
         self.step += n_steps
-        dist.save_model(self.policy, self.tokenizer, self.path(version))
+        checkpoints.save_model(self.policy, self.tokenizer, self.path(version))
         self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)  # see lora.py
         run.modules = {}  # the optimiser's memory
 
@@ -185,7 +180,7 @@ class Sweep:
 
     def __call__(self, policy, version, studies) -> dict:
         args, k = self.args, self.args.n_samples
-        sample = partial(generate.answers, policy, self.tokenizer, args=args)
+        sample = partial(responses.answers, policy, self.tokenizer, args=args)
         score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds, first = [], 1 if self.prompts else 0
@@ -244,9 +239,9 @@ class Answers:
     def answer(self, policy, version, studies) -> list[dict]:
         args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
         size, device = args.score_batch_size, policy.device
-        pairs = generate.answers(policy, self.tokenizer, self.prompts, args, seed)
+        pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         first = studies[0]["samples"] if version else []
-        opponents = [generate.Response([], row["response"], row["finished"]) for row in first]
+        opponents = [responses.Response([], row["response"], row["finished"]) for row in first]
         scores, kl = scorers.oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
         if version:
             ask = partial(evaluation.kl_of, policy)

@@ -37,13 +37,14 @@ import rejection_sampling
 import reward
 import sft
 from common import (
-    comparisons, data, dist, evaluate, generate, loading, lora, metrics, models, pairwise, reward_evaluation,
-    scorers, tiny, versions,
+    checkpoints, comparisons, data, dist, evaluate, generate, loading, lora, metrics, models, pairwise,
+    responses, reward_evaluation, scorers, tiny, versions,
 )  # fmt: skip
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
 from common.run import Run
 from common.sampler import sample
+from common.tensor_parallel import split as split_layers
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
 TRIED = [data.tried(int, x) for x in "0123x5678"]  # one of which is a ValueError
@@ -237,7 +238,7 @@ def write_checkpoint(folder):
     """Two steps, a checkpoint of them, its state as a plain file, and two steps more."""
     model, optimizer = policy()
     train(model, optimizer, [8, 8])
-    dist.save_checkpoint(folder / "checkpoint", 2, {"policy": (model, optimizer)}, {"step": 2, "x": [1.5]})
+    checkpoints.save_checkpoint(folder / "checkpoint", 2, {"policy": (model, optimizer)}, {"step": 2, "x": [1.5]})
     now = state(model, optimizer)
     after = train(model, optimizer, [8, 8], start=16)
     if dist.is_main():
@@ -248,7 +249,7 @@ def write_checkpoint(folder):
 def read_checkpoint(folder):
     """(is the state equal, the next steps' figures, those of whoever wrote it, what else was saved)"""
     model, optimizer = policy(seed=7)  # other weights, no moments
-    saved = dist.load_checkpoint(folder / "checkpoint", {"policy": (model, optimizer)})
+    saved = checkpoints.load_checkpoint(folder / "checkpoint", {"policy": (model, optimizer)})
     plain = torch.load(folder / "plain.pt")
     equal = same(state(model, optimizer), plain["state"])
     return equal, train(model, optimizer, [8, 8], start=16), plain["after"], saved
@@ -314,8 +315,8 @@ def answers(folder):
     loaded, args, llm = pairs(folder)[:7], reward.Args(micro_batch_size=2), policy()[0]
     oracle = f"common.pairwise:oracle={folder / 'tied'}"
     oracle = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
-    response = lambda text: generate.Response([], text, True)
-    duels = [(generate.Prompt([], c.prompt, c.row), *map(response, c.texts[:2])) for c in loaded]
+    response = lambda text: responses.Response([], text, True)
+    duels = [(responses.Prompt([], c.prompt, c.row), *map(response, c.texts[:2])) for c in loaded]
 
     def outputs(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
@@ -353,13 +354,14 @@ DPO_KINDS = {"shared prompts": {}, "a row a response": {"share_prompt": False}}
 
 
 def dpo_reference(folder):
-    """Log probabilities of 7 pairs and of 1; what with_reference gives for 7."""
+    """Log probabilities of 7 pairs and of 1; what Versions.ask and with_reference give for 7."""
     pairs, args = dpo_pairs(folder)[:7], dpo_iterative.Args(micro_batch_size=2)
     model = policy(folder / "tied")[0]
     out = {f"of {n}": dpo_iterative.pair_logprobs(model, pairs[:n], args) for n in (7, 1)}
     run = SimpleNamespace(folder=folder, args=args, device=CPU)
     made = versions.Versions(run, TOKENIZER, "tiny")
-    learnt = made.with_reference(pairs, str(folder / "tied"), dpo_iterative.pair_logprobs)
+    asked = made.ask(str(folder / "tied"), dpo_iterative.pair_logprobs, pairs, args)
+    learnt = dpo_iterative.with_reference(pairs, asked)
     out["learnt"] = [pair.ref_logprobs for pair in learnt]
     return {key: [x.tolist() for x in found] for key, found in out.items()}
 
@@ -373,8 +375,8 @@ def ppo_steps(folder):
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
     prompts = generate.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
     answers = [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] + [TOKENIZER.eos_token_id] for i in range(7)]
-    pairs = [(p, generate.Response(ids, "", True)) for p, ids in zip(prompts, answers)]
-    documents = generate.documents(pairs)
+    pairs = [(p, responses.Response(ids, "", True)) for p, ids in zip(prompts, answers)]
+    documents = responses.documents(pairs)
     rollout = ppo.Rollout(pairs, documents, response_mask(documents), torch.ones(7, dtype=torch.bool))
     learners = policy()[0], scorer(1)[0]
     options = {"plan": [ppo.blocks_of(documents, range(7), args)], "micro_batch_size": 2}
@@ -384,10 +386,10 @@ def ppo_steps(folder):
     rollout.response_rewards = torch.arange(7.0) - 3
     ppo.estimate_advantages(rollout, args)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in learners]
-    steps = []
+    agent, steps = ppo.Agent(*learners, None, TOKENIZER, *optimizers), []
     for number, rows in enumerate(PPO_STEPS):
         extra = {"ptx": documents[:3], "rehearsal": documents[number : number + 1]}
-        steps.append(ppo.update(*learners, optimizers, rollout, list(rows), extra, True, args))
+        steps.append(ppo.update(agent, rollout, list(rows), extra, True, args))
     names = ("old_logprobs", "ref_logprobs", "old_values", "advantages", "returns")
     return {name: getattr(rollout, name).tolist() for name in names}, steps, learners
 
@@ -465,13 +467,13 @@ def uneven(folder):
 @case
 def saved(folder):
     model = descend()
-    dist.save_model(model, TOKENIZER, folder / "saved by two")
+    checkpoints.save_model(model, TOKENIZER, folder / "saved by two")
     equal = same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
     adapted = loading.load_policy("tiny", TOKENIZER, lora_rank=2)
     for parameter in adapted.model.layers.parameters():
         parameter.data.normal_(0, 0.1)
     for each in (model, dist.shard(adapted, CPU)):
-        dist.save_model(each, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
+        checkpoints.save_model(each, TOKENIZER, folder / "in bfloat16", torch.bfloat16)
         Run.round_weights(SimpleNamespace(dtype=torch.bfloat16), each)
         rounded = AutoModelForCausalLM.from_pretrained(folder / "in bfloat16").float().state_dict()
         weights = state(each)
@@ -562,9 +564,9 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 def tensor_parallel(folder):
     """Of every rank and kind of model."""
     out, ids, reshard = {}, torch.arange(60).view(4, 15), FSDPModule.reshard
-    prompts = [generate.Prompt(prompt, [], None) for prompt in ids.tolist()]
+    prompts = [responses.Prompt(prompt, [], None) for prompt in ids.tolist()]
     options = {"tokenizer": TOKENIZER, "prompts": prompts, "n": 2, "max_new_tokens": 24}
-    answers = lambda model, **more: [r.ids for _, r in generate.sample_pairs(model, **options, **more)]  # noqa: E731
+    answers = lambda model, **more: [r.ids for _, r in responses.sample_pairs(model, **options, **more)]  # noqa: E731
     for kind, more in SHARED.items():
         torch.manual_seed(1)
         plain = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE, **more))
@@ -574,7 +576,8 @@ def tensor_parallel(folder):
         model, peaks = dist.shard(copy.deepcopy(plain), CPU), []
         before = held()
         noted = lambda layer: (peaks.append(held() - before), reshard(layer))
-        with mock.patch.object(dist, "ranks_per_copy", 2), mock.patch.object(FSDPModule, "reshard", noted):
+        by_two = mock.patch.multiple(dist, ranks_per_copy=2, split_layers=split_layers)
+        with by_two, mock.patch.object(FSDPModule, "reshard", noted):
             with dist.consolidated(model):
                 gap = (model(ids).logits - plain(ids).logits).abs().max().item()
                 inside = held(model)
@@ -672,7 +675,7 @@ def samples(folder):
     """Of every rank: answers that repeat the prompt, of 5 comparisons and of 1, and real ones."""
     some, model = pairs(folder)[:5], policy()[0]
     options = {"n": 3, "max_new_tokens": 5, "seed": 4}
-    with mock.patch.object(generate, "sample", echo):
+    with mock.patch.object(responses, "sample", echo):
         out = {
             "echo": reward_evaluation.policy_samples(model, some, TOKENIZER, **options),
             "one": reward_evaluation.policy_samples(model, some[:1], TOKENIZER, **options),
@@ -686,7 +689,7 @@ def samples(folder):
 @case
 def saved_scorer(folder):
     model = descend_scorer(folder)
-    dist.save_model(model, TOKENIZER, folder / "scorer of two")
+    checkpoints.save_model(model, TOKENIZER, folder / "scorer of two")
     plain = AutoModelForSequenceClassification.from_pretrained(folder / "scorer of two")
     some, args = pairs(folder)[:2], reward.Args(micro_batch_size=2)
     got = reward_evaluation.scores_of_each(model, some, args)
@@ -729,7 +732,7 @@ def rs_run(folder):
 def stopped_and_resumed(main, folder, name, first, *others):
     """A run stopped at this call of the sampler, then after calls of others, and resumed to its end. How many
     rows there were at the first stop."""
-    with stopped(generate, "sample_pairs", first):
+    with stopped(responses, "sample_pairs", first):
         main(folder, name)
     sampled = len(metrics.read_jsonl(folder / name / "pool.jsonl"))
     for owner, function, call in others:
@@ -742,7 +745,7 @@ def stopped_and_resumed(main, folder, name, first, *others):
 @case
 def rs_stopped(folder):
     """In the middle of an iteration's chunks (the study of version 0 are 2 calls), and after the first checkpoint."""
-    return stopped_and_resumed(rs_main, folder, "rs stopped", 5, (dist, "save_checkpoint", 1))
+    return stopped_and_resumed(rs_main, folder, "rs stopped", 5, (checkpoints, "save_checkpoint", 1))
 
 
 @case
@@ -777,7 +780,7 @@ def dpo_run(folder):
 @case
 def dpo_stopped(folder):
     """In the middle of an iteration's chunks, after the first checkpoint, and in the second iteration."""
-    stops = (dist, "save_checkpoint", 1), (dpo_iterative, "write_pairs", 2)
+    stops = (checkpoints, "save_checkpoint", 1), (dpo_iterative, "write_pairs", 2)
     return stopped_and_resumed(dpo_main, folder, "dpo stopped", 7, *stops)
 
 
@@ -793,7 +796,7 @@ def ppo_updates(folder):
 @case
 def ppo_run(folder):
     ppo_main(folder, "ppo")
-    with stopped(dist, "save_checkpoint", 1, after=True):
+    with stopped(checkpoints, "save_checkpoint", 1, after=True):
         ppo_main(folder, "ppo stopped")
     ppo_main(folder, "ppo stopped", resume=True)
     return {}
@@ -824,7 +827,7 @@ def one_rank_takes_longer_than_a_collective_may(folder):
         data.load_rows("tiny:kind=text", "text")
         with mock.patch.object(loading, "load_policy", slow):
             model, optimizer = policy()
-        dist.save_model(model, slow_tokenizer, folder / "written slowly")
+        checkpoints.save_model(model, slow_tokenizer, folder / "written slowly")
         return len(train(model, optimizer, [4]))
     finally:
         td.distributed_c10d._set_pg_timeout(dist.TIMEOUT, td.group.WORLD)

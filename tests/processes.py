@@ -235,7 +235,7 @@ def _arrange(moment, script):
     import torch.distributed.checkpoint
     import transformers
 
-    from common import dist, metrics, pool, run
+    from common import checkpoints, dist, metrics, pool, run
 
     how, _, rest = moment.partition(" ")
     how, moment = (how, rest) if how in ("interrupt", "full", "rank1", "copy") else ("", moment)
@@ -324,7 +324,7 @@ def _arrange(moment, script):
         made = lambda path, rows: str(path).endswith("pairs.jsonl") and rows[-1]["iteration"] == int(n)
         after(metrics, "write_jsonl", made)
     elif what == "version":
-        after(dist, "save_model", lambda model, tokenizer, path, *_: str(path).endswith(f"versions/{n}"))
+        after(checkpoints, "save_model", lambda model, tokenizer, path, *_: str(path).endswith(f"versions/{n}"))
     elif what == "studied":
         before(metrics, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
     elif what == "model":

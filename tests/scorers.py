@@ -19,7 +19,7 @@ from transformers import (
     DeepseekV32ForCausalLM, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
 
-from common import comparisons, data, dist, generate, loading, scorers, tiny, versions
+from common import checkpoints, comparisons, data, dist, loading, responses, scorers, tiny, versions
 from common.batches import Document, Row
 from common.metrics import read_jsonl
 
@@ -248,7 +248,7 @@ def documents(comparison, k):
 def prompt(text, number=1):
     """A prompt of the tiny world as rollout.load_prompts gives it."""
     turns = [user(text)]
-    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
+    return responses.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 def row(prompt, response, score=0.0, iteration=1, chunk=0, finished=True, scorer="a@1"):
@@ -321,7 +321,7 @@ def train_small(model, rows, folder):
 
 
 def make_scorer(folder, seed=0):
-    dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
+    checkpoints.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
 
 
 # -- runs of versions: rejection sampling's and iterative DPO's ------------------------------

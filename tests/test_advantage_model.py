@@ -19,7 +19,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
-from common import generate, loading, reward_evaluation, tiny
+from common import loading, responses, reward_evaluation, tiny
 from common.batches import Comparison, Row
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -263,8 +263,8 @@ def test_of_more_columns_than_k_the_first_ones_count(tmp_path):
 
 # -- samples of the policy, and e --------------------------------------------------------
 def test_policy_samples_end_in_the_templates_end_token(tmp_path, monkeypatch):
-    ended = [generate.Response([20, 3], "", True), generate.Response([20, 21], "", False)]
-    monkeypatch.setattr(generate, "sample_pairs", lambda *_, **__: [(None, r) for r in ended])
+    ended = [responses.Response([20, 3], "", True), responses.Response([20, 21], "", False)]
+    monkeypatch.setattr(responses, "sample_pairs", lambda *_, **__: [(None, r) for r in ended])
     prompts, policy = comparisons_of(tmp_path, ROWS[:1]), loading.load_policy("tiny", TOKENIZER)
     [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
     assert sample.tolist() == [20, TOKENIZER.eos_token_id]

@@ -22,8 +22,8 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import common.run
-from common import ai_feedback as ai
-from common import comparisons, data, dist, generate, metrics, models, scorers, tiny
+from common import ai_feedback as ai, responses
+from common import comparisons, data, dist, metrics, models, scorers, tiny
 from common.batches import Row
 from common.comparisons import load
 from common.errors import InputError
@@ -788,8 +788,8 @@ def scorer_pairs(rows):
     for i, r in enumerate(rows):
         turns = [{"role": "user", "content": r["prompt"]}]
         ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
-        prompt = generate.Prompt([1], turns, Row(f"rows:{i}", {}))
-        out.append((prompt, generate.Response(ids, r["response"], True)))
+        prompt = responses.Prompt([1], turns, Row(f"rows:{i}", {}))
+        out.append((prompt, responses.Response(ids, r["response"], True)))
     return out
 
 
@@ -811,8 +811,8 @@ def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     of 2 (sigma(3) + 1 - sigma(1)) / 2 = 0.61076, log odds 0.4505."""
     spec = f"common.ai_feedback:oracle=gold_labeler:{labeler}"
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
-    answers = [generate.Response([], text, True) for text in ("ant bear", "ant")]
-    prompt = generate.Prompt([], item().prompt, Row("rows:1", {}))
+    answers = [responses.Response([], text, True) for text in ("ant bear", "ant")]
+    prompt = responses.Prompt([], item().prompt, Row("rows:1", {}))
     duels = [(prompt, *answers), (prompt, *answers[::-1])]
     assert scorers.log_odds(oracle, duels, 8) == pytest.approx([want, -want], abs=1e-4)
     won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8)
@@ -836,7 +836,7 @@ def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = [scorers.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
-    pairs = [(A, generate.Response([5], "ant bear ant", True)), (B, generate.Response([5], "a:b=c", True))]
+    pairs = [(A, responses.Response([5], "ant bear ant", True)), (B, responses.Response([5], "a:b=c", True))]
     assert [scorers.score(scorer, pairs, 1) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
     assert found[0].version != found[1].version
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scorers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
-from common import comparisons, generate, metrics
+from common import comparisons, metrics, responses
 from common.batches import Comparison, Row, labelled_pairs
 from common.comparisons import epoch_order
 from common.errors import InputError
@@ -405,6 +405,6 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
     a, b, c, d = load([*rows, {"chosen": HH + " dog", "rejected": HH + " eel"}])
     assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
     row = Row("f:1", {})
-    assert a.key == generate.Prompt([], [user("copy ant")], row).key  # one key for both
-    assert d.key == generate.Prompt([], TALK, row).key
+    assert a.key == responses.Prompt([], [user("copy ant")], row).key  # one key for both
+    assert d.key == responses.Prompt([], TALK, row).key
     assert a.ref_logprobs is None

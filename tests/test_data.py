@@ -16,7 +16,7 @@ import torch
 from scorers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
-from common import comparisons, data, formats, generate, loading, tiny
+from common import comparisons, data, formats, generate, loading, responses, tiny
 from common.batches import Comparison, Document, Row, collate, pack
 from common.errors import InputError
 
@@ -1070,7 +1070,7 @@ def test_a_question_is_one_whatever_its_row_case_space_or_system_turn(row, token
     turns = generate.prompt_turns(row)
     document = Document(torch.zeros(1), torch.ones(1), [*turns, bot("b")], Row("f:1", row))
     pair = Comparison(turns, ["a", "b"], None, [], torch.tensor([0, 1]), "f", Row("f:1", row))
-    items = [document, pair, generate.Prompt([], turns, Row("f:1", row))]
+    items = [document, pair, responses.Prompt([], turns, Row("f:1", row))]
     [question] = document_of(user("copy ant bear")).questions
     assert all(list(item.questions) == [question] for item in items)
     assert [question] != list(document_of(user("copy ant")).questions)

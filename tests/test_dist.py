@@ -24,7 +24,7 @@ from transformers import (
 import advantage_model
 import reward
 import sft
-from common import data, dist, pool, tiny
+from common import checkpoints, data, dist, pool, tiny
 from common.errors import NotFinite
 from common.metrics import read_jsonl
 
@@ -57,7 +57,7 @@ def prepare(folder):
         write_rows(folder / f"{name}.jsonl", tiny.rows(kind, split)[:count])
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
-    dist.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
+    checkpoints.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
     with dist_cases.stopped(pool.Pool, "score", 1):
         dist_cases.rs_with_a_model(folder, "rs sampled by one, learnt by one")
     shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
@@ -388,7 +388,7 @@ def test_a_scorer_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(t
         assert all(close(a, b) and close(a, c) for a, b, c in zip(rank["scores"], want, rank["loaded"]))
         assert rank["share"] == pytest.approx(0.5, abs=0.01)
     start = dist_cases.state(dist_cases.scorer(1)[0])
-    dist.save_model(dist_cases.descend_scorer(two.folder), dist_cases.TOKENIZER, tmp_path / "model")
+    checkpoints.save_model(dist_cases.descend_scorer(two.folder), dist_cases.TOKENIZER, tmp_path / "model")
     one = assert_moved_alike(start, tmp_path / "model", two.folder / "scorer of two")
     assert set(one) == set(start) and "score.weight" in one
 
@@ -626,7 +626,7 @@ def test_two_ranks_that_share_a_copy_compute_and_draw_what_one_does_in_less_memo
 def test_the_model_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(two, tmp_path):
     assert two("saved")
     start = dist_cases.state(dist_cases.policy()[0])
-    dist.save_model(dist_cases.descend(), dist_cases.TOKENIZER, tmp_path / "model")
+    checkpoints.save_model(dist_cases.descend(), dist_cases.TOKENIZER, tmp_path / "model")
     folders = tmp_path / "model", two.folder / "saved by two"
     one = assert_moved_alike(start, *folders)
     assert "lm_head.weight" not in one  # tied weights are written once
@@ -657,26 +657,26 @@ def test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(two):
 def test_only_the_last_checkpoint_is_kept_and_latest_names_it(tmp_path):
     model, optimizer = dist_cases.policy()
     for step in (1, 2, 10):
-        dist.save_checkpoint(tmp_path, step, {"policy": (model, optimizer)}, {"step": step})
+        checkpoints.save_checkpoint(tmp_path, step, {"policy": (model, optimizer)}, {"step": step})
         assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", f"step_{step}"]
-    assert dist.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"step": 10}
+    assert checkpoints.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"step": 10}
 
 
 def test_the_state_of_a_checkpoint_is_read_alone(tmp_path):
     root = tmp_path / "checkpoint"
-    assert dist.checkpoint_state(root) == {}  # no folder
+    assert checkpoints.checkpoint_state(root) == {}  # no folder
     modules = {"policy": dist_cases.policy()}
-    dist.save_checkpoint(root, 3, modules, {"iteration": 1, "x": [1.5]})
-    dist.save_checkpoint(root, 7, modules, {"iteration": 2, "x": [2.5]})
+    checkpoints.save_checkpoint(root, 3, modules, {"iteration": 1, "x": [1.5]})
+    checkpoints.save_checkpoint(root, 7, modules, {"iteration": 2, "x": [2.5]})
     (root / "step_9").mkdir()  # latest does not name it
     (root / "step_9" / "state.json").write_text('{"iteration": 3}')
     before = torch.get_rng_state()
     for path in [*(root / "step_7" / "tensors").iterdir(), *(root / "step_7").glob("*.pt")]:
         path.unlink()
-    assert dist.checkpoint_state(root) == dist.checkpoint_state(str(root)) == {"iteration": 2, "x": [2.5]}
+    assert checkpoints.checkpoint_state(root) == checkpoints.checkpoint_state(str(root)) == {"iteration": 2, "x": [2.5]}
     assert torch.equal(torch.get_rng_state(), before)
     (root / "latest").unlink()
-    assert dist.checkpoint_state(root) == {}
+    assert checkpoints.checkpoint_state(root) == {}
 
 
 # -- PPO ---------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM
 
 import dpo_iterative as dpo
-from common import comparisons, data, dist, evaluation, generate, loading, models, pool, scorers, tiny, versions
+from common import checkpoints, checks, comparisons, data, dist, evaluation, generate, loading, pool, responses
+from common import scorers, tiny, versions
 from common import run as run_module
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -492,7 +493,7 @@ def marked(folder, scorer, **mark):
     """A model folder whose configuration says what its kind is."""
     for name, value in mark.items():
         setattr(scorer.config, name, value)
-    dist.save_model(dist.shard(scorer, CPU), TOKENIZER, folder)
+    checkpoints.save_model(dist.shard(scorer, CPU), TOKENIZER, folder)
     return folder
 
 
@@ -513,7 +514,7 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
 
 
 def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
-    dist.save_model(dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
+    checkpoints.save_model(dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
     judge, tmp_path = f"common.pairwise:oracle={tmp_path / 'judge'}", tmp_path / "run"
     succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
     groups = collections.defaultdict(list)
@@ -796,7 +797,7 @@ def test_arguments_that_make_no_sense_are_named_before_anything_is_loaded(option
 
 
 def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "shares_prompts", lambda model, max_length: False)
+    monkeypatch.setattr(checks, "shares_prompts", lambda model, max_length: False)
     in_process(small, tmp_path / "run", iterations=1, **SHORT)
     assert len(read_jsonl(tmp_path / "run/pool.jsonl")) == PROMPTS * K
     assert json.loads((tmp_path / "run/args.json").read_text())["args"]["share_prompt"] is False
@@ -806,8 +807,8 @@ def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(s
 def test_every_argument_is_read_somewhere_beside_its_check():
     source = inspect.getsource(dpo).replace(inspect.getsource(dpo.check), "")
     source = source.replace(inspect.getsource(dpo.Args), "")
-    modules = (comparisons, data, dist, evaluation, generate, loading, pool, run_module, scorers, versions)
-    read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source + "".join(map(inspect.getsource, modules)))}
+    modules = (comparisons, data, dist, evaluation, generate, loading, pool, responses, run_module, scorers)
+    read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source + "".join(map(inspect.getsource, [*modules, versions])))}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 
 

@@ -63,6 +63,11 @@ def test_the_enhancer_previous_is_the_version_before_the_newest_one(iteration, n
 
 
 # -- best_against_worst ------------------------------------------------------------------
+def best_against_worst(rows, prompts, iteration, args):
+    """Of the rows of a pool."""
+    return dpo.new_pairs_of(SimpleNamespace(rows=rows), prompts, iteration, args)
+
+
 LONG, LONGEST = "ant bear cat dog", "fox goat hen owl ant"  # 16 and 20 characters
 LENGTHS = [row(A, "ant", 1.0), row(A, LONG, 1.3), row(A, "eel", 0.2), row(A, LONGEST, 0.3)]
 FEW = row(A, "goat toad um", 1.0)  # 3 tokens in 12 characters, against 4 in 11; no end token counts
@@ -111,7 +116,7 @@ PAIRED = {  # (rows, options, pairs, what is dropped)
 
 @pytest.mark.parametrize("rows, options, wanted, reasons", PAIRED.values(), ids=PAIRED)
 def test_paired_are(rows, options, wanted, reasons):
-    pairs, dropped = dpo.best_against_worst(rows, [A, B], 1, make_args(**options))
+    pairs, dropped = best_against_worst(rows, [A, B], 1, make_args(**options))
     assert [(pair.prompt[0]["content"], *pair.texts) for pair in pairs] == wanted
     assert dropped == {"same": 0, "tied": 0, "unfinished": 0, **reasons}
 
@@ -120,7 +125,7 @@ def test_a_pair_holds_the_ids_as_they_were_sampled_and_the_scores_less_the_penal
     tagged = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": 7}))
     better = {**row(tagged, "ant cat", 1.5), "response_ids": [50, 51, END]}  # not the text's own encoding
     worse = row(tagged, "dog", -0.5, finished=False)
-    (pair,), _ = dpo.best_against_worst([worse, better], [tagged], 1, make_args(**PENALTY))
+    (pair,), _ = best_against_worst([worse, better], [tagged], 1, make_args(**PENALTY))
     assert pair.prompt == tagged.turns and pair.prompt_ids.tolist() == tagged.ids
     assert pair.response_ids[0].tolist() == [50, 51, END]
     assert pair.response_ids[1].tolist() == TOKENIZER("dog")["input_ids"]  # cut: without an end token
@@ -262,7 +267,8 @@ def ids_of(pair):
 def referenced(pairs, seed=0, **options):
     """The pairs' log probabilities under the tiny model of this seed, (pairs, 2)."""
     run = SimpleNamespace(args=make_args(seed=seed, **options), device=CPU, folder=Path())
-    found = versions.Versions(run, TOKENIZER, "tiny").with_reference(pairs, "tiny", dpo.pair_logprobs)
+    asked = versions.Versions(run, TOKENIZER, "tiny").ask("tiny", dpo.pair_logprobs, pairs, run.args)
+    found = dpo.with_reference(pairs, asked)
     assert [pair._replace(ref_logprobs=None) for pair in found] == pairs
     return torch.stack([torch.zeros(2), *(pair.ref_logprobs for pair in found)])[1:]
 
@@ -385,7 +391,7 @@ def test_pairs_that_were_written_are_read_again(tmp_path):
     tagged = prompt("rest dog eel")._replace(row=Row("prompts:3", {"category": "rest"}))
     rows = [row(A, "ant", 2.0), row(A, LONG, 2.3), row(tagged, "eel", 1.0)]
     rows.append(row(tagged, "dog eel", 0.0, finished=False))
-    made, _ = dpo.best_against_worst(rows, [A, tagged], 1, make_args(length_penalty=0.05))
+    made, _ = best_against_worst(rows, [A, tagged], 1, make_args(length_penalty=0.05))
     talk = [*A.turns, {"role": "assistant", "content": "ant"}, {"role": "user", "content": "again"}]
     soft = {"prompt": talk, "chosen": "ant", "rejected": "owl", "preference": 0.25}
     made += comparisons_of(tmp_path, [soft])
@@ -401,7 +407,7 @@ def test_pairs_that_were_written_are_read_again(tmp_path):
 def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
     def write(iteration, *words):
         rows = [row(A, word, k, iteration) for k, word in enumerate(words)]
-        made, _ = dpo.best_against_worst(rows, [A], iteration, make_args())
+        made, _ = best_against_worst(rows, [A], iteration, make_args())
         pool.write_pairs(tmp_path, made, iteration)
         return [(r["iteration"], r["chosen"], r["rejected"]) for r in read_jsonl(tmp_path / "pairs.jsonl")]
 
@@ -413,7 +419,7 @@ def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
     assert write(1, "ant", "cat") == [first]
 
 
-# -- versions.Answers, pairing_figures -------------------------------------------------
+# -- versions.Answers, pairing_metrics -------------------------------------------------
 def sample(score, gold, tokens=4, finished=True, kl=0.0):
     columns = {"score": score, "gold": gold, "perfect": 2.0, "tokens": tokens, "finished": finished, "kl": kl}
     return {**columns, "category": None}
@@ -481,7 +487,7 @@ def test_figures_of_the_pool_by_hand():
     """A: 2, 1, 0; B: -1, -3. Of iteration 2 alone; a pair's lengths are in tokens, its end token included."""
     rows = [row(A, "ant cat", 2.0, 2), row(A, "cat", 1.0, 2), row(A, "dog eel owl", 0.0, 2, finished=False)]
     rows += [row(B, "bear", -1.0, 2), row(B, "", -3.0, 2), row(A, "fox", 100.0, 1), row(C, "pig", -100.0, 3)]
-    made, dropped = dpo.best_against_worst(rows, [A, B], 2, make_args())
+    made, dropped = best_against_worst(rows, [A, B], 2, make_args())
     wanted = {
         "pool/responses": 5, "pool/score": -0.2, "pool/best": 0.5, "pool/worst": -1.5, "pool/finished": 0.8,
         "pool/length": (3 + 2 + 3 + 2 + 1) / 5, "pool/characters": (7 + 3 + 11 + 4 + 0) / 5,
@@ -489,4 +495,4 @@ def test_figures_of_the_pool_by_hand():
         "pairs/chosen_score": 0.5, "pairs/rejected_score": -1.5,
         "pairs/chosen_length": 2.5, "pairs/rejected_length": 2.0,
     }  # fmt: skip
-    assert pool.pairing_figures(rows, made, {**dropped, "same": 4}, 2) == pytest.approx(wanted)
+    assert pool.pairing_metrics(rows, made, {**dropped, "same": 4}, 2) == pytest.approx(wanted)

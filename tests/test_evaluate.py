@@ -18,8 +18,8 @@ from scorers import (
 from transformers import AutoModelForCausalLM
 
 from common import (
-    batches, comparisons, dist, evaluate, evaluation, generate, loading, metrics, models, pairwise, plots,
-    scorers, tiny,
+    batches, checkpoints, comparisons, dist, evaluate, evaluation, loading, metrics, models, pairwise, plots,
+    responses, scorers, tiny,
 )  # fmt: skip
 from common.batches import a_part
 from common.errors import InputError
@@ -51,7 +51,7 @@ def run(folder, policies, **options):
 
 def answer(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
-    return generate.Response(ids, text, finished)
+    return responses.Response(ids, text, finished)
 
 
 def answers(*texts, prompts=(A, B, C)):
@@ -509,7 +509,7 @@ def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
     policy, rows = loading.load_frozen("tiny", TOKENIZER, args_of(), CPU), of(world, "again", 1.0)
     options = {"max_new_tokens": 6, "slots": 5, "seed": dist.seed_of(0, "evaluate", 1.0)}
     asked = [prompt(r["prompt"][-1]["content"]) for r in rows]
-    pairs = generate.sample_pairs(policy, TOKENIZER, asked, **options)
+    pairs = responses.sample_pairs(policy, TOKENIZER, asked, **options)
     assert [r["response"] for r in rows] == [response.text for _, response in pairs]
 
 
@@ -680,9 +680,9 @@ def compared(small, tmp_path_factory):
     make_scorer(folder / "rm")
     own = loading.load_scorer("tiny", TOKENIZER, 2, seed=1)
     own.config.advantage_model = {"n_policies": 1, "n_others": 0}
-    dist.save_model(dist.shard(own, CPU), TOKENIZER, folder / "am")
+    checkpoints.save_model(dist.shard(own, CPU), TOKENIZER, folder / "am")
     wordy = loading.load_scorer(str(small / "wordy"), other_tokens(), 1)
-    dist.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
+    checkpoints.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
     smaller_model(folder / "pm")
     specs = tuple(f"{name}={folder / name}" for name in ("rm", "am", "wordy"))
     specs = (*specs, f"pm=common.pairwise:oracle={folder / 'pm'}", f"gold={GOLD}")

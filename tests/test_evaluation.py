@@ -7,7 +7,7 @@ import pytest
 import reward
 from scorers import TOKENIZER, prompt
 
-from common import evaluation, generate, reward_evaluation
+from common import evaluation, responses, reward_evaluation
 from common.batches import Row
 
 
@@ -15,8 +15,8 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
     asked = prompt("reverse ant fox owl")._replace(row=Row("rows:1", {"category": "reverse"}))
     ids = [*TOKENIZER("owl um fox")["input_ids"], TOKENIZER.eos_token_id]
     pairs = [
-        (asked, generate.Response(ids, "owl um fox", True)),
-        (asked, generate.Response([5], "ant", False)),
+        (asked, responses.Response(ids, "owl um fox", True)),
+        (asked, responses.Response([5], "ant", False)),
     ]
     first, second = evaluation.describe_samples(pairs, "rows.jsonl", score=[0.5, 2.0])
     said = {"prompt": asked.turns, "response": "owl um fox", "tokens": 4, "finished": True}

@@ -6,7 +6,7 @@ import tiny_families
 import torch
 from tiny_families import logprobs_of, plain
 
-from common import loading, models, tiny
+from common import checks, loading, models, tiny
 from common.batches import Comparison, collate_comparisons
 
 KINDS = {  # -> whether packed documents stay apart, and responses can share a prompt
@@ -47,7 +47,7 @@ def test_log_probabilities_are_those_of_plain_forwards_beyond_the_window(family)
     ids = torch.tensor([row + [0] * (30 - len(row)) for row in rows])
     mask = torch.arange(1, 30) < torch.tensor([len(row) for row in rows])[:, None]
     torch.testing.assert_close(ours.token_logprobs(ids, mask)[mask], want, atol=1e-5, rtol=1e-5)
-    assert models.packs(ours) == KINDS[name][0]
+    assert checks.packs(ours) == KINDS[name][0]
     if KINDS[name][0]:
         positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
         inside = positions[:, 1:] > 0
@@ -59,14 +59,14 @@ def test_log_probabilities_are_those_of_plain_forwards_beyond_the_window(family)
 def test_responses_that_share_a_prompt_have_the_log_probabilities_of_rows_of_their_own(family):
     name, _, ours, theirs = family
     shares = KINDS[name][1]
-    assert models.shares_prompts(ours, 64) == shares
+    assert checks.shares_prompts(ours, 64) == shares
     prompt, first, second = rows_of([20, 12, 27])
     ids = [torch.tensor(row, dtype=torch.int32) for row in (prompt, first, second)]
     pair = Comparison([], ["a", "b"], ids[0], ids[1:], torch.tensor([0, 1]), "", None)
     alone = [logprobs_of(theirs, prompt, response) for response in (first, second)]
     got = models.response_logprobs(ours, collate_comparisons([pair], 0, shares))
     torch.testing.assert_close(got, torch.stack([x.sum() for x in alone]), atol=1e-5, rtol=1e-5)
-    if not models.recurrent(ours):  # else there are no keys and values to go on from
+    if not checks.recurrent(ours):  # else there are no keys and values to go on from
         where = torch.tensor([[0], [10]])
         got = models.next_token_logprobs(ours, torch.tensor([first]), where, prompt)[0, first[-1]]
         torch.testing.assert_close(got, alone[0][-1], atol=1e-5, rtol=1e-5)

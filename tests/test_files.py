@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_run import Args, leave
 
-from common import data, dist, files, generate, metrics, pool, versions
+from common import checkpoints, data, files, metrics, pool, responses, versions
 from common.cli import check_flags
 from common.errors import InputError
 from common.run import Run, find_run
@@ -33,10 +33,10 @@ BEGUN = {"stage": "sft", "args": {}, "began": "2026-01-01", "began_with": {}}
 WANTED = {  # file -> (what is in it, what reads it)
     "args.json": (BEGUN, lambda folder: find_run(Args(output_dir=str(folder), resume=True))),
     "checkpoint/step_1/state.json": (
-        {"step": 1, "layout": dist.LAYOUT, "logged_rows": 1},
-        lambda folder: dist.checkpoint_state(folder / "checkpoint"),
+        {"step": 1, "layout": checkpoints.LAYOUT, "logged_rows": 1},
+        lambda folder: checkpoints.checkpoint_state(folder / "checkpoint"),
     ),
-    "checkpoint/latest": ({}, lambda folder: dist.checkpoint_state(folder / "checkpoint")),
+    "checkpoint/latest": ({}, lambda folder: checkpoints.checkpoint_state(folder / "checkpoint")),
     "metrics.jsonl": (ROW, lambda folder: metrics.Metrics(folder, keep_rows=1)),
     "pool.jsonl": (POOL, lambda folder: pool.rows_of(SimpleNamespace(folder=folder, resumed=True))),
     "pairs.jsonl": ({"iteration": 1}, lambda folder: pool.write_pairs(folder, [], 2)),
@@ -91,14 +91,14 @@ def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_pat
 
 
 def test_a_checkpoint_that_lacks_its_state_or_its_folder_names_those_that_are_there(tmp_path):
-    dist.save_checkpoint(tmp_path, 3, {}, {"step": 3})
+    checkpoints.save_checkpoint(tmp_path, 3, {}, {"step": 3})
     (tmp_path / "latest").write_text("step_7")
     with pytest.raises(InputError, match="latest names 'step_7', which is no checkpoint. There are: step_3"):
-        dist.checkpoint_state(tmp_path)
+        checkpoints.checkpoint_state(tmp_path)
     (tmp_path / "latest").write_text("step_3")
     shutil.rmtree(tmp_path / "step_3")
     with pytest.raises(InputError, match="There are: none"):
-        dist.load_checkpoint(tmp_path, {})
+        checkpoints.load_checkpoint(tmp_path, {})
 
 
 def test_a_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, monkeypatch):
@@ -106,11 +106,11 @@ def test_a_checkpoint_is_on_the_disk_before_the_older_one_goes(tmp_path, monkeyp
     plain = files.os.fsync
     name = lambda number: files.os.readlink(f"/proc/self/fd/{number}").removeprefix(str(tmp_path))
     monkeypatch.setattr(files.os, "fsync", lambda number: synced.append(name(number)) or plain(number))
-    dist.save_checkpoint(tmp_path, 1, {}, {"step": 1})
+    checkpoints.save_checkpoint(tmp_path, 1, {}, {"step": 1})
     rmtree = shutil.rmtree
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: synced.append(f"gone {path.name}") or rmtree(path, **_))
     del synced[:]
-    dist.save_checkpoint(tmp_path, 2, {}, {"step": 2})
+    checkpoints.save_checkpoint(tmp_path, 2, {}, {"step": 2})
     before = synced[: synced.index("gone step_1")]
     assert any("state.json" in x for x in before) and any("latest" in x for x in before) and "" in before
 
@@ -123,7 +123,7 @@ def test_a_full_disk_names_the_file(tmp_path):
 def test_a_checkpoint_is_due_by_time_as_well_but_never_without_save_every(tmp_path, monkeypatch):
     args = Args(output_dir=str(tmp_path))
     args.save_every, saved = 1000, []
-    monkeypatch.setattr(dist, "save_checkpoint", lambda root, number, *_: saved.append(number))
+    monkeypatch.setattr(checkpoints, "save_checkpoint", lambda root, number, *_: saved.append(number))
     for after_s, save_every, want in ((600, 1000, []), (0, 1000, [1, 2, 3]), (600, 2, [2]), (0, 0, [])):
         monkeypatch.setattr("common.run.SAVE_AFTER_S", after_s)
         run, args.save_every = Run(args, "sft"), save_every
@@ -149,8 +149,8 @@ def test_a_data_set_that_is_not_there_is_reported_under_its_own_flag(flag):
 def test_a_seed_may_be_a_time_in_nanoseconds_and_small_ones_stay_what_they_were(seed, monkeypatch):
     check_flags(SimpleNamespace(seed=seed))
     seen = []
-    monkeypatch.setattr(generate, "my_responses", lambda *_, seed, **__: seen.append(seed) or [])
-    generate.sample_pairs(torch.nn.Linear(1, 1), None, [], seed=seed)
+    monkeypatch.setattr(responses, "my_responses", lambda *_, seed, **__: seen.append(seed) or [])
+    responses.sample_pairs(torch.nn.Linear(1, 1), None, [], seed=seed)
     torch.Generator().manual_seed(seen[0])
     assert seed > 1000 or seen == [seed * 1000]
 

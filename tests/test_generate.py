@@ -9,7 +9,7 @@ import torch
 from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
-from common import dist, generate, loading, metrics, pool, scorers, tiny
+from common import checkpoints, dist, generate, loading, metrics, pool, responses, scorers, tiny
 from common.batches import Row, split
 from common.errors import InputError
 from common.sampler import Rollout
@@ -217,7 +217,7 @@ def prompts(load):
 
 def sampled(policy, prompts, n, **options):
     """The responses to each prompt."""
-    pairs = generate.sample_pairs(policy, TOKENIZER, prompts, n=n, **options)
+    pairs = responses.sample_pairs(policy, TOKENIZER, prompts, n=n, **options)
     assert [prompt for prompt, _ in pairs] == [prompt for prompt in prompts for _ in range(n)]
     return split([response for _, response in pairs], n)
 
@@ -244,16 +244,16 @@ def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, 
     words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
     ids = torch.tensor([tokenizer.convert_tokens_to_ids(words.split())])
     drawn = Rollout(torch.zeros(1), ids, ids >= 0, torch.zeros(ids.shape), torch.tensor([end]))
-    monkeypatch.setattr(generate, "sample", lambda *_, **__: drawn)
-    (response,) = generate.my_responses(policy, tokenizer, [[1]])
-    prompt, seen = generate.Prompt([1], [user("q")], Row("f:1", {})), []
+    monkeypatch.setattr(responses, "sample", lambda *_, **__: drawn)
+    (response,) = responses.my_responses(policy, tokenizer, [[1]])
+    prompt, seen = responses.Prompt([1], [user("q")], Row("f:1", {})), []
     score = lambda prompts, responses, rows: seen.extend(responses) or [0.0] * len(responses)
     scorers._call(scorers.Term(score), [(prompt, response)])
     compare = lambda duels: seen.extend(duels[0][1:]) or [0.0]
     compare.pairwise = True
     scorers._call(scorers.Term(compare), [(prompt, response, response._replace(written="", text="b"))])
     row = {"prompt": prompt.turns, "response": response.text, "response_ids": response.ids, "finished": end}
-    [(_, again)] = pool.answers([{**row, "written": response.written}], [prompt])
+    [(_, again)] = pool.pairs_of([{**row, "written": response.written}], [prompt])
     scorers._call(scorers.Term(score), [(prompt, again)])  # a pool's, as rejection sampling and DPO score it
     written = words.removesuffix(" <|end|>").replace("<|pad|> ", "").replace("two", tokenizer.unk_token)
     assert seen == [written, written, "b", written] and "think" not in response.text
@@ -297,7 +297,7 @@ def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts
     monkeypatch.setattr(dist, "gather", lambda mine: shares.append(dict(mine)) or [(i, []) for i in range(3)])
     for rank in range(4):
         monkeypatch.setattr(dist, "rank", lambda: rank)
-        generate.sample_pairs(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
+        responses.sample_pairs(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
     assert shares[0] == shares[1] and shares[2] == shares[3] and shares[0][0] != shares[2][1]
     assert [*shares[0], *shares[2]] == [0, 2, 1]
 
@@ -313,7 +313,7 @@ def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch
 
 def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
     with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
-        generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
+        responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -327,15 +327,15 @@ def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, firs
     tokens = torch.tensor([[user, ant, end] if first else [ant, user, end], [ant, ant, end]])
     everything = torch.ones(2, 3, dtype=torch.bool)
     fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
-    monkeypatch.setattr(generate, "sample", lambda *args, **options: fake)
-    strange, clean = generate.my_responses(None, TOKENIZER, [[1]], n=2, max_new_tokens=3)
+    monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
+    strange, clean = responses.my_responses(None, TOKENIZER, [[1]], n=2, max_new_tokens=3)
     assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)
 
 
 # -- models with several end tokens --------------------------------------------------------------
 def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, monkeypatch):
     """Of a model whose generation_config lists two, as Llama 3's and Qwen's do."""
-    asked, plain, other = [], generate.sample, TOKENIZER.convert_tokens_to_ids("<|unk|>")
+    asked, plain, other = [], responses.sample, TOKENIZER.convert_tokens_to_ids("<|unk|>")
     model = tiny.model()
     model.generation_config.eos_token_id = [other, EOS]
     model.save_pretrained(tmp_path / "two")
@@ -347,16 +347,16 @@ def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, mon
         asked.append((n, stop_ids))
         return plain(*args, stop_ids=stop_ids, n=n, **options)
 
-    monkeypatch.setattr(generate, "sample", sample)
-    found = generate.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
+    monkeypatch.setattr(responses, "sample", sample)
+    found = responses.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
     ends = {response.ids[-1] for response in found if response.finished}
     assert asked == [(200, [EOS, other])] and ends == {EOS, other}
     assert any(response.clean for response in found if response.ids[-1] == other)
-    dist.save_model(model, TOKENIZER, tmp_path / "out")
+    checkpoints.save_model(model, TOKENIZER, tmp_path / "out")
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert exported.generation_config.eos_token_id == [EOS, other]
     one = loading.load_policy("tiny", TOKENIZER)
-    generate.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    responses.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
     assert one.generation_config.eos_token_id == EOS and asked[1] == (1, [EOS])
 
 
@@ -365,7 +365,7 @@ def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
     def sample(model, prompts, *, slots, **options):
         raise InputError(f"{slots} slots")
 
-    monkeypatch.setattr(generate, "sample", sample)
+    monkeypatch.setattr(responses, "sample", sample)
     module, folder = importlib.import_module(name), tmp_path / "run"
     options = {"model": "tiny", "scorer": "common.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
     pairs = [{**row, "completion": row["chosen"]} for row in tiny.rows("preferences", "train")[:200]]

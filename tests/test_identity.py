@@ -11,7 +11,7 @@ import processes
 import pytest
 from scorers import TOKENIZER
 
-from common import dist, identity, loading
+from common import checkpoints, identity, loading
 from common.errors import InputError
 
 FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
@@ -33,7 +33,7 @@ def world(tmp_path, monkeypatch):
     """What the flags of a run name, in a folder."""
     monkeypatch.chdir(tmp_path)
     for name, seed in (("sft", 0), ("ref", 1), ("rm", 2)):
-        dist.save_model(loading.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
+        checkpoints.save_model(loading.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ant"}\n')
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "f.py").write_text(FUNCTION)

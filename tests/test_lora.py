@@ -8,7 +8,7 @@ from scorers import column
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from common import dist, loading, lora, sampler, tiny
+from common import checkpoints, dist, loading, lora, sampler, tiny
 from common.errors import InputError
 
 TOKENIZER = tiny.tokenizer()
@@ -60,7 +60,7 @@ def test_adapters_alone_learn_at_ten_times_the_rate():
 
 def test_the_exported_model_holds_the_adapters_in_its_weights(tmp_path):
     model = learnt()
-    dist.save_model(model, TOKENIZER, tmp_path / "model")
+    checkpoints.save_model(model, TOKENIZER, tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     own = plain(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
     torch.testing.assert_close(logprobs(model), own.detach(), rtol=1e-4, atol=1e-4)
@@ -106,11 +106,11 @@ def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_pa
     model = loading.load_policy("tiny", tokenizer)  # all weights learn it
     table = model.get_input_embeddings().weight.data  # as in a base model: two that it never met are the same
     table[-1] = table[7] + 1e-4
-    dist.save_model(model, tokenizer, tmp_path / "base")
+    checkpoints.save_model(model, tokenizer, tmp_path / "base")
     with pytest.raises(InputError, match="has never learnt"):
         loading.load_policy(str(tmp_path / "base"), tokenizer, lora_rank=4)
     table[-1] = 1.2 * table[7] + 0.05 * torch.randn(table.shape[1])  # it was learnt
-    dist.save_model(model, tokenizer, tmp_path / "learnt")
+    checkpoints.save_model(model, tokenizer, tmp_path / "learnt")
     loading.load_policy(str(tmp_path / "learnt"), tokenizer, lora_rank=4)
 
 

@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-import test_shape
 import tiny_families
 import torch
 import transformers
@@ -31,7 +30,7 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import batches, dist, loading, models, run, sampler, tiny
+from common import batches, checkpoints, checks, loading, models, run, sampler, tiny
 from common.batches import Document, Row
 from common.errors import InputError
 
@@ -197,7 +196,7 @@ def test_packs_is_true_where_documents_are_apart_and_says_where_they_leak(leak, 
     model = loading.load_policy("tiny", words) if kind == "policy" else loading.load_scorer("tiny", words, 1)
     if leak:
         model.model.forward = leak(model.model.forward)
-    assert models.packs(model) is (leak is None)
+    assert checks.packs(model) is (leak is None)
     said = "llama: documents in a row would see each other: each has a row of its own\n"
     assert capsys.readouterr().out == (said if leak else "")
 
@@ -213,9 +212,9 @@ def test_packs_takes_the_rounding_of_experts_for_no_leak(tmp_path):
     wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
     config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
     policy = loading.load_policy(saved(tmp_path, config, seed=4), Words(V))
-    assert models.packs(policy)
+    assert checks.packs(policy)
     policy.model.forward = see_everything(policy.model.forward)
-    assert not models.packs(policy)
+    assert not checks.packs(policy)
 
 
 # -- load_tokenizer, and what transformers knows -------------------------------------------------
@@ -489,7 +488,7 @@ def test_another_kind_of_head_is_refused(tmp_path):
 
 
 def test_without_a_number_of_outputs_only_a_scorer_of_ours_loads(tmp_path):
-    dist.save_model(loading.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
+    checkpoints.save_model(loading.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
     (tmp_path / "summary.json").write_text("{}")
     assert loading.load_scorer(str(tmp_path), SMALL_WORDS).config.num_labels == 1
     lm, two, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "2", 2), classifier(tmp_path / "5", 5)
@@ -678,7 +677,7 @@ def test_shares_prompts_is_true_where_responses_are_apart_and_says_where_not(
     if leak:
         model.base_model.forward = leak(model.base_model.forward)
     model.compute_dtype = torch.bfloat16  # the probe computes in fp32, where FSDP does not cast
-    assert models.shares_prompts(model, 64) is (leak is None) and model.compute_dtype == torch.bfloat16
+    assert checks.shares_prompts(model, 64) is (leak is None) and model.compute_dtype == torch.bfloat16
     said = f"{kind}: responses cannot share their prompt: each has a row of its own\n"
     assert capsys.readouterr().out == (said if leak else "")
 
@@ -695,7 +694,7 @@ def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monk
     masks = models._masks
     plain = types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation)
     monkeypatch.setattr(models, "_masks", lambda config, *given: masks(plain, *given))
-    assert models.shares_prompts(policy, 8) and not models.shares_prompts(policy, 12)
+    assert checks.shares_prompts(policy, 8) and not checks.shares_prompts(policy, 12)
 
 
 @pytest.mark.parametrize("kind", ["Granite 3 MoE", "Cohere 2", "Gemma 2", "LFM2", "Llama 3"])
@@ -706,7 +705,7 @@ def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_pa
     scorer = loading.load_scorer(name, SMALL_WORDS, 1)
     hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
     expected = (hidden[:, 6] @ scorer.score.weight.T)[:, 0]
-    dist.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
+    checkpoints.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
     again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, seed=1)  # no new head
     assert type(again) is type(scorer) and "ForSequenceClassification" in type(again).__name__
     for model in (scorer, again):
@@ -724,7 +723,7 @@ def test_the_export_of_a_multimodal_models_text_part_says_so_and_reads_back(rows
     start, end = family("Gemma 3 (multimodal)", tmp_path / "whole"), str(tmp_path / "end")
     assert loading.is_causal_lm(start)
     policy = loading.load_policy(start, tiny.tokenizer())
-    dist.save_model(policy, tiny.tokenizer(), end)
+    checkpoints.save_model(policy, tiny.tokenizer(), end)
     config = json.loads(Path(end, "config.json").read_text())
     assert config["text_part_of"] == "Gemma3ForConditionalGeneration"
     assert type(AutoModelForCausalLM.from_pretrained(end)).__name__ == "Gemma3ForCausalLM"
@@ -804,6 +803,41 @@ class Waits(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
+STEP = """
+import inspect
+import torch
+from algorithm import *
+from common import batches, dist, loading, tiny
+
+torch.manual_seed(0)
+device, tokenizer, args = dist.setup(), tiny.tokenizer(), Args()
+ids = lambda n: torch.randint(5, 40, (n,), dtype=torch.int32)
+documents = [batches.Document(ids(n), torch.arange(n) > 3, [], None, i) for i, n in enumerate((9, 7, 12))]
+pair = lambda n: batches.Comparison([], ["a", "b"], ids(4), [ids(n), ids(3)], torch.tensor([0, 1]), "", None,
+    ratios=torch.ones(2, args.n_others) if hasattr(args, "n_others") else None, ref_logprobs=torch.zeros(2))
+n_outputs = {"reward": 1, "advantage_model": 2}.get(NAME)
+model = loading.load_scorer("tiny", tokenizer, n_outputs) if n_outputs else loading.load_policy("tiny", tokenizer)
+model = dist.shard(model, device)
+value = dist.shard(loading.load_scorer("tiny", tokenizer, 1), device)
+mask = batches.response_mask(documents)
+noise = lambda: torch.randn(mask.shape) * mask
+given = {
+    "model": model, "policy": model, "value": value, "optimizer": dist.adamw(model, 1e-3, args),
+    "blocks": batches.make_blocks(documents, 64), "batch": [pair(5), pair(6)], "pairs": [pair(5), pair(6)],
+    "agent": NAME == "ppo" and Agent(model, value, None, tokenizer, dist.adamw(model, 1e-3, args), dist.adamw(value, 1e-3, args)),
+    "minibatch": [0, 1, 2], "extra": {"ptx": documents}, "policy_learns": True, "largest_gap": 8.0, "args": args,
+}
+if NAME == "ppo":
+    logprobs = noise()
+    given["rollout"] = Rollout([], documents, mask, mask[:, 0], response_rewards=noise()[:, 0], old_logprobs=logprobs,
+        ref_logprobs=logprobs, old_values=noise())
+    estimate_advantages(given["rollout"], args)
+before = [p.detach().clone() for p in model.parameters()]
+update(**{name: given[name] for name in inspect.signature(update).parameters})
+print(sum(not torch.equal(a, b) for a, b in zip(before, model.parameters())), len(before))
+"""
+
+
 MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 1}  # a forward's, a loss's
 
 
@@ -811,7 +845,7 @@ MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 
 def test_a_micro_batch_waits_for_the_device_so_often(name, monkeypatch):
     script, waits, counts = importlib.import_module(name), Waits(), []
     monkeypatch.setitem(sys.modules, "algorithm", script)
-    exec(test_shape.STEP, step := {"NAME": name})
+    exec(STEP, step := {"NAME": name})
     given, args = step["given"], step["args"]
     given.update(blocks=[[document] for document in step["documents"]], extra={})
     for place, function in ((batches, "collate"), (ppo.Rollout, "in_batch")):  # on the host
@@ -860,7 +894,7 @@ def test_an_export_rounds_what_transformers_rounds_and_so_does_the_model_that_is
     before = {name: weight.clone() for name, weight in policy.state_dict().items()}
     policy.save_pretrained(tmp_path / "whole")
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=dtype).state_dict()
-    dist.save_model(policy, tiny.tokenizer(), tmp_path / "rounded", dtype)
+    checkpoints.save_model(policy, tiny.tokenizer(), tmp_path / "rounded", dtype)
     run.Run.round_weights(types.SimpleNamespace(dtype=dtype), policy)
     files = load_file(tmp_path / "rounded/model.safetensors")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "rounded").state_dict()

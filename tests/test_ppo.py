@@ -18,7 +18,7 @@ from scorers import run as run_script
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
-from common import data, dist, evaluation, generate, loading, models, scorers, tiny
+from common import checkpoints, data, dist, evaluation, generate, loading, models, responses, scorers, tiny
 from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, response_mask
 from common.errors import InputError, NotFinite
 from common.metrics import read_jsonl
@@ -34,7 +34,7 @@ def make_args(**options):
 
 def response(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"] + [END] * finished
-    return generate.Response(ids, text, finished)
+    return responses.Response(ids, text, finished)
 
 
 PAIRS = [  # prompts and responses of different lengths; the third one was cut
@@ -44,7 +44,7 @@ PAIRS = [  # prompts and responses of different lengths; the third one was cut
     (prompt("last ant bear cat dog"), response("dog dog")),
     (prompt("copy eel fox ant"), response("eel fox ant ant ant")),
 ]
-DOCUMENTS = generate.documents(PAIRS)
+DOCUMENTS = responses.documents(PAIRS)
 LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
 
 
@@ -100,7 +100,7 @@ def rows_of_tokens(rows):
 
 
 def rollout_of(pairs=PAIRS, **fields):
-    documents = generate.documents(pairs)
+    documents = responses.documents(pairs)
     finished = torch.tensor([response.finished for _, response in pairs])
     return ppo.Rollout(pairs, documents, response_mask(documents), finished, **fields)
 
@@ -171,8 +171,8 @@ def test_values_are_read_at_the_state_before_each_action_and_are_0_elsewhere():
 # the reference of 0.2, -0.4, 0.6 and 1, 1 and scores of 10 and -1 the rewards are -0.1, 0.2, -0.3 + 10 and
 # -0.5, -0.5 - 1, and what is still to come 9.8, 9.9, 9.7 and -2, -1.5
 TWO = [
-    (PAIRS[0][0], generate.Response([5, 6, END], "", True)),
-    (PAIRS[1][0], generate.Response([5, 6], "", False)),
+    (PAIRS[0][0], responses.Response([5, 6, END], "", True)),
+    (PAIRS[1][0], responses.Response([5, 6], "", False)),
 ]
 OLD = rows_of_tokens([[-1.0, -2.0, -3.0], [-1.0, -1.0]])
 REF = rows_of_tokens([[-1.2, -1.6, -3.6], [-2.0, -2.0]])
@@ -287,8 +287,13 @@ def test_a_long_text_is_cut_at_max_length_and_not_taught_to_end_there(tmp_path):
 
 # -- scores ------------------------------------------------------------------------------
 def gated(scorer, safety=None, **options):
-    """(scores of the pairs, share of the safety scorer)."""
-    return lambda pairs: scorers.Gated(scorer, safety, make_args(**options)).score(pairs)
+    """A function of pairs that gives their scores and the share that the safety scorer decided."""
+
+    def score(pairs):
+        both = scorers.Gated(scorer, safety, make_args(**options))
+        return both.score(pairs), both.metrics["reward/gated"]
+
+    return score
 
 
 def test_the_safety_score_counts_for_tagged_prompts_and_unsafe_responses():
@@ -324,7 +329,7 @@ def of_models(folder, n_outputs):
     model = scorer(n_outputs)
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 1, "n_others": 0}
-    dist.save_model(model, TOKENIZER, folder)
+    checkpoints.save_model(model, TOKENIZER, folder)
     return model, scorers.load_scorer(str(folder), TOKENIZER, CPU)
 
 
@@ -385,7 +390,8 @@ def one_step(extra=None, policy_learns=True, rollout=None, lr=0.0, **options):
     optimizers = [SGD(model.parameters(), lr=lr) for model in learners]
     args = make_args(**{"micro_batch_size": 2, "max_grad_norm": 0.0, **options})
     rows, rollout = list(range(5)), rollout or known()
-    result = ppo.update(*learners, optimizers, rollout, rows, extra or {}, policy_learns, args)
+    agent = ppo.Agent(*learners, None, TOKENIZER, *optimizers)
+    result = ppo.update(agent, rollout, rows, extra or {}, policy_learns, args)
     return result, *learners
 
 
@@ -558,7 +564,7 @@ def small(tmp_path_factory):
     options |= {"max_length": 64, "sample_prompts": 0, "eval_every": 0, "save_every": 0}
     options |= {"micro_batch_size": 16, "output_dir": folder / "sft"}
     succeeds(processes.script("sft", *flags(**options), cwd=folder, plots=False))
-    dist.save_model(scorer(), TOKENIZER, folder / "reward")
+    checkpoints.save_model(scorer(), TOKENIZER, folder / "reward")
     options = {"model": folder / "sft", "scorer": folder / "reward", "dataset": files["prompts"]}
     options |= {"eval_dataset": files["asked"], "prompts_per_iteration": 8, "n_samples": 2, "epochs": 2}
     options |= {"minibatch_size": 8, "micro_batch_size": 5, "max_new_tokens": 10, "max_length": 64}
@@ -689,9 +695,9 @@ def test_a_checkpoint_in_the_warm_up_leaves_the_policys_optimiser_without_a_step
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         if where == "saved":
-            dist.save_checkpoint(tmp_path, 1, {"policy": (model, optimizer)}, {"a": 1})
+            checkpoints.save_checkpoint(tmp_path, 1, {"policy": (model, optimizer)}, {"a": 1})
         if where == "loaded":
-            assert dist.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"a": 1}
+            assert checkpoints.load_checkpoint(tmp_path, {"policy": (model, optimizer)}) == {"a": 1}
         for scale in (1.0, 3.0):
             optimizer.zero_grad()
             (scale * model(torch.ones(1, 2)).square().sum()).backward()
@@ -719,7 +725,7 @@ def test_plain_transformers_gives_the_kl_of_the_samples(small, undisturbed):
     shown = [(row, pair) for row, pair in zip(rows, pairs) if len(pair[1].ids) == row["tokens"]]
     assert len(shown) >= 5  # the text leaves out special tokens
     for row, pair in shown:
-        [document] = generate.documents([pair])
+        [document] = responses.documents([pair])
         nll = [nll_of(model, [document], lambda x: x.sum()).item() for model in (ours, first)]
         assert row["kl"] == pytest.approx(nll[1] - nll[0], abs=1e-3)
 
@@ -741,16 +747,16 @@ def watched(small, tmp_path_factory):
     seen = SimpleNamespace(steps=[], references=[], held_out=[], texts=[], first=None)
     update, figures_of_held_out = ppo.update, evaluation.HeldOutPrompts.__call__
 
-    def watched_update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args):
-        before = [copy_of(policy), copy_of(value)]
+    def watched_update(agent, rollout, minibatch, extra, policy_learns, args):
+        before = [copy_of(agent.policy), copy_of(agent.value)]
         seen.first = seen.first or before[0]
         seen.texts += [tuple(d.ids.tolist()) for d in extra["ptx"]]
-        result = update(policy, value, optimizers, rollout, minibatch, extra, policy_learns, args)
+        result = update(agent, rollout, minibatch, extra, policy_learns, args)
         changed = [
             {name for name, x in model.state_dict().items() if not torch.equal(x, old[name])}
-            for model, old in zip((policy, value), before)
+            for model, old in zip((agent.policy, agent.value), before)
         ]
-        seen.steps.append((policy_learns, *changed, optimizers[0].state_dict()["state"] != {}))
+        seen.steps.append((policy_learns, *changed, agent.policy_optimizer.state_dict()["state"] != {}))
         return result
 
     def watched_evaluate(self, policy):
@@ -863,7 +869,7 @@ def test_a_safety_model_without_a_fitted_probability_is_used_with_a_warning(smal
     assert out.count(f"{small.folder / 'reward'} has no fitted P(safe)") == 1
     model = scorer()
     model.config.safety_gate = {"scale": 2.0, "bias": -0.5}
-    dist.save_model(model, TOKENIZER, tmp_path / "fitted")
+    checkpoints.save_model(model, TOKENIZER, tmp_path / "fitted")
     specs = (str(tmp_path / "fitted"), GOLD)
     gates = [scorers.load_scorer(spec, TOKENIZER, CPU, safety=True).gate for spec in specs]
     assert gates == [(2.0, -0.5), (1.0, 0.0)] and "P(safe)" not in capsys.readouterr().out
@@ -994,7 +1000,7 @@ def test_bad_input_ends_with_one_line(small, tmp_path, options, words):
 @pytest.fixture
 def cut(small, tmp_path, monkeypatch):
     """(the rollouts of which responses end, more options) -> a run in this process."""
-    sample = generate.sample_pairs
+    sample = responses.sample_pairs
     monkeypatch.setattr(ppo, "PLOTS", [])
 
     def go(whole, **options):
@@ -1006,7 +1012,7 @@ def cut(small, tmp_path, monkeypatch):
             ended = evaluates or next(rollouts) in whole
             return pairs if ended else [(p, r._replace(finished=False)) for p, r in pairs]
 
-        monkeypatch.setattr(generate, "sample_pairs", sample_cut)
+        monkeypatch.setattr(responses, "sample_pairs", sample_cut)
         ppo.main(ppo.Args(**options_of(small, tmp_path, **{**SHORT, "prompts_per_iteration": 4, **options})))
 
     return go
@@ -1045,7 +1051,7 @@ def foreign(small):
     """A reward model with another chat template."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(small.folder / "reward")
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template  # two of them
-    dist.save_model(scorer(), tokenizer, small.folder / "foreign")
+    checkpoints.save_model(scorer(), tokenizer, small.folder / "foreign")
     return str(small.folder / "foreign")
 
 
@@ -1139,7 +1145,7 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     assert row["reward/gsm8k.py:correct"] == 0
 
 
-@pytest.mark.parametrize("name, most", [("grpo", 59), ("cpl", 41)])
+@pytest.mark.parametrize("name, most", [("grpo", 57), ("cpl", 39)])
 def test_a_patch_is_short(name, most):
     lines = (ROOT / "docs" / f"{name}.patch").read_text().splitlines()
     assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= most

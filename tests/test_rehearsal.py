@@ -10,7 +10,7 @@ from processes import flags
 from scorers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM
 
-from common import data, dist, generate, loading, rehearsal, scorers, tiny
+from common import checkpoints, data, dist, generate, loading, rehearsal, responses, scorers, tiny
 from common.batches import Row, a_part, collate
 from common.errors import InputError
 from common.metrics import read_jsonl
@@ -97,7 +97,7 @@ def test_a_centre_without_rows_stays_where_it_is():
 # -- embed -------------------------------------------------------------------------------
 def prompt(text, number=1):
     turns = [{"role": "user", "content": text}]
-    return generate.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
+    return responses.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 TEXTS = [
@@ -126,7 +126,7 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 # -- rows --------------------------------------------------------------------------------
 def rows_from(monkeypatch, responses, clusters=1, per_cluster=9):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
-    monkeypatch.setattr(generate, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
+    monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("f", "1", [scorers.Term(count)])
@@ -137,7 +137,7 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9):
 
 def answer(text, finished=True):
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
-    return generate.Response(ids + [TOKENIZER.eos_token_id] * finished, text, finished)
+    return responses.Response(ids + [TOKENIZER.eos_token_id] * finished, text, finished)
 
 
 def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(monkeypatch):
@@ -169,7 +169,7 @@ def files(tmp_path_factory):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    dist.save_model(model, TOKENIZER, folder / "policy")
+    checkpoints.save_model(model, TOKENIZER, folder / "policy")
     write_rows(folder / "prompts.jsonl", tiny.rows("prompts", "train")[:24])
     write_rows(folder / "asked.jsonl", tiny.rows("prompts", "test")[:4])
     return folder
@@ -198,7 +198,7 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     policy = dist.shard(loading.load_policy(str(files / "policy"), TOKENIZER), CPU)
     prompts, _ = data.hold_out(generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54))
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
-    answers = generate.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
+    answers = responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
     with torch.no_grad():
         hidden = [policy.base_model(input_ids=torch.tensor([x])).last_hidden_state[0].mean(0) for x in ids]
     clusters = rehearsal.kmeans(F.normalize(torch.stack(hidden), dim=1).double(), 3)
@@ -220,7 +220,7 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "sample_pairs", None)
+    monkeypatch.setattr(responses, "sample_pairs", None)
     given = {
         "model": str(files / "policy"),
         "dataset": str(files / "prompts.jsonl"),

@@ -25,11 +25,10 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rejection_sampling as rs
-from common import data, dist, generate, loading, models, tiny, versions
+from common import checks, data, dist, loading, pool, responses, tiny, versions
 from common.batches import collate, make_blocks
 from common.errors import InputError
 from common.metrics import read_jsonl
-from common.pool import answers
 from common.run import parse
 
 GOLD = "common.tiny:gold_scorer"
@@ -89,17 +88,21 @@ SELECTED = {  # the rows, the options, the places of what is selected
 def test_selected_are(text, options, places):
     rows, given = rows_from(text), {"threshold": None, "iteration": 1, **options}
     threshold, iteration = given.pop("threshold"), given.pop("iteration")
-    assert rs.select(rows, (A, B), iteration, threshold, make_args(**given)) == [rows[i] for i in places]
+    candidates = pool.candidates(rows, (A, B), iteration if given.get("candidates") == "last" else None)
+    chosen, _ = rs.select(pool.pairs_of(candidates, (A, B)), [r["score"] for r in candidates], threshold)
+    assert [candidates[i] for i in chosen] == [rows[i] for i in places]
 
 
 def test_why_nothing_is_selected_is_told():
-    why = rs.why_none(rows_from("A ant 9 cut, A '' 9"), (A, B), 1, None, make_args())
+    def why_none(text, threshold):
+        rows = rows_from(text)
+        return rs.why_none(pool.pairs_of(rows, (A, B)), [r["score"] for r in rows], 1, threshold, make_args())
+
+    why = why_none("A ant 9 cut, A '' 9", None)
     assert why == "iteration 1: no response ended within --max-new-tokens 8"
-    rows = rows_from("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut")
-    why = rs.why_none(rows, (A, B), 1, 2.0, make_args())
+    why = why_none("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut", 2.0)
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
-    rows = rows_from("A ant 0, A cat 0, B bear 0, B dog 0")
-    why = rs.why_none(rows, (A, B), 1, None, make_args())
+    why = why_none("A ant 0, A cat 0, B bear 0, B dog 0", None)
     assert why == "iteration 1: every response has the score 0, so none is the better one"
 
 
@@ -109,7 +112,7 @@ MANY = [prompt(f"copy {a} {b}") for a in tiny.ANIMALS[:5] for b in tiny.ANIMALS[
 
 def test_a_document_is_the_prompt_and_the_ids_that_were_sampled_end_token_included():
     sampled = {**row(A, "ant cat"), "response_ids": [50, 51, END]}  # not what the text would be encoded as
-    (document,) = generate.documents(answers([sampled], [B, A]))
+    (document,) = responses.documents(pool.pairs_of([sampled], [B, A]))
     assert document.ids.tolist() == [*A.ids, 50, 51, END] and document.ids.dtype == torch.int32
     assert document.response_mask.tolist() == [False] * len(A.ids) + [True] * 3
     batch = collate([[document, document]], TOKENIZER.pad_token_id)
@@ -131,7 +134,7 @@ def nll(model, documents, without_end=False):
 def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_batch_size):
     args = make_args(packing=packing, micro_batch_size=micro_batch_size, max_grad_norm=0.0)
     rows = [row(p, " ".join(tiny.ANIMALS[: 1 + i % 6])) for i, p in enumerate(MANY)]
-    documents = generate.documents(answers(rows, MANY))
+    documents = responses.documents(pool.pairs_of(rows, MANY))
     blocks, model = make_blocks(documents, args.max_length, args.packing), tiny_policy()
     assert [len(blocks) == 10, len(blocks) < 6] == [not packing, packing]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -148,7 +151,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_formula(packing, micro_bat
 def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order():
     args = make_args(packing=False, epochs=3, batch_size=4, lr_decay=0.5, warmup_ratio=0)
     parts = (MANY, MANY[:4], MANY[:4])
-    stages = [generate.documents(answers([row(p, "ant") for p in some], MANY)) for some in parts]
+    stages = [responses.documents(pool.pairs_of([row(p, "ant") for p in some], MANY)) for some in parts]
     plan = rs.plan_steps(stages, 1, args)
     steps = [[document.messages[0]["content"] for (document,) in blocks] for _, blocks in plan]
     assert [len(step) for step in steps] == [4, 4, 2] * 3 + [4] * 6
@@ -164,9 +167,9 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
 
     def sample_pairs(model, tokenizer, prompts, *, n, temperature, **options):
-        return [(p, generate.Response([END], *answer)) for p in prompts for answer in said[temperature][:n]]
+        return [(p, responses.Response([END], *answer)) for p in prompts for answer in said[temperature][:n]]
 
-    monkeypatch.setattr(generate, "sample_pairs", sample_pairs)
+    monkeypatch.setattr(responses, "sample_pairs", sample_pairs)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
     sweep = versions.Sweep([A, B, C], scorer_that_notes([]), TOKENIZER, args)
     study = sweep(tiny_policy(), 0, {})
@@ -424,13 +427,13 @@ def test_as_many_rows_of_the_sft_dataset_are_learnt_beside_the_selected_ones(sma
 
 
 def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkeypatch):
-    seeds, plain = [], generate.sample_pairs
+    seeds, plain = [], responses.sample_pairs
 
     def noted(*args, seed, **options):
         seeds.append(seed)
         return plain(*args, seed=seed, **options)
 
-    monkeypatch.setattr(generate, "sample_pairs", noted)
+    monkeypatch.setattr(responses, "sample_pairs", noted)
     run_here(small, tmp_path, epochs=0.1)
     assert len(seeds) == 3 * (1 + 2) + 2 * 3 == len(set(seeds))  # of each version three rounds; three chunks
     run_here(small, tmp_path, overwrite=True, epochs=0.1, seed=1)
@@ -453,7 +456,7 @@ def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
 
 
 def test_documents_of_a_model_that_cannot_be_packed_have_rows_of_their_own(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "packs", lambda model: False)
+    monkeypatch.setattr(checks, "packs", lambda model: False)
     run_here(small, tmp_path, epochs=0.1)
     assert len(pool_of(tmp_path / "run")) == 2 * PROMPTS * K
     assert json.loads((tmp_path / "run" / "args.json").read_text())["args"]["packing"] is False

@@ -23,7 +23,7 @@ import torch
 
 import ppo
 import sft
-from common import cli, data, dist, metrics, tiny
+from common import checkpoints, cli, data, dist, metrics, tiny
 from common.errors import InputError
 from common.cli import check_flags, parse
 from common.metrics import write_json
@@ -407,7 +407,7 @@ def leave(folder, *names):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"stage": "sft", "args": {}}')
     if "checkpoint/latest" in names:
-        dist.save_checkpoint(folder / "checkpoint", 1, {}, {})
+        checkpoints.save_checkpoint(folder / "checkpoint", 1, {}, {})
 
 
 OUTPUT = ["model/config.json", "model.tmp/config.json", "checkpoint/step_1/state.json", "metrics.jsonl"]
@@ -583,7 +583,7 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
     (tmp_path / "checkpoint/step_1/state.json").write_text(json.dumps(state))
     for load in (
         lambda: begin(tmp_path, resume=True),
-        lambda: dist.load_checkpoint(tmp_path / "checkpoint", {}),
+        lambda: checkpoints.load_checkpoint(tmp_path / "checkpoint", {}),
     ):
         with pytest.raises(InputError, match="step_1/state.json is of another version of these scripts.*--overwrite"):
             load()

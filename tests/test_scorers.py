@@ -18,7 +18,7 @@ from transformers import (
 )  # fmt: skip
 
 import ppo
-from common import data, dist, generate, loading, scorers, tiny
+from common import checkpoints, data, dist, generate, loading, responses, scorers, tiny
 from common.batches import Row
 from common.errors import InputError
 
@@ -38,7 +38,7 @@ def save(folder, n_outputs, tokenizer=TOKENIZER, seed=0):
     model = dist.shard(loading.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 4, "n_others": 1}
-    dist.save_model(model, tokenizer, folder)
+    checkpoints.save_model(model, tokenizer, folder)
     return str(folder)
 
 
@@ -54,7 +54,7 @@ def reward_model(folders):
 
 
 def response(text, finished=True):
-    return generate.Response(TOKENIZER(text)["input_ids"] + [EOS] * finished, text, finished)
+    return responses.Response(TOKENIZER(text)["input_ids"] + [EOS] * finished, text, finished)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_a_response_that_was_cut_is_scored_with_an_end_token_and_no_other_gets_a
     ids = TOKENIZER("ant cat")["input_ids"]
     assert ended == pytest.approx(alone([*ids, EOS]), abs=1e-5)
     assert min(abs(ended - alone(wrong)) for wrong in (ids, [*ids, EOS, EOS])) > 1e-3
-    empty = scorers.score(reward_model, [(prompt, generate.Response([], "", False))], 8)
+    empty = scorers.score(reward_model, [(prompt, responses.Response([], "", False))], 8)
     assert empty == pytest.approx([alone([EOS])], abs=1e-5)
 
 
@@ -118,7 +118,7 @@ def test_a_padding_token_that_was_sampled_is_a_token_like_others(reward_model, p
     pad, prompt = TOKENIZER.pad_token_id, pairs[0][0]
     ant = TOKENIZER.convert_tokens_to_ids("ant")
     sampled = [[ant, pad, ant, EOS], [ant, ant, pad], [pad], [ant, ant, EOS]]
-    more = [(prompt, generate.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
+    more = [(prompt, responses.Response(ids, "", ids[-1] == EOS)) for ids in sampled]
     got = scorers.score(reward_model, [*pairs, *more], 64)[len(pairs) :]
     with torch.no_grad():
         for ids, score in zip(sampled, got):
@@ -160,7 +160,7 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
 
 
 def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
-    dist.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
+    checkpoints.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
         words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py .*common.pairwise:oracle=RUN"
         with pytest.raises(InputError, match=words):
@@ -211,8 +211,8 @@ def classifier(request, tmp_path):
     for question, answer in (("a b", "ba"), ("c", "cc abba")):
         ids = data.prompt_ids(tokenizer, [user(question)])
         said, end = tokenizer(answer)["input_ids"], tokenizer.eos_token_id
-        prompt = generate.Prompt(ids, [user(question)], Row("f:1", {}))
-        ways = generate.Response([*said, end], answer, True), generate.Response(said, answer, False)
+        prompt = responses.Prompt(ids, [user(question)], Row("f:1", {}))
+        ways = responses.Response([*said, end], answer, True), responses.Response(said, answer, False)
         pairs += [(prompt, response) for response in ways]
     return str(tmp_path / "rm"), tokenizer, pairs
 
@@ -240,7 +240,7 @@ def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(clas
         rows = [torch.tensor([[*p.ids, *own(r.text)["input_ids"], own.eos_token_id]]) for p, r in pairs]
         want = [model.head_outputs(x, torch.tensor([[0], [x.shape[1] - 1]])).item() for x in rows]
     loading.read_at_end_token(model, own)
-    dist.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
+    checkpoints.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
     trained = str(tmp_path / "trained")
     scorer = scorers.load_scorer(trained, tokenizer, CPU)
     assert scorer.same_tokens and scorer.tokenizer.chat_template == template
@@ -514,9 +514,9 @@ def test_the_functions_of_the_docs_score_and_are_logged_as_the_page_says(tmp_pat
     (tmp_path / "c++ x").mkdir()
     monkeypatch.chdir(docs_functions(tmp_path / "c++ x"))
     row = Row("f:1", {"question": "how many?", "answer": "600 * 2 = 1200\n#### 1,200"})
-    prompt = generate.Prompt([], [user("how many?")], row)
+    prompt = responses.Prompt([], [user("how many?")], row)
     texts = ["1200", "It is 2 x 600, because I counted: 1,200.", "1201", "1200 or 12", "", "because " * 90]
-    asked = [(prompt, generate.Response([], text, True)) for text in texts]
+    asked = [(prompt, responses.Response([], text, True)) for text in texts]
     good, short = f"{tmp_path}/c++ x/myreward.py:good", "myreward.py:short"
     of_short, means = {"words": -0.5 / 6, "empty": -1 / 6}, {good: 2 / 6, short: -1.5 / 6}
     for spec, scores, parts in (
@@ -641,7 +641,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
     with torch.no_grad():  # far from uniform, so that orders and letters differ
         for parameter in policy.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
-    dist.save_model(policy, TOKENIZER, tmp_path)
+    checkpoints.save_model(policy, TOKENIZER, tmp_path)
     name = f"common.pairwise:oracle={tmp_path}"
     scorer = scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
     assert scorer.pairwise and scorer.version.startswith("common.pairwise:oracle@")
@@ -673,11 +673,11 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
 
 def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(tmp_path):
     other, name = TOKENIZER.convert_tokens_to_ids("<|unk|>"), str(tmp_path / "rm")
-    dist.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
+    checkpoints.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
-    asked = generate.Prompt([1, 4, 9], [user("ant")], None)
+    asked = responses.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False), ([20, EOS], False)]
-    given = [generate.Response(ids, "", ended) for ids, ended in ways]
+    given = [responses.Response(ids, "", ended) for ids, ended in ways]
     encoded = [scorers._encode(scorer, asked, response, [EOS]) for response in given]
     found = [c.response_ids[0].tolist() for c in encoded]
     assert found == [[20, EOS], [20, EOS], [20, EOS], [20, other, EOS], [20, EOS]]

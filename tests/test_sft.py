@@ -19,7 +19,7 @@ from scorers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common import batches, data, dist, loading, tiny
+from common import batches, checkpoints, data, dist, loading, tiny
 from common.batches import collate, make_blocks
 from common.metrics import read_jsonl
 from common.cli import parse
@@ -128,7 +128,7 @@ def test_sampler_talks_to_the_model_of_a_run(default):
 def trained(small, tmp_path_factory):
     """A run in this process; logits and weights of the model in memory at the moment it is saved."""
     folder, seen = tmp_path_factory.mktemp("trained"), {}
-    ids, save = torch.arange(1, 40)[None], dist.save_model
+    ids, save = torch.arange(1, 40)[None], checkpoints.save_model
 
     def spy(model, *args):
         with torch.no_grad():
@@ -139,7 +139,7 @@ def trained(small, tmp_path_factory):
     options = {**small.options, "max_steps": None, "epochs": 3.0, "save_every": 0}
     args = sft.Args(**options, output_dir=str(folder / "run"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "save_model", spy)
+        patch.setattr(checkpoints, "save_model", spy)
         sft.main(args)
     return SimpleNamespace(folder=folder / "run", model=folder / "run" / "model", ids=ids, args=args, **seen)
 

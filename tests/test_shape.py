@@ -1,28 +1,24 @@
-"""The shape of the code, read from its syntax trees: layers, what an algorithm needs of common/, length, style; and
-each algorithm, copied out with what it needs, takes a step."""
+"""The shape of the code, read from its syntax trees: layers, the kit, budgets of code lines, style."""
 
 import ast
 import importlib
 import io
-import re
-import shutil
 import tokenize
 
 import processes
 import pytest
+import test_copying
 
 ROOT, SCRIPTS = processes.ROOT, processes.SCRIPTS
 LAYERS = [  # a file of common/ imports from layers above its own line only
     "errors losses sampler tiny",
-    "tensor_parallel files",
+    "files",
     "dist",
-    "metrics",
-    "batches plots lora",
-    "formats models",
-    "data",
+    "tensor_parallel checkpoints metrics batches lora",
+    "plots formats models responses",
+    "checks data",
     "loading",
-    "comparisons",
-    "generate",
+    "comparisons generate",
     "scorers evaluation reward_evaluation",
     "cli identity",
     "run",
@@ -32,7 +28,6 @@ LAYERS = [  # a file of common/ imports from layers above its own line only
 ]
 LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
 COMMON = sorted(path.stem for path in (ROOT / "common").glob("*.py") if path.stem != "__init__")
-NEEDED = {"losses", "batches", "models", "dist", "errors"}  # what an algorithm may use
 VAGUE = """found some numbers parts asked both known ours theirs held about rest how ask it told now them these those
 others out said of at by one two""".split()
 
@@ -41,17 +36,20 @@ def tree_of(name):
     return ast.parse((ROOT / f"{name}.py").read_text())
 
 
-def n_code_lines(name):
-    """Lines that hold code: docstrings, comments and blank lines are free, so that no feature costs a sentence."""
-    source, no_code = (ROOT / f"{name}.py").read_text(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)
-    lines = set()
+def code_lines(source):
+    """The lines that hold code: docstrings, comments and blank lines are free, so that no feature costs a sentence."""
+    lines, no_code = set(), (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in no_code and token.string.strip():
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
             lines.difference_update(range(node.lineno, node.end_lineno + 1))
-    return len(lines)
+    return lines
+
+
+def n_code_lines(name):
+    return len(code_lines((ROOT / f"{name}.py").read_text()))
 
 
 def imports(tree):
@@ -73,13 +71,6 @@ def test_what_a_benchmark_uses_of_common_is_there(path):
             assert hasattr(importlib.import_module(f"common.{node.value.id}"), node.attr)
 
 
-def functions_of(tree):
-    """The functions above main. `check` is none of the algorithm's: it reads the command line."""
-    names = [getattr(node, "name", None) for node in tree.body]
-    above = tree.body[: names.index("main")]
-    return [node for node in above if isinstance(node, ast.FunctionDef) and node.name != "check"]
-
-
 @pytest.mark.parametrize("name", COMMON)
 def test_no_arrow_of_common_points_up_and_no_import_of_it_hides_in_a_function(name):
     tree = tree_of(f"common/{name}")
@@ -89,10 +80,19 @@ def test_no_arrow_of_common_points_up_and_no_import_of_it_hides_in_a_function(na
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_functions_above_main_use_losses_batches_models_and_dist_alone(name):
-    tree = tree_of(name)
-    names = {node.id for function in functions_of(tree) for node in ast.walk(function) if hasattr(node, "id")}
-    assert {file for used, file in imports(tree).items() if used in names} <= NEEDED
+def test_functions_of_an_algorithm_take_few_arguments_and_a_main_is_short(name):
+    above = ast.parse(test_copying.algorithm_of((ROOT / f"{name}.py").read_text()))
+    functions = [node for node in above.body if isinstance(node, ast.FunctionDef)]
+    assert functions and max(len(function.args.args) for function in functions) <= 8
+    source = (ROOT / f"{name}.py").read_text()
+    (main,) = (node for node in ast.parse(source).body if getattr(node, "name", None) == "main")
+    assert len(code_lines(source) & set(range(main.lineno, main.end_lineno + 1))) <= 75
+
+
+def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
+    for file in test_copying.KIT:
+        assert set(imports(tree_of(f"common/{file}")).values()) <= set(test_copying.KIT)
+    assert sum(n_code_lines(f"common/{file}") for file in test_copying.KIT) <= 1300
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -109,65 +109,3 @@ def test_scripts_and_common_keep_their_budgets_of_code_lines():
     assert sum(map(n_code_lines, SCRIPTS)) <= 1650
     # The goal is 5,300: what reads rows, locks, and compares what a run began with has to become shorter
     assert sum(n_code_lines(f"common/{name}") for name in COMMON) <= 5520
-
-
-STEP = """
-import inspect
-import torch
-from algorithm import *
-from common import batches, dist, loading, tiny
-
-torch.manual_seed(0)
-device, tokenizer, args = dist.setup(), tiny.tokenizer(), Args()
-ids = lambda n: torch.randint(5, 40, (n,), dtype=torch.int32)
-documents = [batches.Document(ids(n), torch.arange(n) > 3, [], None, i) for i, n in enumerate((9, 7, 12))]
-pair = lambda n: batches.Comparison([], ["a", "b"], ids(4), [ids(n), ids(3)], torch.tensor([0, 1]), "", None,
-    ratios=torch.ones(2, args.n_others) if hasattr(args, "n_others") else None, ref_logprobs=torch.zeros(2))
-n_outputs = {"reward": 1, "advantage_model": 2}.get(NAME)
-model = loading.load_scorer("tiny", tokenizer, n_outputs) if n_outputs else loading.load_policy("tiny", tokenizer)
-model = dist.shard(model, device)
-value = dist.shard(loading.load_scorer("tiny", tokenizer, 1), device)
-mask = batches.response_mask(documents)
-noise = lambda: torch.randn(mask.shape) * mask
-given = {
-    "model": model, "policy": model, "value": value, "optimizer": dist.adamw(model, 1e-3, args),
-    "optimizers": [dist.adamw(model, 1e-3, args), dist.adamw(value, 1e-3, args)],
-    "blocks": batches.make_blocks(documents, 64), "batch": [pair(5), pair(6)], "pairs": [pair(5), pair(6)],
-    "minibatch": [0, 1, 2], "extra": {"ptx": documents}, "policy_learns": True, "largest_gap": 8.0, "args": args,
-}
-if NAME == "ppo":
-    logprobs = noise()
-    given["rollout"] = Rollout([], documents, mask, mask[:, 0], response_rewards=noise()[:, 0], old_logprobs=logprobs,
-        ref_logprobs=logprobs, old_values=noise())
-    estimate_advantages(given["rollout"], args)
-before = [p.detach().clone() for p in model.parameters()]
-update(**{name: given[name] for name in inspect.signature(update).parameters})
-print(sum(not torch.equal(a, b) for a, b in zip(before, model.parameters())), len(before))
-"""
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_an_algorithm_copied_out_with_what_it_needs_takes_a_step(name, tmp_path):
-    """Its functions, Args and the files that they use, in an empty folder."""
-    tree = tree_of(name)
-    kept = [node for node in tree.body if isinstance(node, ast.ClassDef)] + functions_of(tree)
-    constants = [node for node in tree.body if isinstance(node, ast.Assign)]
-    names = {node.id for function in kept for node in ast.walk(function) if isinstance(node, ast.Name)}
-    kept = [
-        node for node in constants if node.targets[0].id in names and node.targets[0].id != "RECIPES"
-    ] + kept
-    used = {node.id for part in kept for node in ast.walk(part) if isinstance(node, ast.Name)}
-    head = ["from __future__ import annotations"]
-    for node in tree.body:
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            file = (getattr(node, "module", None) or "").split(".")
-            wanted = [a for a in node.names if file[0] != "common" or {*file[1:], a.name} & NEEDED]
-            node.names = [a for a in wanted if file[0] != "common" or (a.asname or a.name) in used]
-            head += [ast.unparse(node)] if node.names else []
-    (tmp_path / "algorithm.py").write_text("\n".join([*head, *map(ast.unparse, kept)]))
-    (tmp_path / "common").mkdir()
-    for file in NEEDED | {"tensor_parallel", "files", "sampler", "loading", "lora", "tiny"}:  # and what these need
-        shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
-    (tmp_path / "step.py").write_text(f"NAME = {name!r}\n{STEP}")
-    ended = processes.script(tmp_path / "step.py", cwd=tmp_path, alone=True)
-    assert re.fullmatch(r"(\d+) \1\n", ended.out), ended.err[-2000:]  # every weight has moved

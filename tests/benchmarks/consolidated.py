@@ -28,7 +28,7 @@ def held(model):
 
 
 def main():
-    device = dist.setup()
+    device, dist.split_layers = dist.setup(), tensor_parallel.split
     config = peers.llama(512, 8, 8, 8192, 256)
     torch.manual_seed(0)
     plain = LlamaForCausalLM(config).to(device).eval()

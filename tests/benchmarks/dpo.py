@@ -49,15 +49,15 @@ def offline(args, share_prompt=True):
     from common import versions
 
     folder, seconds = tempfile.mkdtemp(), []
-    add = versions.Versions.with_reference
+    ask = versions.Versions.ask
 
-    def timed(versions, pairs, *inputs):
+    def timed(versions, name, forward, pairs, args):
         start = time.perf_counter()
-        pairs = add(versions, pairs, *inputs)
-        seconds.append((time.perf_counter() - start) / len(pairs))
-        return pairs
+        values = ask(versions, name, forward, pairs, args)
+        seconds.append((time.perf_counter() - start) / max(1, len(pairs)))
+        return values
 
-    versions.Versions.with_reference = timed
+    versions.Versions.ask = timed
     dpo_iterative.main(
         dpo_iterative.Args(
             model=f"{args.models}/policy", offline_data=f"{args.models}/pairs.jsonl", iterations=0, epochs=1,

@@ -18,7 +18,7 @@ def program(folder):
     import torch
 
     import sft
-    from common import data, dist, loading, tiny
+    from common import checkpoints, data, dist, loading, tiny
     from common.batches import Row, make_blocks
     from common.sampler import sample
 
@@ -30,8 +30,8 @@ def program(folder):
     sft.update(model, optimizer, blocks, args)
     with dist.consolidated(model):
         sample(model, [[1, 2]], max_new_tokens=4, stop_ids=[], pad_id=0)
-    dist.save_checkpoint(f"{folder}/checkpoint", 1, {"policy": (model, optimizer)}, {})
-    dist.save_model(model, tokenizer, f"{folder}/model")
+    checkpoints.save_checkpoint(f"{folder}/checkpoint", 1, {"policy": (model, optimizer)}, {})
+    checkpoints.save_model(model, tokenizer, f"{folder}/model")
     dist.shutdown()
 
 

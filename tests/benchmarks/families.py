@@ -140,9 +140,9 @@ def run_dpo(folder):
     """Pairs from the sampler beside given ones, whose log probabilities, sharing prompts, are plain ones."""
     given = f"{folder}/pairs.jsonl"
     write_jsonl(given, rows_of("preferences", "train")[:4])
-    kept, with_reference = [], versions.Versions.with_reference
+    kept, with_reference = [], dpo_iterative.with_reference
     noted = lambda *inputs: kept.append(with_reference(*inputs)) or kept[-1]
-    with mock.patch.object(versions.Versions, "with_reference", noted):
+    with mock.patch.object(dpo_iterative, "with_reference", noted):
         _, rows = run(
             dpo_iterative, folder, "prompts", scorer="common.tiny:gold_scorer", offline_data=given,
             iterations=1, prompts_per_iteration=4, n_samples=4, max_new_tokens=16, slots=4, batch_size=4,

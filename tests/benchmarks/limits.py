@@ -26,7 +26,7 @@ import dpo_iterative
 import ppo
 import reward
 import sft
-from common import batches, dist, generate, loading, models, scorers, tiny
+from common import batches, dist, loading, models, responses, scorers, tiny
 
 
 def parts(folder, rows, cpu):
@@ -45,8 +45,8 @@ def parts(folder, rows, cpu):
     ids = lambda low, high: torch.randint(3, vocabulary, torch.randint(low, high + 1, (1,)).tolist()).int()
     forward = lambda tokens, asked=0: 2e-9 * (body * tokens + ends * asked)  # 10^9 operations
     row, limits = batches.Row("", {}), {"micro_batch_size": 8, "max_length": 512, "lr": 1e-7}
-    prompts = [generate.Prompt(ids(32, 256).tolist(), [], row) for _ in range(rows)]
-    given = generate.documents([(p, generate.Response(ids(16, 128).tolist(), "", True)) for p in prompts])
+    prompts = [responses.Prompt(ids(32, 256).tolist(), [], row) for _ in range(rows)]
+    given = responses.documents([(p, responses.Response(ids(16, 128).tolist(), "", True)) for p in prompts])
     pairs = [(torch.tensor(p.ids).int(), [ids(16, 128), ids(16, 128)]) for p in prompts[::2]]
     pairs = [batches.Comparison([], ["", ""], *two, torch.tensor([0, 1]), "", row) for two in pairs]
     of_pairs = sum(c.n_tokens for c in pairs), sum(len(y) for c in pairs for y in c.response_ids)
@@ -63,13 +63,13 @@ def parts(folder, rows, cpu):
         dpo_iterative.update(policy, of_policy, [p._replace(ref_logprobs=x) for p, x in known], of_dpo)
         yield "DPO, its reference included", 4 * forward(*of_pairs), 0
         for name, n, args.slots in ways:
-            made = generate.answers(policy, words, prompts, args, 0, n=n)
+            made = responses.answers(policy, words, prompts, args, 0, n=n)
             lengths = [len(response.ids) for _, response in made]
             steps, new = sum(lengths) if args.slots == 1 else max(lengths), sum(lengths) - len(made)
             read = sum((m - 1) * (len(prompt.ids) + m / 2) for m, (prompt, _) in zip(lengths, made))
             operations = forward(sum(len(p.ids) for p in prompts) + new, len(prompts) + new)
             yield name, operations, 4e-9 * ((body + ends) * steps + kept * read)
-        documents, finished = generate.documents(made), torch.tensor([r.finished for _, r in made])
+        documents, finished = responses.documents(made), torch.tensor([r.finished for _, r in made])
         rollout = ppo.Rollout(made, documents, batches.response_mask(documents), finished)
         asked, tokens = scorers.Scorer("", "", (), scorer, words), batches.n_tokens(documents)
         rollout.response_rewards = torch.tensor(scorers.score(asked, made, 64))
@@ -82,7 +82,8 @@ def parts(folder, rows, cpu):
         ppo.estimate_advantages(rollout, args)
         yield "PPO: estimate", 2 * forward(tokens, sum(lengths)) + forward(tokens), 0
         for minibatch in minibatches:
-            ppo.update(policy, value, [of_policy, of_value], rollout, minibatch, {}, True, args)
+            agent = ppo.Agent(policy, value, reference, words, of_policy, of_value)
+            ppo.update(agent, rollout, minibatch, {}, True, args)
         yield "PPO: update", 3 * (forward(tokens, sum(lengths)) + forward(tokens)), 0
 
 

@@ -27,7 +27,7 @@ from transformers import LlamaConfig
 import dpo_iterative
 import ppo
 import sft
-from common import batches, dist, loading, metrics, models, sampler, tensor_parallel, tiny
+from common import batches, checkpoints, dist, loading, metrics, models, sampler, tensor_parallel, tiny
 
 SLOTS, LENGTH = 16, 2048
 NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
@@ -101,12 +101,14 @@ def measure(tokens, pretend):
         return model, dist.adamw(model, 1e-6, sft.Args())
 
     def step(what, script, models_, optimizers, *given):
-        dist._tensors({model: pair for model, *pair in zip("pv", models_, optimizers)})  # which makes moments
+        checkpoints._tensors({model: pair for model, *pair in zip("pv", models_, optimizers)})  # which makes moments
         for parameter in (p for model in models_ for p in model.parameters()):
             parameter.grad = torch.zeros_like(parameter)
-        optimizers = [optimizers] if script is ppo else optimizers
+        learners = [*models_, *optimizers]
+        if script is ppo:
+            learners = [ppo.Agent(*models_, None, None, *optimizers)]
         args = script.Args(micro_batch_size=1, max_length=tokens)
-        _, found[what] = pretend.peak_of(script.update, *models_, *optimizers, *given, args)
+        _, found[what] = pretend.peak_of(script.update, *learners, *given, args)
 
     policy, optimizer = load(loading.load_policy)
     step("SFT", sft, [policy], [optimizer], batches.split(documents, 2))
@@ -166,7 +168,7 @@ def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 
     loading.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
     dist.barrier, dist.gather = lambda: None, lambda values: values
     models.LOGITS_IN_MEMORY, models.CHUNKS_KEPT = 8 * models.LOGITS_IN_MEMORY, 1
-    dist.ranks_per_copy = share
+    dist.ranks_per_copy, dist.split_layers = share, tensor_parallel.split
     for n in ranks:
         tensor_parallel.group_of.cache_clear()
         td.init_process_group("fake", rank=0, world_size=n, store=td.HashStore())

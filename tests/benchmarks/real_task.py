@@ -20,7 +20,8 @@ from experiments import markdown, publish
 
 from common import loading, metrics
 from common.batches import split
-from common.generate import load_prompts, sample_pairs
+from common.generate import load_prompts
+from common.responses import sample_pairs
 
 # rows of data's files; no prompt is in two of them
 SIZES = {"sft": 160, "pairs": 600, "renewed": 200, "prompts": 400, "test": 250}

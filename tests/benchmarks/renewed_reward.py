@@ -11,7 +11,8 @@ import sys
 import peers  # noqa: F401, it lets common be found
 
 from common import loading, metrics, tiny
-from common.generate import load_prompts, sample_pairs
+from common.generate import load_prompts
+from common.responses import sample_pairs
 
 OVER = "once_3/first_3 renewed_3/first_3 renewed_3/once_3 first_3/first_1 once_3/once_1 renewed_3/renewed_1"
 utility = lambda prompt, text: tiny.gold_reward(prompt, text) + 0.1 * len(text.split())  # an annotator's

@@ -1,0 +1,72 @@
+"""Checks of a loaded model: can documents share a row, can responses share their prompt?"""
+
+from functools import partial
+
+import torch
+
+from common import batches, dist, models
+
+WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
+
+
+def window(config) -> int:
+    """How many tokens the layer of a model sees that sees fewest; 0: all see all."""
+    sizes = [getattr(config.get_text_config(), key, None) for key in WINDOWS]
+    return min((size for size in sizes if isinstance(size, int)), default=0)
+
+
+def recurrent(model) -> bool:
+    """Whether a layer hands a state from token to token, which neither masks nor positions stop."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return getattr(model, "_is_stateful", False) or "conv" in kinds or "linear_attention" in kinds
+
+
+@torch.no_grad()
+def packs(model) -> bool:
+    """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
+    in every model. If not, a line says so. Every rank must call it."""
+    documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
+    rows = [documents], [[document] for document in documents]
+    packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
+    forward = models.state_values if hasattr(model, "head_outputs") else models.logprobs
+    otherwise = "documents in a row would see each other: each has a row of its own"
+    figures = lambda batch: forward(model, batch)[batch.action_mask]
+    return _are_as_alone(model, figures, packed, alone, otherwise)
+
+
+@torch.no_grad()
+def shares_prompts(model, max_length) -> bool:
+    """Whether responses that share their prompt in one row get the scores, or log probabilities, that they
+    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so. Every
+    rank must call it. max_length: of a prompt with one response; a shorter window is looked beyond."""
+    length = min(max(8, window(model.config) * 3 // 2), max_length)
+    prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
+    comparison = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
+    collate = partial(batches.collate_comparisons, [comparison], pad_id=0, device=model.device)
+    shared, alone = collate(share_prompt=True), collate(share_prompt=False)
+    forward = models.scores_of if hasattr(model, "head_outputs") else models.response_logprobs
+    otherwise = "responses cannot share their prompt: each has a row of its own"
+    return _are_as_alone(model, partial(forward, model), shared, alone, otherwise)
+
+
+def _texts(model, *lengths):
+    vocabulary = model.config.get_text_config().vocab_size
+    return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
+
+
+def _are_as_alone(model, figures, together, alone, otherwise) -> bool:
+    """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
+    positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
+    positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
+    dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
+    model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
+    try:
+        apart, *others = map(figures, (alone, together, together._replace(position_ids=positions)))
+        gap, change = ((other - apart).abs().max().item() for other in others)
+    except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
+        gap, change = 1, 0
+    model.compute_dtype, close = dtype, 0.05 if sharded and dtype != torch.float32 else 1e-3
+    holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
+    if not holds and dist.is_main():
+        print(f"{model.config.model_type}: {otherwise}")
+    return holds

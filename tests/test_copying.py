@@ -1,0 +1,151 @@
+"""An algorithm copied into another project: the part of its script above the program, with the kit (seven files of
+common/), runs its whole loop on a plain transformers model and a reward of one's own, and learns."""
+
+import json
+import re
+import shutil
+
+import processes
+import pytest
+
+ROOT = processes.ROOT
+KIT = "losses sampler models batches dist responses errors".split()
+
+PLAIN = """
+import types
+import torch
+from tokenizers import Tokenizer, models as kinds, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from algorithm import *
+from common import batches, dist, models, responses
+
+torch.manual_seed(0)
+device = dist.setup()
+words = ["<pad>", "<end>", *map(str, range(30))]
+backend = Tokenizer(kinds.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<end>")
+
+
+def load(kind=LlamaForCausalLM, n_outputs=1):
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=0, eos_token_id=1, num_labels=n_outputs,
+    )
+    methods = (models.token_logprobs, models.logprobs_at) if kind is LlamaForCausalLM else (models.head_outputs,)
+    return dist.shard(models.with_methods(kind(config), *methods), device)
+
+
+def document(prompt, response):
+    ids = torch.tensor(prompt + response)
+    return batches.Document(ids, torch.arange(len(ids)) >= len(prompt), [], None)
+
+
+def comparison(prompt, better, worse, **more):
+    prompt, *both = (torch.tensor(ids) for ids in (prompt, better, worse))
+    return batches.Comparison([], ["", ""], prompt, both, torch.tensor([0, 1]), "", None, **more)
+
+
+def score(pairs):  # the share of even tokens
+    return [sum(token % 2 == 0 for token in response.ids) / len(response.ids) for _, response in pairs]
+
+
+prompts = [responses.Prompt(ids, [{"role": "user", "content": str(ids)}], batches.Row("", {}))
+           for ids in ([5, 6, 7], [8, 9], [10, 11, 12, 13], [14])]
+draw = lambda low, n: torch.randint(low, 16, (n,)).tolist()
+even = lambda n: [2 * x for x in draw(1, n)]  # 2, 4, ..., 30
+odd = lambda n: [2 * x + 1 for x in draw(1, n)]
+values = []  # that have to rise
+"""
+
+LOOPS = {
+    "sft": """
+args, model = Args(max_length=64, batch_size=4), load()
+optimizer = dist.adamw(model, 3e-3, args)
+blocks = make_blocks([document(draw(2, 3), even(5) + [1]) for _ in range(64)], args.max_length)
+for step in range(30):
+    nll, _ = update(model, optimizer, blocks[step % 4 :: 4], args)
+    values.append(-nll)
+""",
+    "reward": """
+args, model = Args(), load(LlamaForSequenceClassification)
+optimizer = dist.adamw(model, 1e-4, args)
+for step in range(30):
+    batch = [comparison(draw(2, 3), even(4) + [1], odd(5) + [1]) for _ in range(16)]
+    loss, accuracy, _ = update(model, optimizer, batch, args)
+    values.append(accuracy)
+""",
+    "advantage_model": """
+args, model = Args(n_others=1, n_policies=3), load(LlamaForSequenceClassification, 2)
+optimizer = dist.adamw(model, 1e-4, args)
+ratios = torch.full((2, 1), 0.5)  # of two responses to one other policy
+for step in range(30):
+    batch = [comparison(draw(2, 3), even(4) + [1], odd(5) + [1], ratios=ratios) for _ in range(16)]
+    loss, _, accuracy, _ = update(model, optimizer, batch, args)
+    values.append(accuracy)
+""",
+    "rejection_sampling": """
+args, model = Args(n_samples=16, max_new_tokens=8, max_length=32, batch_size=2, lr=1e-3, epochs=3), load()
+optimizer = dist.adamw(model, args.lr, args)
+for iteration in range(1, 9):
+    pairs = responses.answers(model, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
+    pairs = [(prompt, response._replace(finished=True)) for prompt, response in pairs]  # none ends by itself yet
+    scores = score(pairs)  # 2. score
+    places, _ = select(pairs, scores)  # 3. select
+    plan = plan_steps([responses.documents([pairs[i] for i in places])], iteration, args)  # 4. fine-tune
+    for step, row in fine_tune(model, optimizer, plan, range(1, len(plan) + 1), args):
+        pass
+    values.append(sum(scores) / len(scores))
+""",
+    "ppo": """
+args = Args(max_length=64, max_new_tokens=10, n_samples=16, minibatch_size=32, epochs=2, kl_coef=0.01,
+            value_warmup_steps=0, missing_eos_penalty=0.0)
+policy, reference, value = load(), load(), load(LlamaForSequenceClassification)
+reference.load_state_dict(policy.state_dict())
+optimizers = dist.adamw(policy, 1e-3, args), dist.adamw(value, 1e-3, args)
+agent = Agent(policy, value, reference.requires_grad_(False), tokenizer, *optimizers)
+state = fresh_state()
+for iteration in range(1, 9):
+    scores = lambda pairs: torch.tensor(score(pairs))
+    rollout, row = run_iteration(agent, prompts, scores, state, iteration, args)
+    values.append(row["reward/score"])
+""",
+    "dpo_iterative": """
+args = Args(max_new_tokens=8, max_length=32, n_samples=16, batch_size=4, epochs=4, lr=1e-3, beta=0.1)
+policy, reference = load(), load()
+reference.load_state_dict(policy.state_dict())
+for iteration in range(1, 9):
+    pairs = responses.answers(policy, tokenizer, prompts, args, seed=iteration, n=args.n_samples)  # 1. sample
+    pairs = [(prompt, response._replace(finished=True)) for prompt, response in pairs]  # none ends by itself yet
+    scores = score(pairs)  # 2. score
+    chosen, _ = best_against_worst(pairs, scores, iteration, args)  # 3. pair
+    chosen = with_reference(chosen, pair_logprobs(reference, chosen, args))  # 4. learn
+    plan, optimizer = plan_steps(chosen, iteration, args), dist.adamw(policy, args.lr, args)
+    for step, row in learn(policy, optimizer, plan, range(1, len(plan) + 1), args):
+        pass
+    values.append(sum(scores) / len(scores))
+""",
+}
+
+
+def algorithm_of(script):
+    """The source of a script without its program: without the second block of imports, and up to the line."""
+    above, line, _ = script.partition("# -- the program around the algorithm --")
+    above, n = re.subn(r"# The program around it needs these:.*?\n\n(?=\n)", "", above, flags=re.S)
+    assert line and n == 1
+    return above
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_copied_algorithm_learns_on_a_plain_model(name, tmp_path):
+    (tmp_path / "common").mkdir()
+    for file in KIT:
+        shutil.copy(ROOT / "common" / f"{file}.py", tmp_path / "common")
+    (tmp_path / "algorithm.py").write_text(algorithm_of((ROOT / f"{name}.py").read_text()))
+    report = "\nimport json\nprint(json.dumps(values))\n"
+    (tmp_path / "loop.py").write_text(PLAIN + LOOPS[name] + report)
+    ended = processes.script(tmp_path / "loop.py", cwd=tmp_path, alone=True)
+    assert ended.code == 0, ended.err[-2000:]
+    values = json.loads(ended.out.splitlines()[-1])
+    print(name, [round(value, 3) for value in values])
+    assert (values[-2] + values[-1]) / 2 > (values[0] + values[1]) / 2 + 0.1
