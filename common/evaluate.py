@@ -290,8 +290,8 @@ def compare_policies(args, run):
 def load_pairs(paths, args):
     """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
     that is a model. The other ones encode the texts anew."""
-    # An oracle's or a rater's, alone, is a model too
-    models = [re.sub(r"^common\.\w+:\w+=([^*+]+)$", r"\1", path) for path in paths.values()]
+    # What an oracle or a rater asks is a model too
+    models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]
     with_tokens = [name for name in models if not re.match(scorers.NAMED, name)]
     tokenizer = loading.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
     if not with_tokens:

@@ -311,7 +311,7 @@ def _paths_in(value) -> list[str]:
     module:function=path what stands between such signs. A path may hold such signs itself."""
     paths = []
     for text in value if isinstance(value, list | tuple) else [value]:
-        signs = re.finditer("[?:,=*+]|$", text) if isinstance(text, str) else ()
+        signs = re.finditer("[?:,=]|$", text) if isinstance(text, str) else ()
         cuts = [-1, *(sign.start() for sign in signs)]
         paths += [text[i + 1 : j].strip() for i, j in itertools.combinations(cuts, 2)]
     return [path for path in paths if path]

@@ -3,10 +3,10 @@
 A scorer is a reward model or an advantage model (a run directory, a folder, a hub name) or a function,
 `FILE.py:function` or `module:function`, called on each rank with its own rows (docs/scorers.md):
 fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
-`module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge;
-`f.py:a*0.7+f.py:b` is a weighted sum. Where responses are only ranked a function may compare two of them,
-which its attribute `pairwise` = True says: fn(duels: list[(prompt messages, a, b)]) -> list of the log odds
-log P(a beats b) / P(b beats a), as of common.pairwise:oracle=RUN.
+`module:function=text` is what function(text) returns: common.ai_feedback:rater=MODEL is a judge. Where
+responses are only ranked a function may compare two of them, which its attribute `pairwise` = True says:
+fn(duels: list[(prompt messages, a, b)]) -> list of the log odds log P(a beats b) / P(b beats a), as of
+common.pairwise:oracle=RUN.
 """
 
 import collections
@@ -39,25 +39,24 @@ from common.losses import safety_gated_score
 
 # -- functions -------------------------------------------------------------------------------------
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
-TERM = re.compile(rf"\s*(({NAMED})(?:=(.+?))?)(?:\s*\*\s*(-?\d*\.?\d+))?\s*(?:\+(?=\s*{NAMED})|$)")
 WANTED = "wanted module:function or FILE.py:function"
 
 
 class Term(NamedTuple):
     function: object
-    weight: float = 1.0
-    name: str = ""  # as --scorer has it, without the weight
+    name: str = ""  # as --scorer has it
     text: str | None = None  # what scores is function(text)
 
 
-def terms_of(spec) -> list[Term]:
-    """The functions whose weighted sum is the score of this name; of a model's name none."""
-    matches = list(TERM.finditer(spec))
-    if "".join(match[0] for match in matches) == spec:
-        return [Term(named_function("--scorer", m[2]), float(m[4] or 1), m[1], m[3]) for m in matches]
+def term_of(spec) -> Term | None:
+    """Find the function that --scorer names; None of a model's name."""
+    name = spec.strip()
+    if match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name):
+        return Term(named_function("--scorer", match[1]), name, match[2])
     if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
-        raise InputError(f"--scorer {spec}: {WANTED}, or a sum of functions, f.py:a*0.7+f.py:b")
-    return []
+        only = ", one function only: let it return {part: numbers}, which are summed"
+        raise InputError(f"--scorer {spec}: {WANTED}{only if re.search('[*+]', spec) else ''}")
+    return None
 
 
 def compares(term) -> bool:
@@ -91,25 +90,13 @@ def try_functions(args):
     if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
         return  # DPO of given pairs asks none
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
-    terms = [term for spec in specs for term in terms_of(spec) if term.text is None]
+    terms = [term for term in map(term_of, specs) if term and term.text is None]
     prompts, answers = [], [responses.Response([], text, True) for text in ("The answer is 1.", "")]
     for row in data.load_rows(args.dataset, "prompts", getattr(args, "split", "train"))[:1] if terms else ():
         with contextlib.suppress(ValueError):  # it has no prompt
             prompts.append(responses.Prompt([], generate.prompt_turns(row.data), row))
     for term, prompt in itertools.product(terms, prompts):
         _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
-
-
-def _ask(terms, pairs, batch_size) -> list[tuple[float, dict[str, float]]]:
-    """(score, {part: its number}) of each pair by functions, in batches. A sum's parts are its functions."""
-    answers = []
-    for batch in split(pairs, batch_size):
-        for by_term in zip(*(_call(term, batch) for term in terms)):
-            values = [sum(parts.values()) for parts in by_term]
-            score = sum(term.weight * x for term, x in zip(terms, values))
-            by_name = {term.name: x for term, x in zip(terms, values)}
-            answers.append((score, by_name if len(terms) > 1 else by_term[0]))
-    return answers
 
 
 def _call(term, batch) -> list[dict[str, float]]:
@@ -152,13 +139,13 @@ def _numbers(values) -> list[float]:
 # -- scores ----------------------------------------------------------------------------------------
 class Scorer(NamedTuple):
     name: str
-    version: str  # a fingerprint of the model's files, or of the functions' files
-    functions: list[Term] | tuple = ()  # or
+    version: str  # a fingerprint of the model's files, or of the function's file
+    function: Term | None = None  # or
     model: object = None  # with its
     tokenizer: object = None
     same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
     gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
-    pairwise: bool = False  # its functions compare two responses
+    pairwise: bool = False  # its function compares two responses
 
 
 def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=False) -> Scorer:
@@ -166,25 +153,23 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     score is to be the logit of P(safe), which it is of a model only after a fit (fit_safety_gate).
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
-    terms, version = terms_of(spec), version_of(spec)
-    for i, term in enumerate(terms):
+    term, version = term_of(spec), version_of(spec)
+    if term:
         try:
-            terms[i] = term if term.text is None else term._replace(function=term.function(term.text))
+            term = term if term.text is None else term._replace(function=term.function(term.text))
         except InputError:
             raise
         except Exception as error:  # whatever a user's function raises
             why = f"{type(error).__name__}: {error}"
             raise InputError(f"--scorer {spec}: {why}; wanted a function of one text") from error
-    if terms:
-        kinds = set(map(compares, terms))
-        if kinds == {False, True} or True in kinds and not pairwise:
-            mend = "it may be, alone, --scorer of dpo_iterative.py and common.evaluate"
+        if compares(term) and not pairwise:
+            mend = "it may be --scorer of dpo_iterative.py and common.evaluate"
             raise InputError(f"{spec} compares two responses, and scores none: {mend}")
-        return Scorer(spec, version, terms, pairwise=True in kinds)
+        return Scorer(spec, version, term, pairwise=compares(term))
     own = loading.load_tokenizer(spec, quiet=True)
     model = loading.load_scorer(spec, own)
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version, (), model, own, same_tokens=same_tokens(own, tokenizer))
+    scorer = Scorer(spec, version, None, model, own, same_tokens=same_tokens(own, tokenizer))
     if scorer.same_tokens:
         loading.check_room(max_length, spec, model.config)
     elif dist.is_main():
@@ -196,29 +181,29 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
 
 
 def version_of(spec) -> str:
-    """A fingerprint of what is behind a name, behind the functions' names. Rank 0 reads for all."""
+    """A fingerprint of what is behind a name, behind a function's name. Rank 0 reads for all."""
     version = ""
     if dist.is_main():
         behind = identity(spec)
-        names = "+".join(f"{place}:{name}" for place, name, *_ in behind.get("function", ()))
-        version = f"{names}@{hashlib.sha256(json.dumps(behind).encode()).hexdigest()[:8]}"
+        function = ":".join(behind.get("function", ())[:2])
+        version = f"{function}@{hashlib.sha256(json.dumps(behind).encode()).hexdigest()[:8]}"
     dist.barrier()  # files may be large
     return dist.gather([version])[0]
 
 
 def identity(name, seed=0) -> dict:
-    """{"content": of a model's files}, or of functions {"function": [file or module, name, text, weight] of
-    each, and for a text that names a model its content, "file": the content of the files that hold them}."""
-    terms, functions, files = terms_of(name), [], []
-    for term in terms:
-        place, _, function = re.match(NAMED, term.name)[0].rpartition(":")
-        file = place if place.endswith(".py") else vars(importlib.import_module(place)).get("__file__")
-        files.append(file and loading.sha256(file))  # of what is not written in Python there is none
-        text = term.text
-        with contextlib.suppress(InputError, OSError, ValueError):  # it may name a model
-            text = text and loading.identity(text)
-        functions.append([Path(place).name, function, text, term.weight])
-    return {"function": functions, "file": files} if terms else {"content": loading.identity(name, seed)}
+    """Tell what a name stands for: {"content": of a model's files}, or {"function": [file or module, name,
+    text, or of a text that names a model its content], "file": the content of the file that holds it}."""
+    term = term_of(name)
+    if not term:
+        return {"content": loading.identity(name, seed)}
+    place, _, function = re.match(NAMED, term.name)[0].rpartition(":")
+    file = place if place.endswith(".py") else vars(importlib.import_module(place)).get("__file__")
+    text = term.text
+    with contextlib.suppress(InputError, OSError, ValueError):  # it may name a model
+        text = text and loading.identity(text)
+    # Of what is not written in Python there is no file
+    return {"function": [Path(place).name, function, text], "file": file and loading.sha256(file)}
 
 
 def same_tokens(a, b) -> bool:
@@ -236,27 +221,28 @@ def score(scorer, pairs: list[tuple[responses.Prompt, responses.Response]], batc
 
 @torch.no_grad()
 def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, float]]:
-    """`score`, and {reward/PART: its mean} of functions that give the parts of a score."""
+    """`score`, and {reward/PART: its mean} of a function that gives the parts of a score."""
     if scorer.pairwise:
         return _round_robin(scorer, pairs, batch_size), {}
-    if scorer.functions:
+    if scorer.function:
         mine = range(len(pairs))[dist.rank() :: dist.world_size()]
-        answers = _ask(scorer.functions, [pairs[i] for i in mine], batch_size)
-        answers = [answer for _, answer in sorted(dist.gather(list(zip(mine, answers))))]
+        batches = split([pairs[i] for i in mine], batch_size)
+        answers = [parts for batch in batches for parts in _call(scorer.function, batch)]
+        answers = [parts for _, parts in sorted(dist.gather(list(zip(mine, answers))))]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         texts = [_encode(scorer, *pair, end) for pair in pairs]
         forward = lambda model, batch: models.scores_of(model, batch).tolist()
         scores = of_each_comparison(forward, scorer.model, texts, batch_size, share_prompt=False)
-        answers = [(x, {}) for x in scores]
+        answers = [{"": x} for x in scores]
     scale, bias = scorer.gate
-    scores = [scale * x + bias for x, _ in answers]
+    scores = [scale * sum(parts.values()) + bias for parts in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not abs(x) < 3e38:  # NaN, or infinite in float32
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    names = dict.fromkeys(part for _, parts in answers for part in parts if part)
-    means = [statistics.fmean(parts[name] for _, parts in answers if name in parts) for name in names]
+    names = dict.fromkeys(part for parts in answers for part in parts if part)
+    means = [statistics.fmean(parts[name] for parts in answers if name in parts) for name in names]
     return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
 
 
@@ -376,7 +362,7 @@ def load_value_model(gated, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model row r of its head, with bias
     -mean e(x) over some prompts; for a function, or other tokens, the first policy's body and a head of 0."""
     scorer, checkpointing = gated.scorer, args.gradient_checkpointing
-    if scorer.functions or not scorer.same_tokens:
+    if scorer.function or not scorer.same_tokens:
         model = loading.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         torch.nn.init.zeros_(model.score.weight)
     else:

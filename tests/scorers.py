@@ -269,7 +269,7 @@ def scorer_that_notes(asked, version="b@2"):
         asked.extend(zip(prompts, responses))
         return [float(len(text.split())) for text in responses]
 
-    return scorers.Scorer("b", version, [scorers.Term(score)])
+    return scorers.Scorer("b", version, scorers.Term(score))
 
 
 def docs_functions(folder):

@@ -68,7 +68,7 @@ def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_re
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     pairs, reference = answers("fox", "cat", "eel"), [r for _, r in answers("ant", "cat", "eel eel")]
     scores = scorers.oracle_scores(oracle, pairs, reference, 2)
-    odds = oracle.functions[0].function([(p.turns, x.text, y.text) for (p, x), y in zip(pairs, reference)])
+    odds = oracle.function.function([(p.turns, x.text, y.text) for (p, x), y in zip(pairs, reference)])
     assert scores == pytest.approx([1 / (1 + math.exp(-x)) for x in odds])
     assert scores[1] == 0.5 and scores[0] != 0.5  # the same answers
     assert scorers.oracle_scores(oracle, pairs, None, 2) == [0.5] * 3  # the reference's own

@@ -87,7 +87,7 @@ CASES = {  # what happens between: (options of the run, change, options of the r
     "a function for a model": ({}, None, {"scorer": "f.py:f"}, "content of --scorer (scorer"),
     "another function": ({"scorer": "f.py:f"}, lambda: write("f.py", FUNCTION + FUNCTION.replace("f(", "g(")),
                          {"scorer": "f.py:g"}, "function of --scorer"),
-    "another weight": ({"scorer": "f.py:f"}, None, {"scorer": "f.py:f*0.5"}, "function of --scorer"),
+    "another text": ({"scorer": "f.py:f=a"}, None, {"scorer": "f.py:f=b"}, "function of --scorer"),
     "a mended function": ({"scorer": "f.py:f"}, lambda: write("f.py", FUNCTION + "# a comment"), {},
                           ["file of --scorer"]),
     "a moved function": ({"scorer": "f.py:f"}, lambda: (Path("x").mkdir(), shutil.copy("f.py", "x")),

@@ -120,9 +120,9 @@ def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_pa
     held.score(scorer_that_notes(asked), [A, B])
     assert len(asked) == 2 and path.stat().st_ino == inode  # neither scored nor written once more
     parts = lambda prompts, texts, rows: {"n": [len(t.split()) for t in texts], "one": [1] * len(rows)}
-    held.score(scorers.Scorer("c", "c@1", [scorers.Term(parts)]), [A, B])
+    held.score(scorers.Scorer("c", "c@1", scorers.Term(parts)), [A, B])
     assert held.parts == {"reward/n": 2.0, "reward/one": 1.0} and held.rows[0]["score"] == 3.0
-    held.score(scorers.Scorer("c", "c@1", [scorers.Term(parts)]), [A, B])  # as after a crash: all are scored
+    held.score(scorers.Scorer("c", "c@1", scorers.Term(parts)), [A, B])  # as after a crash: all are scored
     assert held.parts == {"reward/n": 2.0, "reward/one": 1.0}
     held.score(scorer_that_notes(asked, "d@1"), [A, B])
     assert held.parts == {}
@@ -134,5 +134,5 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
 
     held = pool_of(tmp_path, [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)])
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        held.score(scorers.Scorer("b", "b@1", [scorers.Term(score)]), [A, B])
+        held.score(scorers.Scorer("b", "b@1", scorers.Term(score)), [A, B])
     assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2

@@ -57,7 +57,7 @@ def scorer(n_outputs=1):
 
 
 def of_function(function):
-    return scorers.Scorer("a function", "1", [scorers.Term(function)])
+    return scorers.Scorer("a function", "1", scorers.Term(function))
 
 
 # -- normalise ---------------------------------------------------------------------------
@@ -1126,23 +1126,34 @@ def test_grpo_runs_without_a_value_model(grpo, small, tmp_path, monkeypatch):
     assert read_json(tmp_path / "args.json")["stage"] == "grpo"
 
 
+SUM = """import gsm8k
+from common import tiny
+
+
+def f(*given):
+    words = [-0.5 * len(response.split()) for response in given[1]]
+    true = [2 * x for x in tiny.gold_scorer(*given)]
+    return {"true": true, "words": words, "correct": gsm8k.correct(*given)}
+"""
+
+
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     name, grpo, small, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(docs_functions(tmp_path))
     rows = [{"prompt": r["prompt"], "answer": "#### 2"} for r in tiny.rows("prompts", "train")[:8]]
-    terms = {"common.tiny:gold_scorer": 2, "gsm8k.py:correct": 1, "myreward.py:short": -0.5}
-    options = {"scorer": "+".join(f"{term}*{weight}" for term, weight in terms.items()), "iterations": 1}
+    (tmp_path / "sum.py").write_text(SUM)
+    options = {"scorer": "sum.py:f", "iterations": 1}
     options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows)), "eval_prompts": 0}
     module = grpo if name == "grpo" else ppo
     monkeypatch.setattr(module, "PLOTS", [])
     options |= {"value_warmup_steps": None if name == "grpo" else 0}
     module.main(module.Args(**options_of(small, tmp_path / "run", **options)))
     [row] = metrics_rows(tmp_path / "run")
-    total = sum(weight * row[f"reward/{term}"] for term, weight in terms.items())
-    assert total and row["reward/score"] == pytest.approx(total, abs=1e-5)
-    assert row["reward/gsm8k.py:correct"] == 0
+    parts = [row[f"reward/{part}"] for part in ("true", "words", "correct")]
+    assert all(parts[:2]) and row["reward/score"] == pytest.approx(sum(parts), abs=1e-5)
+    assert parts[2] == 0
 
 
 @pytest.mark.parametrize("name, most", [("grpo", 57), ("cpl", 39)])

@@ -129,7 +129,7 @@ def rows_from(monkeypatch, responses, clusters=1, per_cluster=9):
     monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge = scorers.Scorer("f", "1", [scorers.Term(count)])
+    judge = scorers.Scorer("f", "1", scorers.Term(count))
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
     args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8)
     return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)

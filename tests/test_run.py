@@ -524,7 +524,6 @@ FORMS = [
     ("scorers", ("run",)),
     ("also", ["a", "run/pool.jsonl"]),
     ("scorer", "common.pairwise:oracle=run"),
-    ("scorer", "a.py:good*2+common.pairwise:oracle=run*0.5"),
     ("offline_data", "a:0.5, run/pool.jsonl?question=prompt:0.5"),
     ("offline_data", "run/model/a=b,c.jsonl:0.5"),
     ("model", "./link"),

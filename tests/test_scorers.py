@@ -436,8 +436,8 @@ def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_no
         return [0.0] * len(duels)
 
     compare.pairwise = True
-    functions = [scorers.Term(compare if pairwise else score, name="judge")]
-    judge = scorers.Scorer("judge", "judge@1", functions, pairwise=pairwise)
+    function = scorers.Term(compare if pairwise else score, name="judge")
+    judge = scorers.Scorer("judge", "judge@1", function, pairwise=pairwise)
     before = json.dumps([prompt.turns, prompt.row.data])
     scorers.score(judge, [(prompt, response(text)) for text in ("ant", "bear", "cat")], 8)
     assert lengths == [len(TALK) + 1] * 3 and json.dumps([prompt.turns, prompt.row.data]) == before
@@ -489,7 +489,7 @@ def test_a_function_may_give_numbers_in_any_form_that_has_an_order(code, write, 
 
 
 def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
-    args = ppo.Args(scorer="common.tiny:gold_scorer+common.ai_feedback:rater=runs/no_such")
+    args = ppo.Args(scorer="common.ai_feedback:rater=runs/no_such")
     scorers.try_functions(args)
     for spec, why in (
         (args.scorer, "runs/no_such"),
@@ -500,14 +500,25 @@ def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
             scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
-def test_files_modules_texts_and_weights_are_told_apart(monkeypatch):
+def test_files_modules_texts_and_models_are_told_apart(monkeypatch):
     monkeypatch.setattr(scorers, "named_function", lambda flag, spec: spec)
-    windows, unix = r"C:\x y\a.py:f", "../c++/b.py:g"
-    got = scorers.terms_of(f"{windows}*0.7+{unix}+m.n:h=org/a+b*-2")
-    want = [(windows, 0.7, windows, None), (unix, 1, unix, None), ("m.n:h", -2, "m.n:h=org/a+b", "org/a+b")]
-    assert got == want
+    for name in (r"C:\x y\a.py:f", "../c++/b.py:g", "m.n:h"):
+        assert scorers.term_of(name) == scorers.term_of(f" {name} ") == (name, name, None)
+        for text in ("org/a+b", "a*0.7+b.py:g", "x=y"):
+            assert scorers.term_of(f"{name}={text}") == (name, f"{name}={text}", text)
     models = ["tiny", "runs/reward", "org/a+b", r"C:\runs\reward", "../a-b.c"]
-    assert [scorers.terms_of(name) for name in models] == [[]] * 5
+    assert [scorers.term_of(name) for name in models] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["a.py:f*0.7+b.py:g", "a.py:f+b.py:g", "a.py:f * 2", "m.n:h*-.3", " m:f + m:g", "m:f*x", "m:f+runs/reward",
+     "runs/reward*0.5+m:f", "a.py:f*2+m:g=text"],
+)  # fmt: skip
+def test_a_sum_of_functions_is_refused_and_the_line_says_what_does_the_same(spec):
+    says = f"--scorer {spec}: wanted module:function or FILE.py:function, one function only: let it return "
+    with pytest.raises(InputError, match=re.escape(says + "{part: numbers}, which are summed") + "$"):
+        scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
 def test_the_functions_of_the_docs_score_and_are_logged_as_the_page_says(tmp_path, monkeypatch):
@@ -517,13 +528,11 @@ def test_the_functions_of_the_docs_score_and_are_logged_as_the_page_says(tmp_pat
     prompt = responses.Prompt([], [user("how many?")], row)
     texts = ["1200", "It is 2 x 600, because I counted: 1,200.", "1201", "1200 or 12", "", "because " * 90]
     asked = [(prompt, responses.Response([], text, True)) for text in texts]
-    good, short = f"{tmp_path}/c++ x/myreward.py:good", "myreward.py:short"
-    of_short, means = {"words": -0.5 / 6, "empty": -1 / 6}, {good: 2 / 6, short: -1.5 / 6}
+    means = {"good": 0.7 * 2 / 6, "words": -0.3 * 0.5 / 6, "empty": -0.3 / 6}
     for spec, scores, parts in (
         ("gsm8k.py:correct", [1, 1, 0, 0, 0, 0], {}),
-        (f"{good}*2", [0, 2, 0, 0, 0, 2], {}),
-        (short, [0, 0, 0, 0, -1, -0.5], of_short),
-        (f" {good} * 0.7 + {short}*-.3", [0, 0.7, 0, 0, 0.3, 0.85], means),
+        (f" {tmp_path}/c++ x/myreward.py:good", [0, 1, 0, 0, 0, 1], {}),
+        ("myreward.py:both", [0, 0.7, 0, 0, -0.3, 0.55], means),
     ):
         scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
         for size in (4, 64):
@@ -547,7 +556,7 @@ def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first
 @pytest.mark.parametrize(
     "spec",
     """no_such_module:f common.tiny:no_such common.tiny.no:f math.py:sqrt common:no common.tiny:RIGHT lacks.py:f
-    broken.py:f broken.py common:f*x runs/reward*0.5+math:sqrt math:sqrt+runs/reward""".split(),
+    broken.py:f broken.py""".split(),
 )
 def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -571,8 +580,8 @@ def test_the_version_changes_with_the_functions_file(write, tmp_path, monkeypatc
         (tmp_path / name).mkdir()
         (tmp_path / name / "s.py").write_text(text.format(x))
     one, same, helper = (scorers.version_of(f"{tmp_path / name}/s.py:f") for name in ("one", "same", "helper"))
-    weighted = scorers.version_of(f"{tmp_path / 'one'}/s.py:f*0.5")
-    assert one == same and len({one, helper, weighted}) == 3
+    texts = [scorers.version_of(f"{tmp_path / 'one'}/s.py:f={text}") for text in ("a", "b")]
+    assert one == same and len({one, helper, *texts}) == 4
 
 
 # -- what compares two responses -----------------------------------------------------------------
@@ -583,7 +592,7 @@ BEATS |= {(b, a): 1 - p for (a, b), p in BEATS.items()}
 
 def oracle_of(function):
     function.pairwise = True
-    return scorers.Scorer("oracle", "oracle@1", [scorers.Term(function, name="oracle")], pairwise=True)
+    return scorers.Scorer("oracle", "oracle@1", scorers.Term(function, name="oracle"), pairwise=True)
 
 
 def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(load):
@@ -631,9 +640,8 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
     assert scorer.pairwise
     duels = [(prompt, response("ant bear"), response("ant")), (prompt, response("ant"), response("owl"))]
     assert scorers.log_odds(scorer, duels, 8) == [-0.5, 0.0]
-    for refused, pairwise in ((spec, False), (f"{spec}+common.tiny:gold_scorer", True)):
-        with pytest.raises(InputError, match="compares two responses, and scores none"):
-            scorers.load_scorer(refused, TOKENIZER, CPU, pairwise=pairwise)
+    with pytest.raises(InputError, match="compares two responses, and scores none"):
+        scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
 def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path, load):
