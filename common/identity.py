@@ -8,29 +8,19 @@ content of its file; data by their content; a held-out set by its messages. Of t
 import contextlib
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from common import data, loading, scorers
 from common.errors import InputError
 
-ALL = "all scripts"
-REFUSED = {  # of what another one is refused on --resume, and in which scripts; of all else a line is printed
-    "script": ALL,
-    "held-out set": ALL,
-    "content of --model": ALL,
-    "content of --policy": ALL,
-    "content of --behavior-policies": ALL,
-    "content of --reference": ALL,
-    "content of --others": ALL,
-    "content of --chat-template": ALL,
-    "content of --scorer": "ppo",
-    "function of --scorer": "ppo",
-    "content of --safety-scorer": "ppo",
-    "function of --safety-scorer": "ppo",
-    "content of --dataset": "ai_feedback",
-    "lora_rank": ALL,
-    "freeze_layers": ALL,
-}
+REFUSED = (  # patterns of "script: what it began with": another one is refused, of all else a line is printed
+    ".*: script",
+    ".*: (held-out set|content of --(model|policy|behavior-policies|reference|others|chat-template))",
+    "ppo: (content|function) of --(safety-)?scorer",
+    "ai_feedback: content of --dataset",
+    ".*: (lora_rank|freeze_layers)",
+)
 
 
 def of_run(args, held_out) -> dict:
@@ -65,11 +55,11 @@ def changes(before: dict, now: dict, folder) -> list[str]:
     why = f" ({'; '.join(lines.values()) or 'under the same name'})"
     old, new = before.get("began_with", now["began_with"]), now["began_with"]
     lines.update({x: x for x in sorted(old.keys() | new.keys()) if old.get(x) != new.get(x)})
-    for name, scripts in REFUSED.items():
-        if name in lines and scripts in (ALL, now["stage"].split()[0]):
-            what = lines[name] + why * (name == lines[name])
-            mend = "resume with the one that it began with, or begin anew with --overwrite"
-            raise InputError(f"--resume: {folder} began with another {what}: {mend}")
+    script = now["stage"].split()[0]
+    for name in (x for pattern in REFUSED for x in lines if re.fullmatch(pattern, f"{script}: {x}")):
+        what = lines[name] + why * (name == lines[name])
+        mend = "resume with the one that it began with, or begin anew with --overwrite"
+        raise InputError(f"--resume: {folder} began with another {what}: {mend}")
     return list(lines.values())
 
 

@@ -1,5 +1,6 @@
 """common/identity.py: what a resumed run is refused, and what it says; the table of docs/runs.md is the code's."""
 
+import importlib
 import json
 import os
 import re
@@ -18,14 +19,22 @@ FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
 
 
 def test_the_table_of_the_docs_is_the_codes():
+    """Of every flag of every program: what the page says is refused, and nothing else."""
     page = (processes.ROOT / "docs" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
-    refused = {}
+    programs = {name: importlib.import_module(name) for name in processes.SCRIPTS}
+    for name in ("ai_feedback", "evaluate", "rehearsal"):
+        programs[name] = importlib.import_module(f"common.{name}")
+    wanted = set()
     for names, verdict in re.findall(r"^\| (.+?) \| (refused.*?) \|", page, re.M):
-        script = re.search(r"`(?:common\.)?(\w+)(\.py)?`", verdict)
+        only = re.search(r"`(?:common\.)?(\w+)(\.py)?`", verdict)
         for name in names.replace("`", "").split(", "):
             name = name[2:].replace("-", "_") if name.startswith("--") else name
-            refused[name] = script[1] if script else identity.ALL
-    assert refused == identity.REFUSED
+            wanted |= {f"{script}: {name}" for script in ([only[1]] if only else programs)}
+    flags = {flag for program in programs.values() for flag in program.Args.__annotations__}
+    behind = {f"{kind} of --{x.replace('_', '-')}" for kind in ("content", "function", "file") for x in flags}
+    every = {f"{script}: {x}" for script in programs for x in {"script", "held-out set", "ranks"} | flags | behind}
+    refused = {x for x in every if any(re.fullmatch(pattern, x) for pattern in identity.REFUSED)}
+    assert refused == wanted and len(every) > 1000
 
 
 @pytest.fixture
