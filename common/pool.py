@@ -16,11 +16,6 @@ from common import data, dist, files, formats, metrics, responses, scorers
 from common.batches import Row, split, turns_key
 from common.errors import InputError
 
-COLUMNS = {  # of a row, and what stands in it
-    "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
-    "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
-}  # fmt: skip
-
 
 def take(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
@@ -31,9 +26,8 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
 
     def fitting(row):
         values = row.data
-        if not set(COLUMNS) <= set(values):
-            raise ValueError(f"no row of a pool, which has {', '.join(COLUMNS)}")
-        check_types(values)
+        with files.reading("the row", "A pool is pool.jsonl of a run"):
+            check_row(values)
         key = turns_key(values["prompt"])
         if key not in lengths:
             raise ValueError("the prompt is not in --dataset")
@@ -54,17 +48,18 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
 def rows_of(run) -> list[dict]:
     """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
     reads = run.resumed and dist.is_main()
-    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl", check=check_types) if reads else [])
+    return dist.gather(metrics.read_jsonl(run.folder / "pool.jsonl", check=check_row) if reads else [])
 
 
-def check_types(row):
-    """ValueError for a row of a pool that holds values of other types, or prompts that are no messages."""
-    wrong = [name for name, kind in COLUMNS.items() if not isinstance(row[name], kind)]
-    if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
-        raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
-    for message in row["prompt"]:
-        if not isinstance(message, dict) or {type(message.get(x)) for x in ("role", "content")} != {str}:
-            raise ValueError("the prompt is no list of messages")
+def check_row(row):
+    """Use a row of a pool, as files.reading wants it, so that a value of another type is an error here."""
+    for message in [] + row["prompt"]:
+        "{role:s} {content:s}".format_map(message)
+    "{response:s} {model:s} {finished:d} {iteration:d} {chunk:d} {temperature:f}".format_map(row)
+    for value, kind in ((row["score"], "f"), (row["scorer"], "s")):
+        format(value, kind if value is not None else "")
+    if not all(type(token) is int and token >= 0 for token in [] + row["response_ids"]):
+        raise ValueError("response_ids holds what is no token id")
 
 
 class Pool:

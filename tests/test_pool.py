@@ -76,24 +76,31 @@ def test_rows_that_answer_no_prompt_or_are_too_long_are_left_out_and_named(tmp_p
         pool.take(path, [A], TOKENIZER, 64)
 
 
-@pytest.mark.parametrize("name", pool.COLUMNS)
+@pytest.mark.parametrize("name", row(A, "ant"))
 def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
     assert pool.take(path, [A], TOKENIZER, 64) == [row(A, "ant")]
-    assert f"1: no row of a pool, which has {', '.join(pool.COLUMNS)} ({path}:2)" in capsys.readouterr().out
+    why = f"1: the row: cannot be read (there is no {name!r}). A pool is pool.jsonl of a run ({path}:2)"
+    assert why in capsys.readouterr().out
 
 
 WRONG = [("prompt", "a"), ("prompt", [5]), ("prompt", [{"role": 1, "content": "a"}]), ("response", 5)]
 WRONG += [("response_ids", "1"), ("response_ids", ["1"]), ("response_ids", [-1]), ("finished", "yes")]
 WRONG += [("iteration", "1"), ("chunk", None), ("score", "high"), ("temperature", [])]
+WRONG += [("prompt", ""), ("prompt", {}), ("prompt", ["a"]), ("prompt", [{"role": "user"}]), ("response_ids", "")]
+WRONG += [("response_ids", [1.0]), ("response_ids", None), ("iteration", 1.5), ("model", 1), ("model", None)]
+WRONG += [("score", ""), ("score", []), ("scorer", 0), ("scorer", []), ("finished", None), ("temperature", "1")]
 
 
 @pytest.mark.parametrize("column, value", WRONG)
 def test_a_row_with_values_of_another_type_is_left_out_and_named(tmp_path, capsys, column, value):
+    """Of a run that is resumed it ends the run with one line."""
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), {**row(A, "ant"), column: value}])
     assert pool.take(path, [A], TOKENIZER, 64) == [row(A, "ant")]
     assert f"({path}:2)" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"^.*pool.jsonl:2: cannot be read .* --overwrite\.$"):
+        pool.rows_of(SimpleNamespace(folder=tmp_path, resumed=True))
 
 
 def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path):
