@@ -136,7 +136,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     if values.get("responses") is not None:
         prompt, texts, grades = _ranking(values, values["responses"])
         ranks = _ranks(grades, min_score_gap)
-    elif "chosen" in values and "rejected" in values:
+    else:
         prompt, texts = _pair(values)
         grades, ranks, rating = None, [0, 1], values.get("rating")
         for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
@@ -151,8 +151,6 @@ def _labelled(row, min_score_gap) -> Comparison:
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 1/2 is a label too, of a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
-    else:
-        raise _no_pair(values)
     if len({text.strip() for text in texts}) < 2:
         raise ValueError("the responses are the same")
     for text in texts:
@@ -209,22 +207,19 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     are a pair without a label. ValueError says why there is none."""
     responses = values.get("responses")
     if responses is None:
-        if "chosen" not in values or "rejected" not in values:
-            raise _no_pair(values)
         prompt, texts = _pair(values)
         label = _number(values, "preference", 0, 1)
         return prompt, texts, 1.0 if label is None else label
-    objects = isinstance(responses, list) and all(isinstance(r, dict) for r in responses)
-    if objects and not any("score" in r for r in responses):
+    if isinstance(responses, list) and all(isinstance(r, dict) and "score" not in r for r in responses):
         prompt, texts, _ = _ranking(values, [{**r, "score": i} for i, r in enumerate(responses[:2])])
         return prompt, texts, None
     prompt, texts, grades = _ranking(values, responses)
-    places = itertools.permutations(range(len(texts)), 2)
-    pairs = [(i, j) for i, j in places if grades[i] != grades[j] and texts[i].strip() != texts[j].strip()]
+    twos = itertools.permutations(zip(texts, grades), 2)
+    pairs = [(a, b) for a, b in twos if a[1] != b[1] and a[0].strip() != b[0].strip()]
     if not pairs:
         raise ValueError("no response is better than another")
-    i, j = pairs[zlib.crc32(where.encode()) % len(pairs)]
-    return prompt, [texts[i], texts[j]], float(grades[i] > grades[j])
+    (first, grade), (second, other) = pairs[zlib.crc32(where.encode()) % len(pairs)]
+    return prompt, [first, second], float(grade > other)
 
 
 def column(comparison, name) -> list | None:
@@ -285,6 +280,8 @@ def _no_pair(values) -> ValueError:
 
 def _pair(values):
     """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
+    if "chosen" not in values or "rejected" not in values:
+        raise _no_pair(values)
     sides = [data.check_messages(data.answered(values, values[x]), values) for x in ("chosen", "rejected")]
     (*prompt, chosen), (*other, rejected) = sides
     if turns_key(prompt) != turns_key(other):
