@@ -17,7 +17,6 @@ import hashlib
 import importlib
 import itertools
 import json
-import math
 import os
 import re
 import runpy

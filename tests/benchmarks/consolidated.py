@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from common import dist
+from common import dist, tensor_parallel
 from common.sampler import sample
 
 WAYS = {"sharded": 0, "consolidated": 1, "two ranks a copy": 2, "never sharded": 0}  # dist.ranks_per_copy

@@ -35,7 +35,7 @@ import dpo_iterative
 import ppo
 import reward
 import sft
-from common import loading, tiny, versions
+from common import loading, tiny
 from common.errors import InputError
 from common.metrics import read_json, read_jsonl, write_jsonl
 from common.sampler import sample
