@@ -38,7 +38,7 @@ from common import checks, comparisons, data, generate, loading, plots, scorers
 from common.cli import check_flags
 from common.pool import Pool, candidates, pairing_metrics, pairs_of, rows_of, write_pairs
 from common.run import Run, launch
-from common.versions import Answers, Versions
+from common.versions import DPOEvaluation, Versions
 
 
 @dataclass
@@ -168,7 +168,7 @@ def best_against_worst(pairs, scores, iteration, args):
                 ranks=torch.tensor([0, 1]),
                 source=f"iteration {iteration}",
                 row=prompt.row,
-                grades=[of_group.max().item(), of_group.min().item()],
+                label_scores=[of_group.max().item(), of_group.min().item()],
                 category=prompt.category,
             )
             chosen.append(pair)
@@ -368,7 +368,8 @@ def main(args: Args):
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and checks.shares_prompts(versions.load(name), args.max_length)
-    versions.evaluate = evaluate = Answers(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
+    evaluate = DPOEvaluation(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
+    versions.evaluate = evaluate
 
     plan = plan_of(offline, prompts_of.get(1, []), prompts, args)
     run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now is an old run replaced

@@ -526,7 +526,8 @@ def main(args: Args):
                 # The best one of the last checkpoint stays: a crash before the next one leads back to it
                 kept = checkpoints.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
                 checkpoints.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
-        run.log(row, state["optimizer_steps"], iteration, ("reward/score", "kl/per_response", "policy/entropy"))
+        shown = ("reward/score", "kl/per_response", "policy/entropy")
+        run.log(row, state["optimizer_steps"], iteration, shown)
 
     exported = state["best_version"]["iteration"] if args.patience else state["step"]
     if args.patience:

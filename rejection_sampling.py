@@ -40,9 +40,9 @@ from common.losses import sft_loss
 # The program around it needs these: data, runs, evaluation, checkpoints
 from common import checks, data, generate, loading, plots, scorers
 from common.cli import check_flags
-from common.pool import Pool, candidates, pairs_of, rows_of, selection_metrics, take
+from common.pool import Pool, candidates, pairs_of, rows_of, selection_metrics, load_pool
 from common.run import Run, launch
-from common.versions import Sweep, Versions
+from common.versions import RejectionSamplingEvaluation, Versions
 
 
 @dataclass
@@ -280,13 +280,13 @@ def main(args: Args):
     if args.sft_dataset:
         sft_documents = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
     if args.pool and not run.resumed:
-        pool_rows = take(args.pool, prompts, tokenizer, args.max_length)
+        pool_rows = load_pool(args.pool, prompts, tokenizer, args.max_length)
 
     # models: the scorer stays, policies come and go; each version has an optimiser of its own
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, policy)
-    versions.evaluate = Sweep(held_out, scorer, tokenizer, args)
+    versions.evaluate = RejectionSamplingEvaluation(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, not after hours of sampling
         args.packing = checks.packs(versions.load(policy if args.start_from == "last" else args.model))
 
@@ -305,7 +305,7 @@ def main(args: Args):
         if args.n_samples:
             start = pool.n_prompts_before(iteration)
             chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
-            temperature = versions.studies[iteration - 1]["temperature"]
+            temperature = versions.evaluations[iteration - 1]["temperature"]
             pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
         run.lap("sample")
 

@@ -42,7 +42,7 @@ import torch
 
 from common import checks, comparisons, data, dist, files, formats, generate, loading, metrics, models
 from common import scorers
-from common.batches import a_part, split, turns_key
+from common.batches import random_subset, split, turns_key
 from common.cli import check_flags
 from common.errors import InputError
 from common.responses import my_responses
@@ -362,7 +362,7 @@ def hindsight(rows, labeler, principles, args):
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
     number: int  # the row's place in the data set
-    key: str  # of batches.a_part
+    key: str  # of batches.random_subset
     about: dict  # what a row that is written begins with
     prompt: list[dict]
     texts: list[str]  # label: two; revise, hindsight: one or none
@@ -403,7 +403,7 @@ def read_items(args) -> list[Item]:
     if args.task == "label":
         rows = comparisons.joined(rows)
     items = data.read(rows, item, args.dataset, f"rows of {args.task}")
-    return a_part(data.made_of(rows, lambda _, item: item, args.dataset, zip(items)), args.max_rows)
+    return random_subset(data.map_rows(rows, lambda _, item: item, args.dataset, zip(items)), args.max_rows)
 
 
 TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}

@@ -63,7 +63,7 @@ def held_out_keys(prompts) -> dict[tuple, int]:
     return questions
 
 
-def a_part(items, n, name=lambda item: item.key):
+def random_subset(items, n, name=lambda item: item.key):
     """n of some prompts, comparisons or rows, by the hash of their name and in their order: a sample of all
     of a mixture or of a file that is sorted, where the first n would be of one kind."""
     chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
@@ -174,7 +174,7 @@ class Comparison(NamedTuple):
     rating: str | None = None  # one of RATINGS
     margin: float | None = None  # Llama 2's m as the row gives it
     margins: torch.Tensor | None = None  # (K, K), Llama 2's m of every two responses in the loss
-    grades: list[float] | None = None  # the K scores that the labels come from
+    label_scores: list[float] | None = None  # the K scores that the labels come from
     preference: float | None = None  # P(texts[0] is better), a soft label
     category: str | None = None
     kept: tuple = (0, 1)  # which of the row's responses these are

@@ -35,7 +35,7 @@ SYNONYMS = """model model_name_or_path; reference ref ref_model reference_model;
     epochs num_train_epochs num_ppo_epochs; batch_size minibatch_size; n_samples n num_generations;
     micro_batch_size per_device_train_batch_size; max_new_tokens max_completion_length response_length;
     kl_coef beta kl; clip_ratio cliprange epsilon; eval_every eval_steps; save_every save_steps""".split(";")
-ELSEWHERE = {  # a flag that is none here and has no synonym -> what does it
+FOREIGN_FLAGS = {  # a flag that is none here and has no synonym -> what does it
     "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",
     "warmup_steps": "--warmup-ratio is a share of all steps",
@@ -176,5 +176,5 @@ def _parse_flags(recipes, name, argv):
         name = next((word for word in [name, *same] if hasattr(defaults, word)), name)
         near = difflib.get_close_matches(name, [*vars(given.script), *vars(given.every_command)], 1, 0.7)
         hint = f"did you mean --{near[0].replace('_', '-')}?" if near else "see --help"
-        raise InputError(f"unknown argument {unknown[0]!r}: {ELSEWHERE.get(name.lower(), hint)}")
+        raise InputError(f"unknown argument {unknown[0]!r}: {FOREIGN_FLAGS.get(name.lower(), hint)}")
     return given.script, given.every_command

@@ -11,7 +11,7 @@ import zlib
 import torch
 
 from common import batches, data, dist, formats, metrics, models
-from common.batches import RATINGS, Comparison, a_part, labelled_pairs, of_each_comparison, turns_key
+from common.batches import RATINGS, Comparison, random_subset, labelled_pairs, of_each_comparison, turns_key
 from common.errors import InputError
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -34,7 +34,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     rows = joined(data.load_rows(spec, "preferences", split), tokenizer)
     labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
     labelled = data.read(rows, labelled, spec, "comparisons", tokenizer)
-    tokens = data.by_shares(labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
+    tokens = data.map_over_ranks(labelled, lambda c: data.encode_responses(tokenizer, c.prompt, c.texts))
 
     def comparison(row, c, tokens):
         data.check_known(tokenizer, tokens[0])
@@ -44,7 +44,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         per_prompt[c.key] += 1
         return c
 
-    loaded = data.made_of(rows, comparison, spec, tokens)
+    loaded = data.map_rows(rows, comparison, spec, tokens)
     pairs = [c for c in loaded if len(c.texts) == 2]
     labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
 
@@ -53,7 +53,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
             raise ValueError("another row has the opposite label for the same responses")
         return c
 
-    kept = data.made_of(loaded, unopposed, spec)
+    kept = data.map_rows(loaded, unopposed, spec)
     n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
     if n_left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
@@ -107,23 +107,24 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
         return [], []
 
     def load_one(spec, split):
-        return [two_of(c) for c in load(spec, split, tokenizer, args.max_length)]
+        return [best_and_worst(c) for c in load(spec, split, tokenizer, args.max_length)]
 
     train, test = data.train_and_held_out(args.offline_data, None, load_one, tokenizer)
     train = data.without_prompts_of(train, held_out, args.offline_data)
-    return a_part(train, args.offline_pairs), a_part(test, 500)
+    return random_subset(train, args.offline_pairs), random_subset(test, 500)
 
 
-def two_of(c) -> Comparison:
+def best_and_worst(c) -> Comparison:
     """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
     if len(c.texts) == 2:
         return c
-    return _only(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])._replace(ranks=torch.tensor([0, 1]))
+    two = select_responses(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])
+    return two._replace(ranks=torch.tensor([0, 1]))
 
 
-def _only(c, places):
+def select_responses(c, places):
     """The comparison of its responses at these places."""
-    columns = {"texts": c.texts, "response_ids": c.response_ids, "grades": c.grades}
+    columns = {"texts": c.texts, "response_ids": c.response_ids, "label_scores": c.label_scores}
     columns = {name: column and [column[i] for i in places] for name, column in columns.items()}
     return c._replace(ranks=c.ranks[places], kept=tuple(c.kept[i] for i in places), **columns)
 
@@ -134,18 +135,18 @@ def _labelled(row, min_score_gap) -> Comparison:
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
     labels = {"category": batches.printable(category)}
     if values.get("responses") is not None:
-        prompt, texts, grades = _ranking(values, values["responses"])
-        ranks = _ranks(grades, min_score_gap)
+        prompt, texts, label_scores = _ranking(values, values["responses"])
+        ranks = _ranks(label_scores, min_score_gap)
     else:
         prompt, texts = _pair(values)
-        grades, ranks, rating = None, [0, 1], values.get("rating")
+        label_scores, ranks, rating = None, [0, 1], values.get("rating")
         for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
-            if grades is None and all(name in values for name in names):
-                grades = [_number(values, name, -math.inf, math.inf) for name in names]
+            if label_scores is None and all(name in values for name in names):
+                label_scores = [_number(values, name, -math.inf, math.inf) for name in names]
         if rating is not None and rating not in RATINGS:
             raise formats.unreadable("rating", rating, f"none of {', '.join(RATINGS)}")
         preference = _number(values, "preference", 0, 1)
-        if grades and _ahead(grades, preference) < _least(min_score_gap):
+        if label_scores and _ahead(label_scores, preference) < _least(min_score_gap):
             raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
         margin = _number(values, "margin", 0, math.inf)
         labels.update(rating=rating, margin=margin, preference=preference)
@@ -157,7 +158,7 @@ def _labelled(row, min_score_gap) -> Comparison:
         messages = data.check_messages([*prompt, {"role": "assistant", "content": text}])
     ranks = torch.tensor(ranks, dtype=torch.float64 if isinstance(ranks[0], float) else torch.long)
     prompt, source = messages[:-1], row.where.rpartition(":")[0]
-    labels.update(grades=grades, kept=tuple(range(len(texts))))
+    labels.update(label_scores=label_scores, kept=tuple(range(len(texts))))
     for name in OF_EACH:
         _of_each(values, name, labels["kept"])  # now, while it is noted what is read
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
@@ -172,7 +173,7 @@ def _with_ids(c, prompt_ids, response_ids, max_length):
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
     prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
-    c = _only(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
+    c = select_responses(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
     if not labelled_pairs(c) and c.preference is None:
         raise ValueError("no response is better than another")
     return c
@@ -187,16 +188,17 @@ def with_margins(comparisons, size) -> list[Comparison]:
         return comparisons
     largest = collections.Counter()  # data set -> its largest difference of scores
     for c in comparisons:
-        largest[c.source] = max(largest[c.source], max(c.grades or [0]) - min(c.grades or [0]))
+        largest[c.source] = max(largest[c.source], max(c.label_scores or [0]) - min(c.label_scores or [0]))
 
     def margins(c):
         margin = c.margin if c.rating is None else MARGINS[size][c.rating]
         if margin is not None:
             return torch.full((len(c.texts), len(c.texts)), float(margin))
-        if c.grades is None:
+        if c.label_scores is None:
             raise InputError(f"{c.row.where}: no rating, margin or scores for --margin {size}")
-        grades, scale = torch.tensor(c.grades), max(MARGINS[size].values()) / (largest[c.source] or 1.0)
-        return (grades[:, None] - grades[None, :]).abs() * scale
+        label_scores = torch.tensor(c.label_scores)
+        scale = max(MARGINS[size].values()) / (largest[c.source] or 1.0)
+        return (label_scores[:, None] - label_scores[None, :]).abs() * scale
 
     return [c._replace(margins=margins(c)) for c in comparisons]
 
@@ -213,8 +215,8 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
     if isinstance(responses, list) and all(isinstance(r, dict) and "score" not in r for r in responses):
         prompt, texts, _ = _ranking(values, [{**r, "score": i} for i, r in enumerate(responses[:2])])
         return prompt, texts, None
-    prompt, texts, grades = _ranking(values, responses)
-    twos = itertools.permutations(zip(texts, grades), 2)
+    prompt, texts, label_scores = _ranking(values, responses)
+    twos = itertools.permutations(zip(texts, label_scores), 2)
     pairs = [(a, b) for a, b in twos if a[1] != b[1] and a[0].strip() != b[0].strip()]
     if not pairs:
         raise ValueError("no response is better than another")
@@ -238,19 +240,19 @@ def _of_each(values, name, kept):
 
 def _ranking(values, responses):
     """(prompt messages, texts, scores) of a row with these `responses`."""
-    texts, grades = data.ranking(responses)
+    texts, label_scores = data.ranking(responses)
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
-    return data.check_prompt(data.prompt_of(values) or [], values), texts, grades
+    return data.check_prompt(data.prompt_of(values) or [], values), texts, label_scores
 
 
-def _ranks(grades, gap):
+def _ranks(label_scores, gap):
     """Ranks that differ by 1 or more where scores differ by `gap` or more: what lies between two responses
     does not make them equal. Without a gap the number of better scores."""
     if gap:
-        return [(max(grades) - grade) / _least(gap) for grade in grades]
-    better = sorted(set(grades), reverse=True)
-    return [better.index(grade) for grade in grades]
+        return [(max(label_scores) - grade) / _least(gap) for grade in label_scores]
+    better = sorted(set(label_scores), reverse=True)
+    return [better.index(grade) for grade in label_scores]
 
 
 def _least(gap) -> float:
@@ -258,9 +260,9 @@ def _least(gap) -> float:
     return gap * (1 - 1e-4)
 
 
-def _ahead(grades, preference) -> float:
+def _ahead(label_scores, preference) -> float:
     """How much higher the score of the side is that a soft label says is better; of a tie of either side."""
-    ahead = grades[0] - grades[1]
+    ahead = label_scores[0] - label_scores[1]
     if preference == 0.5:
         return abs(ahead)
     return ahead if preference is None or preference > 0.5 else -ahead

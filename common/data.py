@@ -22,7 +22,7 @@ import jinja2
 import torch
 
 from common import dist, formats, metrics, tiny
-from common.batches import Comparison, Document, Row, a_part, split
+from common.batches import Comparison, Document, Row, random_subset, split
 from common.errors import InputError
 from common.formats import WrongColumns, columns
 
@@ -55,7 +55,7 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
             source, _, weight = listed[sizes.index(0)]
             why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
             raise InputError(f"{_flag(source)}: {why}")
-        parts = [a_part(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
+        parts = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
     rows = list(itertools.chain(*parts))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than a collective may last
@@ -211,7 +211,7 @@ def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
     results, unread = [], collections.defaultdict(collections.Counter)
     for row in metrics.progress(len(rows), 0, f"read {name}", rows, lines=False):
         paths = set(row.read)
-        results.append(tried(reader, row._replace(data=cells_of(row.data, paths, tokenizer))))
+        results.append(value_or_error(reader, row._replace(data=cells_of(row.data, paths, tokenizer))))
         if not isinstance(results[-1], ValueError) and not row.where.startswith("tiny/"):
             unread[row.where.rpartition(":")[0]].update(set(formats.unread(row.data, paths)))
     for source, counts in unread.items():
@@ -563,7 +563,7 @@ def _tokenize(tokenizer, text, starts):
     return ids, [last for _, last in spans]
 
 
-def tried(function, argument):
+def value_or_error(function, argument):
     """function(argument), or the ValueError that it raises."""
     try:
         return function(argument)
@@ -571,15 +571,16 @@ def tried(function, argument):
         return error
 
 
-def by_shares(items, work, size: int = 64):
+def map_over_ranks(items, work, size: int = 64):
     """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where
     x is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
     for chunk in split(items, size * dist.world_size()):
         mine = chunk[size * dist.rank() :][:size]
-        yield from zip(chunk, dist.gather([isinstance(x, ValueError) or tried(work, x) for x in mine]))
+        results = [isinstance(x, ValueError) or value_or_error(work, x) for x in mine]
+        yield from zip(chunk, dist.gather(results))
 
 
-def made_of(rows, make, name: str, shared=None) -> list:
+def map_rows(rows, make, name: str, shared=None) -> list:
     """make(row) of every row, or of things that have one; make(row, x, y) with the (x, y) of by_shares. Where
     there is a ValueError, reason and places are printed. InputError if nothing is left."""
     made, dropped, wanted = [], {}, ""
@@ -618,8 +619,8 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
 
     cut = 0
     dialogues = read(rows, lambda row: sft_messages(row.data), name, "demonstrations", tokenizer)
-    tokens = by_shares(dialogues, lambda x: encode(tokenizer, *x))
-    documents = made_of(rows, document, name, tokens)
+    tokens = map_over_ranks(dialogues, lambda x: encode(tokenizer, *x))
+    documents = map_rows(rows, document, name, tokens)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
     return documents
@@ -656,7 +657,7 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
         return document
 
     held = {question for d in held_out for question in d.questions}
-    return made_of(documents, other, name)
+    return map_rows(documents, other, name)
 
 
 def train_and_held_out(dataset, eval_dataset, load, tokenizer):
@@ -717,7 +718,7 @@ def text_documents(args, tokenizer):
 
     name, rows = args.ptx_dataset, load_rows(args.ptx_dataset, "text")
     documents = read(rows, document, name, "text")
-    return made_of(rows, lambda row, document: document._replace(row=row), name, zip(documents))
+    return map_rows(rows, lambda row, document: document._replace(row=row), name, zip(documents))
 
 
 def stream(documents, size, step, *key):

@@ -27,7 +27,7 @@ import torch
 
 from common import comparisons, data, dist, evaluation, formats, generate, loading, metrics, plots
 from common import responses, reward_evaluation, scorers
-from common.batches import a_part, labelled_pairs
+from common.batches import random_subset, labelled_pairs
 from common.cli import check_flags
 from common.errors import InputError
 from common.run import Run, launch, start_run
@@ -137,8 +137,8 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
     room = args.max_length - args.max_new_tokens
     prompts = generate.load_prompts(args.dataset, args.split, tokenizer, room, answered and score_of_answer)
-    pairs = data.made_of(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
-    return a_part(pairs, args.eval_prompts, lambda pair: pair[0].key)
+    pairs = data.map_rows(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
+    return random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
 
 
 def score_of_answer(row) -> float:
@@ -146,7 +146,7 @@ def score_of_answer(row) -> float:
     values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
     with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
         values = [max(data.ranking(row["responses"])[1])] if "responses" in row else values
-    numbers = [data.tried(formats.number, x) for x in values]
+    numbers = [data.value_or_error(formats.number, x) for x in values]
     return next((x for x in numbers if isinstance(x, float)), -math.inf)
 
 
@@ -157,7 +157,8 @@ def length_controlled(won, differences) -> float:
     won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
     deviation = d.std(correction=0)
     x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
-    return scorers.likeliest(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))[0].sigmoid().item()
+    weights = scorers.fit_logistic_regression(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))
+    return weights[0].sigmoid().item()
 
 
 def elo(won, n_games, m, anchor) -> torch.Tensor:
@@ -167,7 +168,7 @@ def elo(won, n_games, m, anchor) -> torch.Tensor:
     i, j = torch.triu_indices(m, m, offset=1)
     each = torch.eye(m, dtype=torch.float64)
     no_scale = torch.full_like(each, 1 / m)  # strengths have none: their logarithms' sum is 0
-    logs = scorers.likeliest(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
+    logs = scorers.fit_logistic_regression(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
     return 1000 + 400 * (logs - logs[..., anchor, None]) / math.log(10)
 
 

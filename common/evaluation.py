@@ -5,7 +5,7 @@ from functools import partial
 from statistics import fmean
 
 from common import data, dist, generate, metrics, models, responses, tiny
-from common.batches import a_part, make_blocks, response_mask
+from common.batches import random_subset, make_blocks, response_mask
 
 FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
     "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
@@ -81,7 +81,7 @@ class HeldOutPrompts:
     reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
-        self.prompts, self.samples = a_part(prompts, args.eval_prompts), []
+        self.prompts, self.samples = random_subset(prompts, args.eval_prompts), []
         self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
         self.fingerprint = [prompt.key for prompt in self.prompts] + fingerprint(text)

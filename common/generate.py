@@ -39,8 +39,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Pr
     if grade:
         rows = sorted(rows, key=lambda row: -grade(row.data))
     asked = data.read(rows, turns_of, spec, "prompts", tokenizer)
-    ids = data.by_shares(asked, partial(data.prompt_ids, tokenizer))
-    return data.made_of(rows, prompt_of, spec, ids)
+    ids = data.map_over_ranks(asked, partial(data.prompt_ids, tokenizer))
+    return data.map_rows(rows, prompt_of, spec, ids)
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
@@ -82,8 +82,8 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
         while len(dealt[i]) < n:
             if not fresh:
                 mend = "lower --iterations or --prompts-per-iteration"
-                why = f"{len(prompts)} prompts are too few for iterations of {n} new ones, from iteration {i} on"
-                raise InputError(f"{args.dataset}: {why}: {mend}")
+                why = f"{len(prompts)} prompts are too few for iterations of {n} new ones"
+                raise InputError(f"{args.dataset}: {why}, from iteration {i} on: {mend}")
             dealt[i].append(fresh.pop())
     return dealt
 

@@ -17,7 +17,8 @@ from huggingface_hub import try_to_load_from_cache
 from common import checks, dist, lora, models, tiny
 from common.errors import InputError
 
-SPARE = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)  # tokens kept for such a use
+# Names of tokens that can be the padding
+PADDING_NAMES = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)
 # Of an exported scorer: read_at_end_token
 CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
 TRAINED_HERE = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
@@ -67,7 +68,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end token, a mask made from ids anywhere would drop real end tokens
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        spare = [token for token in added if SPARE.search(token) and token != tokenizer.eos_token]
+        spare = [token for token in added if PADDING_NAMES.search(token) and token != tokenizer.eos_token]
         if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
             spare.append(tokenizer.unk_token)  # Llama 2's: a new one would make 32,001 rows, which are slow
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})

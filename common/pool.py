@@ -17,7 +17,7 @@ from common.batches import Row, split, turns_key
 from common.errors import InputError
 
 
-def take(path, prompts, tokenizer, max_length) -> list[dict]:
+def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
     tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
     if not Path(path).is_file():
@@ -42,7 +42,7 @@ def take(path, prompts, tokenizer, max_length) -> list[dict]:
         return values
 
     rows = [Row(f"{path}:{place}", values) for place, values in formats.read_file(Path(path))]
-    return data.made_of(rows, fitting, f"--pool {path}")
+    return data.map_rows(rows, fitting, f"--pool {path}")
 
 
 def rows_of(run) -> list[dict]:
@@ -177,8 +177,8 @@ def write_pairs(folder, pairs, iteration):
     for pair in pairs:
         row = {"prompt": pair.prompt, "chosen": pair.texts[0], "rejected": pair.texts[1]}
         row.update(iteration=iteration, source=pair.source, category=pair.category)
-        if pair.grades:
-            row["chosen_score"], row["rejected_score"] = pair.grades
+        if pair.label_scores:
+            row["chosen_score"], row["rejected_score"] = pair.label_scores
         if pair.preference is not None:
             row["preference"] = pair.preference
         rows.append(row)
@@ -217,6 +217,6 @@ def pairing_metrics(rows, pairs, dropped, iteration) -> dict[str, float]:
     figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
     figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
     for i, side in enumerate(("chosen", "rejected") if pairs else ()):
-        figures[f"pairs/{side}_score"] = sum(pair.grades[i] for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_score"] = sum(pair.label_scores[i] for pair in pairs) / len(pairs)
         figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
     return figures

@@ -28,7 +28,7 @@ from common.cli import check_flags, parse
 from common.errors import Diverged, InputError, NotFinite
 from common.files import write_json
 
-BEGUN = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be gone on with
+RESUMABLE = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be resumed
 OUTPUTS = (  # what a new run removes of an old one, beside *.png
     "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
     "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl"
@@ -36,7 +36,9 @@ OUTPUTS = (  # what a new run removes of an old one, beside *.png
 SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
 DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
 # What torch says where another rank is gone
-GONE = re.compile("gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I)
+PEER_LOST = re.compile(
+    "gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I
+)
 
 
 def launch(main, recipes):
@@ -65,7 +67,7 @@ def launch(main, recipes):
         code = stop.code
     except BaseException as error:
         code = 1
-        if dist.world_size() > 1 and GONE.search(str(error)):
+        if dist.world_size() > 1 and PEER_LOST.search(str(error)):
             _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {_what_is_saved()}")
         elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
             why = f"a layer of the model mixes bfloat16 with other numbers ({error})"
@@ -78,7 +80,7 @@ def launch(main, recipes):
 
 def _what_is_saved():
     """How the run that was interrupted can continue."""
-    if Run.current and any((Run.current.folder / name).exists() for name in BEGUN):
+    if Run.current and any((Run.current.folder / name).exists() for name in RESUMABLE):
         return f"--resume continues from what is saved in {Run.current.folder}"
     return "nothing is saved yet, the same command starts from the beginning"
 
@@ -271,7 +273,7 @@ def find_run(args) -> str | None:
     before, outputs = _args_of(folder), _outputs(folder)
     if outputs and not before:
         raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
-    there = [(folder / name).exists() for name in ("summary.json", "model", *BEGUN)]
+    there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
     finished, has_model, *begun = dist.gather([there])[0]  # what rank 0 sees decides for all
     if finished and args.resume:
         if dist.is_main():
@@ -347,7 +349,7 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     if dist.is_main():
         if not resume:
             # These first: what is left then is neither a finished run nor one to resume
-            for name in ("summary.json", *BEGUN):
+            for name in ("summary.json", *RESUMABLE):
                 (folder / name).unlink(missing_ok=True)
             for old in _removed(args):
                 shutil.rmtree(old) if old.is_dir() else old.unlink()

@@ -34,12 +34,12 @@ require_version("transformers>=5.21")  # caches of older ones cannot be filled s
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
 PREFILL_TOKENS = 4096  # prompts run together up to this many tokens, and are held until they have slots
-LIKE = 0.8  # of the longest prompt's tokens: a shorter one, which is mostly padding, does not run beside it
+SIMILAR_LENGTH = 0.8  # of the longest prompt: prompts shorter than that are not run in one batch with it
 SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows go back to its first columns
 SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
-LARGE_VOCABULARY, FEW = 4096, 64  # tokens and rows, see _sampling
+LARGE_VOCABULARY, FEW_ROWS = 4096, 64  # tokens and rows, see _sampling
 CACHES = "cache", "past_key_values", "cache_params"  # its names in models, from transformers 5.24 and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python goes on, and are waited for to be read
 
@@ -348,7 +348,7 @@ def _prefill(model, prompts, which):
     """Run the first of the prompts `which`, as many of LIKE length as PREFILL_TOKENS hold, left-padded ->
     {prompt: (the cache of them all, its row there, its last logits (V,))}."""
     device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
-    group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= LIKE * width]
+    group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= SIMILAR_LENGTH * width]
     paddings = [width - len(prompts[i]) for i in group]
     ids = to_device([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device)
     mask = torch.arange(width, device=device) >= to_device(paddings, device)[:, None]
@@ -377,7 +377,7 @@ def _sampling(model):
 
     def forward(hidden):
         rows = hidden.flatten(0, -2)
-        if len(rows) > FEW:
+        if len(rows) > FEW_ROWS:
             return torch.nn.functional.linear(hidden, head.weight)
         return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
 
@@ -420,8 +420,8 @@ def _check_model(model, prompts, max_new_tokens):
     if getattr(model, "ragged_cache_works", False):
         return
     check_attention(config, type(model))
-    # Rows of different lengths, beyond a small window: two that run together and a short one alone. If the model
-    # did not honour mask, positions or cache, their padding or what a window leaves out would show
+    # Rows of different lengths, beyond a small window: two that run together and a short one alone. If the
+    # model did not honour mask, positions or cache, their padding or what a window leaves out would show
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)

@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import data, dist, generate, loading, models, responses
-from common.batches import Comparison, a_part, of_each_comparison, split
+from common.batches import Comparison, random_subset, of_each_comparison, split
 from common.errors import InputError
 from common.losses import safety_gated_score
 
@@ -307,7 +307,8 @@ def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
         with contextlib.suppress(data.Rewritten):
             prompt_ids, [ids] = data.encode_responses(tokenizer, messages, [text])
             return prompt_ids, ids[:-1]
-        data.note(f"{scorer.name}: its chat template rewrites some answers, which it scores as they stand there")
+        why = "its chat template rewrites some answers, which it scores as they stand there"
+        data.note(f"{scorer.name}: {why}")
         dialogue = data.render(tokenizer, [*messages, {"role": "assistant", "content": text}])
     except ValueError as error:  # its template refuses a role, for one
         raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
@@ -332,8 +333,8 @@ class Gated:
         self.scorer, self.safety, self.args = scorer, safety, args
 
     def score(self, pairs) -> torch.Tensor:
-        """The score of each (prompt, response), (B,), on every rank. `metrics` are then the means of --scorer's
-        parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
+        """The score of each (prompt, response), (B,), on every rank. `metrics` then holds the means of
+        --scorer's parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
         size, threshold = self.args.score_batch_size, self.args.safety_threshold
         scores, parts = score_and_parts(self.scorer, pairs, size)
         self.metrics = {**parts, "reward/gated": 0.0}
@@ -370,7 +371,7 @@ def load_value_model(gated, tokenizer, prompts, args, device):
         head = torch.nn.Linear(model.score.in_features, 1, device=model.score.weight.device)
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])
-            head.bias.fill_(-mean_expected_reward(scorer, a_part(prompts, 256), args, device))
+            head.bias.fill_(-mean_expected_reward(scorer, random_subset(prompts, 256), args, device))
         model.score, model.config.num_labels = head, 1
     return dist.shard(model, device)
 
@@ -386,7 +387,7 @@ def mean_expected_reward(scorer, prompts, args, device):
     return sum(dist.gather([total])) / len(prompts)
 
 
-def likeliest(x, won, n_games, penalty) -> torch.Tensor:
+def fit_logistic_regression(x, won, n_games, penalty) -> torch.Tensor:
     """Logistic regression: the weights w, (..., features), that make `won` of `n_games` games likeliest if
     P(win) = sigma(x w), less w' penalty w / 2. Newton's method, which wants float64. x: (n, features); won:
     (..., n); penalty: (features, features)."""
@@ -417,7 +418,7 @@ def fit_safety_gate(rows, threshold):
     (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
     x = torch.stack([score - score.mean(), torch.ones_like(score)], 1)  # whatever zero the scores have
     penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # 1e-4 |weights|^2 beside the mean loss
-    scale, bias = likeliest(x, safe, n_games=1, penalty=penalty).tolist()
+    scale, bias = fit_logistic_regression(x, safe, n_games=1, penalty=penalty).tolist()
     bias -= scale * score.mean().item()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()

@@ -47,7 +47,7 @@ from common.sampler import sample
 from common.tensor_parallel import split as split_layers
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
-TRIED = [data.tried(int, x) for x in "0123x5678"]  # one of which is a ValueError
+TRIED = [data.value_or_error(int, x) for x in "0123x5678"]  # one of which is a ValueError
 ARGS = sft.Args(max_length=64, micro_batch_size=2, max_grad_norm=1.0)
 RUN = {"max_length": 64, "batch_size": 4, "micro_batch_size": 2, "sample_prompts": 5, "max_new_tokens": 8}
 RUN |= {"max_steps": 8, "save_every": 3, "eval_every": 4}
@@ -449,7 +449,7 @@ def sums(folder):
         out.add({"": torch.tensor(0.5)}, "extra")
     sums, worked = {"gather": dist.gather([rank] * (2 * rank))}, []
     work = lambda x: worked.append(x) or math.sqrt(7 - x)  # not of 8
-    sums["shares"] = dist.gather([repr(list(data.by_shares(TRIED, work, size=2)))])
+    sums["shares"] = dist.gather([repr(list(data.map_over_ranks(TRIED, work, size=2)))])
     sums["worked"] = dist.gather([worked])
     return {**sums, "world": dist.world_size(), "Sums": dist.gather([out.over_ranks()])}
 

@@ -386,7 +386,7 @@ def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypat
 
         return call
 
-    for kind in (versions.Sweep, versions.Answers):
+    for kind in (versions.RejectionSamplingEvaluation, versions.DPOEvaluation):
         monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     script.main(script.Args(**{**options, **files}))
     # The source; what version 2 starts from; the last version before and after rounding
@@ -417,8 +417,8 @@ def assert_same_versions(folder, undisturbed, *files):
     for path in paths:
         got, want = (load_file(f / path.relative_to(undisturbed)) for f in (folder, undisturbed))
         assert set(got) == set(want) and all(torch.equal(got[name], want[name]) for name in want)
-    studies = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
-    for name in (*files, *studies):
+    evaluations = [f"versions/{path.name}" for path in (undisturbed / "versions").glob("*.json")]
+    for name in (*files, *evaluations):
         got, want = ((f / name).read_text() for f in (folder, undisturbed))
         for path in (folder, undisturbed):  # what was copied of a run may name either
             got, want = got.replace(str(path), ""), want.replace(str(path), "")
@@ -427,4 +427,4 @@ def assert_same_versions(folder, undisturbed, *files):
         [{k: v for k, v in r.items() if k not in VERSIONS_CLOCK} for r in read_jsonl(f / "metrics.jsonl")]
         for f in (folder, undisturbed)
     )
-    assert got == want and len(paths) == len(studies)
+    assert got == want and len(paths) == len(evaluations)

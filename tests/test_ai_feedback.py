@@ -22,7 +22,7 @@ from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import common.run
-from common import ai_feedback as ai, responses
+from common import ai_feedback as ai
 from common import comparisons, data, dist, metrics, models, scorers, tiny
 from common.batches import Row
 from common.comparisons import load

@@ -6,11 +6,12 @@ import pytest
 import torch
 from scorers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
-from common import comparisons, metrics, responses
+from common import comparisons, metrics
 from common.batches import Comparison, Row, labelled_pairs
 from common.comparisons import epoch_order
 from common.errors import InputError
 from common.losses import ranking_loss
+from common.responses import Prompt
 
 
 def responses(**scores):
@@ -73,7 +74,7 @@ def test_pairs_of_every_row_format(name, load):
     (c,) = load([row])
     assert (c.prompt, c.texts, c.ranks.tolist()) == (prompt, ["dog", "eel"], [0, 1])
     assert (c.source, c.row.where, c.row.data) == ("p.jsonl", "p.jsonl:1", row)
-    assert (c.rating, c.margin, c.preference, c.grades, c.category) == (None,) * 5
+    assert (c.rating, c.margin, c.preference, c.label_scores, c.category) == (None,) * 5
     assert c.prompt == prompt and c.texts[0] == "dog"
 
 
@@ -82,7 +83,7 @@ def test_rankings_of_every_row_format_are_best_first(name, load):
     row, prompt = RANKING_FORMATS[name]
     (c,) = load([row])
     assert (c.prompt, c.texts) == (prompt, ["eel fox", "dog", "goat"])
-    assert (c.ranks.tolist(), c.grades, c.kept) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
+    assert (c.ranks.tolist(), c.label_scores, c.kept) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
 
 
 def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load):
@@ -103,7 +104,7 @@ def test_optional_columns_are_read(load):
     first, second = load([scored, names_of_another_data_set])
     assert (first.rating, first.margin) == ("slightly better", 2.0)
     assert (first.preference, first.category) == (0.75, "7")
-    assert first.grades == [3.0, 1.0] and second.grades == [0.5, -1.0]
+    assert first.label_scores == [3.0, 1.0] and second.label_scores == [0.5, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_rows_that_cannot_be_used_are_counted_and_named(row, reason, load, capsy
 def test_a_score_as_text_of_a_number_is_read(load):
     """As data.sft_messages reads it."""
     (c,) = load([{"prompt": "copy ant", "responses": responses(ant="3", cat="10")}])
-    assert c.texts == ["cat", "ant"] and c.grades == [10.0, 3.0]
+    assert c.texts == ["cat", "ant"] and c.label_scores == [10.0, 3.0]
 
 
 def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load, capsys):
@@ -295,12 +296,12 @@ def test_min_score_gap_of_rankings(gap, scores, pairs, load, capsys):
     else:
         c = found[0]
         assert labelled_pairs(c) == pairs and (gap or c.ranks.tolist() == [0, 1, 1, 2])
-        assert dict(zip(c.texts, c.grades)) == dict(zip(texts, scores))
+        assert dict(zip(c.texts, c.label_scores)) == dict(zip(texts, scores))
         # and so they are counted in the loss, among held-out figures, in the tables and by offline DPO
         assert ranking_loss(torch.zeros(len(scores)), c.ranks)[1]["n_rows"] == len(pairs)
         sides = metrics.pairs_of([{**comparisons.describe(c), "differences": [0.0] * len(pairs)}])
         assert [(a["text"], b["text"]) for *_, a, b in sides] == [(c.texts[i], c.texts[j]) for i, j in pairs]
-        assert comparisons.two_of(c).texts == [c.texts[0], c.texts[-1]]
+        assert comparisons.best_and_worst(c).texts == [c.texts[0], c.texts[-1]]
 
 
 def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys):
@@ -323,7 +324,7 @@ def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys
 def test_a_ranking_loses_the_later_one_of_two_equal_texts_and_long_responses_alone(load, capsys):
     rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
     (c,) = load(rows)
-    assert (c.texts, c.grades, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
+    assert (c.texts, c.label_scores, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
     assert "left out 1 responses of rankings" in capsys.readouterr().out
     long = {"text": "pig " * 60, "score": 9}
     (c,) = load([{"prompt": "copy ant", "responses": [*SCORED[:2], long, SCORED[2]]}])
@@ -405,6 +406,6 @@ def test_a_comparisons_key_is_its_prompts_alone_and_its_reference_is_unknown_at_
     a, b, c, d = load([*rows, {"chosen": HH + " dog", "rejected": HH + " eel"}])
     assert a.key == b.key != c.key and len({x.key for x in (a, b, c, d)}) == 3
     row = Row("f:1", {})
-    assert a.key == responses.Prompt([], [user("copy ant")], row).key  # one key for both
-    assert d.key == responses.Prompt([], TALK, row).key
+    assert a.key == Prompt([], [user("copy ant")], row).key  # one key for both
+    assert d.key == Prompt([], TALK, row).key
     assert a.ref_logprobs is None

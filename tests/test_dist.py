@@ -107,7 +107,7 @@ def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
     assert dist.gather([5]) == [5] and dist.world_size() == 1
     # Two rows at a time for each rank; on both what one rank gets, in its order, errors in their places
     assert case["worked"] == [[0, 1, 5, 8], [2, 3, 6, 7]]
-    alone = list(data.by_shares(dist_cases.TRIED, lambda x: math.sqrt(7 - x)))
+    alone = list(data.map_over_ranks(dist_cases.TRIED, lambda x: math.sqrt(7 - x)))
     assert case["shares"] == [repr(alone)] * 2 and alone[:1] == [(0, math.sqrt(7))]
     assert [str(pair[i])[:9] for pair, i in ((alone[4], 0), (alone[8], 1))] == ["invalid l", "math doma"]
     # 1 + 10 of rank 0 and 2 of rank 1; the largest of -3, -2 and -1, not their sum

@@ -70,7 +70,7 @@ def best_against_worst(rows, prompts, iteration, args):
 
 LONG, LONGEST = "ant bear cat dog", "fox goat hen owl ant"  # 16 and 20 characters
 LENGTHS = [row(A, "ant", 1.0), row(A, LONG, 1.3), row(A, "eel", 0.2), row(A, LONGEST, 0.3)]
-FEW = row(A, "goat toad um", 1.0)  # 3 tokens in 12 characters, against 4 in 11; no end token counts
+FEW_ROWS = row(A, "goat toad um", 1.0)  # 3 tokens in 12 characters, against 4 in 11; no end token counts
 PENALTY = {"length_penalty": 0.1}
 OTHER_ITERATION = [row(A, "owl", 9.0, 2), row(A, "pig", -9.0, 2), row(B, "pig", 3.0, 2)]
 
@@ -94,7 +94,7 @@ PAIRED = {  # (rows, options, pairs, what is dropped)
     # 0.91 against 0.82; -0.3 against 0.11
     "and the best": (LENGTHS, {"length_penalty": 0.03}, [("copy ant", "ant", LONGEST)], {}),
     "characters": (
-        [{**FEW, "response_ids": FEW["response_ids"][:2] + [END]}, row(A, "ant eel cat", 1.0)],
+        [{**FEW_ROWS, "response_ids": FEW_ROWS["response_ids"][:2] + [END]}, row(A, "ant eel cat", 1.0)],
         PENALTY,
         [("copy ant", "ant eel cat", "goat toad um")],
         {},
@@ -131,7 +131,7 @@ def test_a_pair_holds_the_ids_as_they_were_sampled_and_the_scores_less_the_penal
     assert pair.response_ids[1].tolist() == TOKENIZER("dog")["input_ids"]  # cut: without an end token
     assert {ids.dtype for ids in (pair.prompt_ids, *pair.response_ids)} == {torch.int32}
     assert (pair.texts, pair.ranks.tolist()) == (["ant cat", "dog"], [0, 1])
-    assert pair.grades == pytest.approx([1.5 - 0.7, -0.5 - 0.3], abs=1e-12)
+    assert pair.label_scores == pytest.approx([1.5 - 0.7, -0.5 - 0.3], abs=1e-12)
     assert (pair.source, pair.category, pair.row.where) == ("iteration 1", "7", "prompts:3")
     assert pair.preference is None and pair.ref_logprobs is None and pair.key == tagged.key
 
@@ -150,7 +150,7 @@ def test_steps_are_epochs_in_orders_of_their_own(n, epochs, sizes):
         assert dpo.plan_steps(list(range(n)), 2, args) != steps
 
 
-# -- two_of ------------------------------------------------------------------------------
+# -- best_and_worst ------------------------------------------------------------------------------
 def ranking(*scores):
     responses = [{"text": text, "score": score} for text, score in zip(tiny.ANIMALS, scores)]
     return {"prompt": "copy ant", "responses": responses}
@@ -159,21 +159,21 @@ def ranking(*scores):
 def test_of_a_ranking_the_best_and_the_worst_become_a_pair(tmp_path):
     (c,) = comparisons_of(tmp_path, [ranking(1, 4, -2, 3)])
     assert len(c.texts) == 4
-    pair = comparisons.two_of(c)
-    assert (pair.texts, pair.grades, pair.ranks.tolist()) == (["bear", "cat"], [4, -2], [0, 1])
+    pair = comparisons.best_and_worst(c)
+    assert (pair.texts, pair.label_scores, pair.ranks.tolist()) == (["bear", "cat"], [4, -2], [0, 1])
     wanted = [TOKENIZER(text)["input_ids"] + [END] for text in pair.texts]
     assert [ids.tolist() for ids in pair.response_ids] == wanted
     assert torch.equal(pair.prompt_ids, c.prompt_ids) and (pair.prompt, pair.row) == (c.prompt, c.row)
     (c,) = comparisons_of(tmp_path, [ranking(3, 1, 3, 1)])  # of ties one stands for all
-    pair = comparisons.two_of(c)
-    assert pair.grades == [3, 1] and pair.texts[0] in ("ant", "cat") and pair.texts[1] in ("bear", "dog")
+    pair = comparisons.best_and_worst(c)
+    assert pair.label_scores == [3, 1] and pair.texts[0] in ("ant", "cat") and pair.texts[1] in ("bear", "dog")
 
 
 def test_a_pair_stays_as_it_is_with_its_soft_label(tmp_path):
     rows = [{"prompt": f"copy {word}", "chosen": "ant", "rejected": "cat"} for word in ("owl", "pig", "dog")]
     rows[1]["preference"], rows[2]["preference"] = 0.2, 0.5
     pairs = comparisons_of(tmp_path, [*rows, ranking(1, 2)])
-    assert len(pairs) == 4 and all(comparisons.two_of(c) is c for c in pairs)
+    assert len(pairs) == 4 and all(comparisons.best_and_worst(c) is c for c in pairs)
 
 
 def pair_of(
@@ -397,7 +397,7 @@ def test_pairs_that_were_written_are_read_again(tmp_path):
     made += comparisons_of(tmp_path, [soft])
     pool.write_pairs(tmp_path, made, 1)
     read = comparisons.load(str(tmp_path / "pairs.jsonl"), "train", TOKENIZER, 64)
-    for name in ("prompt", "texts", "grades", "category", "preference"):
+    for name in ("prompt", "texts", "label_scores", "category", "preference"):
         assert [getattr(pair, name) for pair in read] == [getattr(pair, name) for pair in made]
     assert all(map(torch.equal, ids_of(read[0]), ids_of(made[0]))) and len(read) == 3
     written = read_jsonl(tmp_path / "pairs.jsonl")
@@ -439,9 +439,9 @@ STUDIES = {
 }
 
 
-def figures(studies, version, pairwise=False):
+def figures(evaluations, version, pairwise=False):
     scorer = SimpleNamespace(pairwise=pairwise)
-    return versions.Answers([], [], None, scorer, TOKENIZER, make_args()).figures(studies, version)
+    return versions.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).figures(evaluations, version)
 
 
 def test_figures_of_the_first_version_are_means_without_a_comparison():
@@ -479,8 +479,8 @@ def test_figures_compare_no_scores_of_different_oracles():
 
 
 def test_figures_without_samples_are_those_of_the_held_out_pairs_alone():
-    studies = {v: {"scorer": None, "pairs": {"pairs/loss": 0.5}, "samples": []} for v in range(3)}
-    assert [figures(studies, v) for v in range(3)] == [{"pairs/loss": 0.5}] * 3
+    evaluations = {v: {"scorer": None, "pairs": {"pairs/loss": 0.5}, "samples": []} for v in range(3)}
+    assert [figures(evaluations, v) for v in range(3)] == [{"pairs/loss": 0.5}] * 3
 
 
 def test_figures_of_the_pool_by_hand():

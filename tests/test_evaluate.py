@@ -21,7 +21,7 @@ from common import (
     batches, checkpoints, comparisons, dist, evaluate, evaluation, loading, metrics, models, pairwise, plots,
     responses, scorers, tiny,
 )  # fmt: skip
-from common.batches import a_part
+from common.batches import random_subset
 from common.errors import InputError
 from common.metrics import read_jsonl
 from common.run import parse
@@ -382,7 +382,7 @@ def test_prompts_are_a_part_of_those_that_leave_room_for_an_answer(tmp_path):
         return [p for p, _ in pairs]
 
     every = asked()
-    assert [p.question for p in every] == PROMPTS and asked(eval_prompts=4) == a_part(every, 4)
+    assert [p.question for p in every] == PROMPTS and asked(eval_prompts=4) == random_subset(every, 4)
     longest = max(len(p.ids) for p in every)
     fewer = asked(max_length=longest - 1 + 6)
     assert fewer == [p for p in every if len(p.ids) < longest] and 0 < len(fewer) < len(every)

@@ -29,9 +29,9 @@ POOL = {**SAMPLE, "response_ids": [1, 2], "iteration": 1, "model": "m", "tempera
 POOL |= {"score": None, "scorer": None}
 ROW = {"step": 1, "iteration": 1, "time_s": 0.5}
 STUDY = {"step": 1, "samples": [SAMPLE], "scorer": "s", "curves": [], "temperature": 1.0, "pairs": {}}
-BEGUN = {"stage": "sft", "args": {}, "began": "2026-01-01", "began_with": {}}
+RESUMABLE = {"stage": "sft", "args": {}, "began": "2026-01-01", "began_with": {}}
 WANTED = {  # file -> (what is in it, what reads it)
-    "args.json": (BEGUN, lambda folder: find_run(Args(output_dir=str(folder), resume=True))),
+    "args.json": (RESUMABLE, lambda folder: find_run(Args(output_dir=str(folder), resume=True))),
     "checkpoint/step_1/state.json": (
         {"step": 1, "layout": checkpoints.LAYOUT, "logged_rows": 1},
         lambda folder: checkpoints.checkpoint_state(folder / "checkpoint"),
@@ -65,17 +65,17 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, name, damag
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kind", [versions.Sweep, versions.Answers])
+@pytest.mark.parametrize("kind", [versions.RejectionSamplingEvaluation, versions.DPOEvaluation])
 def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
     made = object.__new__(versions.Versions)
     made.evaluate = object.__new__(kind)
     made.evaluate.scorer = SimpleNamespace(pairwise=False)
     path, text = tmp_path / "1.json", json.dumps(STUDY).encode()
     path.write_bytes(text)
-    assert made.read_study(path) == STUDY
+    assert made.read_evaluation(path) == STUDY
     path.write_bytes(DAMAGES[damage](text))
     with pytest.raises(InputError, match="1.json: "):
-        made.read_study(path)
+        made.read_evaluation(path)
 
 
 def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_path):

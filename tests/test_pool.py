@@ -64,23 +64,23 @@ def test_a_last_line_that_was_cut_is_left_out(tmp_path):
 def test_rows_that_answer_no_prompt_or_are_too_long_are_left_out_and_named(tmp_path, capsys):
     rows, n = [row(A, "ant"), row(C, "eel"), row(C, "dog"), row(B, "bear " * 8)], len(B.ids) + 9
     path = write_rows(tmp_path / "pool.jsonl", rows)
-    assert pool.take(path, [A, B, C], TOKENIZER, n) == rows and capsys.readouterr().out == ""
-    assert pool.take(path, [A, B, C], TOKENIZER, n - 1) == rows[:3]
+    assert pool.load_pool(path, [A, B, C], TOKENIZER, n) == rows and capsys.readouterr().out == ""
+    assert pool.load_pool(path, [A, B, C], TOKENIZER, n - 1) == rows[:3]
     assert f"1: longer than {n - 1} tokens (--max-length) ({path}:4)" in capsys.readouterr().out
-    assert pool.take(path, [A, B], TOKENIZER, n) == [rows[0], rows[3]]
+    assert pool.load_pool(path, [A, B], TOKENIZER, n) == [rows[0], rows[3]]
     assert f"2: the prompt is not in --dataset ({path}:2, {path}:3)" in capsys.readouterr().out
     with pytest.raises(InputError, match="--pool .*none of its 4 rows"):
-        pool.take(path, [prompt("copy toad")], TOKENIZER, 64)
+        pool.load_pool(path, [prompt("copy toad")], TOKENIZER, 64)
     path.write_text("")
     with pytest.raises(InputError, match="none of its 0 rows"):
-        pool.take(path, [A], TOKENIZER, 64)
+        pool.load_pool(path, [A], TOKENIZER, 64)
 
 
 @pytest.mark.parametrize("name", row(A, "ant"))
 def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
-    assert pool.take(path, [A], TOKENIZER, 64) == [row(A, "ant")]
+    assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
     why = f"1: the row: cannot be read (there is no {name!r}). A pool is pool.jsonl of a run ({path}:2)"
     assert why in capsys.readouterr().out
 
@@ -97,7 +97,7 @@ WRONG += [("score", ""), ("score", []), ("scorer", 0), ("scorer", []), ("finishe
 def test_a_row_with_values_of_another_type_is_left_out_and_named(tmp_path, capsys, column, value):
     """Of a run that is resumed it ends the run with one line."""
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), {**row(A, "ant"), column: value}])
-    assert pool.take(path, [A], TOKENIZER, 64) == [row(A, "ant")]
+    assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
     assert f"({path}:2)" in capsys.readouterr().out
     with pytest.raises(InputError, match=r"^.*pool.jsonl:2: cannot be read .* --overwrite\.$"):
         pool.rows_of(SimpleNamespace(folder=tmp_path, resumed=True))
@@ -109,7 +109,7 @@ def test_ids_of_another_tokenizer_are_encoded_anew(tmp_path):
     wrong[2] = {**right[2], "response_ids": [*right[2]["response_ids"][:-1], TOKENIZER.bos_token_id]}
     path = write_rows(tmp_path / "pool.jsonl", wrong)
     # an end token, ours, for what had ended, for the other none
-    assert pool.take(path, [A, B], TOKENIZER, 64) == right
+    assert pool.load_pool(path, [A, B], TOKENIZER, 64) == right
 
 
 # -- score -------------------------------------------------------------------------------

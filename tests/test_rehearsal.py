@@ -11,7 +11,7 @@ from scorers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM
 
 from common import checkpoints, data, dist, generate, loading, rehearsal, responses, scorers, tiny
-from common.batches import Row, a_part, collate
+from common.batches import Row, random_subset, collate
 from common.errors import InputError
 from common.metrics import read_jsonl
 
@@ -242,7 +242,7 @@ def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
     train, held_out = generate.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
     keys = {prompt.key for prompt in taken}
     assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
-    by_hash = {prompt.key for prompt in a_part(train, 190)}
+    by_hash = {prompt.key for prompt in random_subset(train, 190)}
     assert 35 <= len(keys & by_hash) <= 65
 
 

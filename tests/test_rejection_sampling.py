@@ -161,7 +161,7 @@ def test_every_block_is_learnt_once_in_each_pass_and_each_pass_has_another_order
     assert [plan[i][0] for i in (0, 9, 12)] == [args.lr, args.lr / 2, args.lr / 4]  # a stage lower each time
 
 
-# -- a version's study ---------------------------------------------------------------------
+# -- a version's evaluation ---------------------------------------------------------------------
 def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypatch):
     """At 0.7 all end and the best of two scores 2; at 1.0 it scores 4, but never ends."""
     said = {0.7: [("ant", True), ("ant ant", True)], 1.0: [("", True), ("ant ant ant ant", False)]}
@@ -171,22 +171,22 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 
     monkeypatch.setattr(responses, "sample_pairs", sample_pairs)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
-    sweep = versions.Sweep([A, B, C], scorer_that_notes([]), TOKENIZER, args)
-    study = sweep(tiny_policy(), 0, {})
-    assert study["temperature"] == 0.7 and study["samples"] == []
-    assert [c["chosen"] for c in study["curves"]] == [False, True]
-    assert [c["max"] for c in study["curves"]] == [[2.0, 4.0], [1.5, 2.0]]  # of 1 and of 2 responses
-    assert [c["finished"] for c in study["curves"]] == [0.5, 1.0]
+    sweep = versions.RejectionSamplingEvaluation([A, B, C], scorer_that_notes([]), TOKENIZER, args)
+    evaluation = sweep(tiny_policy(), 0, {})
+    assert evaluation["temperature"] == 0.7 and evaluation["samples"] == []
+    assert [c["chosen"] for c in evaluation["curves"]] == [False, True]
+    assert [c["max"] for c in evaluation["curves"]] == [[2.0, 4.0], [1.5, 2.0]]  # of 1 and of 2 responses
+    assert [c["finished"] for c in evaluation["curves"]] == [0.5, 1.0]
 
 
 def test_versions_that_other_scorers_scored_are_not_compared():
     """--resume may bring another scorer, whose scores say nothing beside the first one's."""
     samples = [[{"score": x} for x in scores] for scores in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
-    sweep = versions.Sweep([], scorer_that_notes([]), TOKENIZER, make_args())
+    sweep = versions.RejectionSamplingEvaluation([], scorer_that_notes([]), TOKENIZER, make_args())
 
     def figures(*scorers):
-        studies = [{"samples": x, "curves": [], "scorer": scorer} for x, scorer in zip(samples, scorers)]
-        return sweep.figures(dict(enumerate(studies)), 2)
+        evaluations = [{"samples": x, "curves": [], "scorer": scorer} for x, scorer in zip(samples, scorers)]
+        return sweep.figures(dict(enumerate(evaluations)), 2)
 
     same = figures("a", "a", "a")
     assert same["eval/score_over_first"] == 7.5 and same["eval/score_over_before"] == 6.0
@@ -314,16 +314,16 @@ def test_samples_and_curves_are_those_of_every_version(whole):
     samples, curves = (read_jsonl(whole.folder / f"{name}.jsonl") for name in ("samples", "curves"))
     assert len({question(s) for s in samples}) == ASKED and all(s["category"] for s in samples)
     assert all(s["score"] == tiny.gold_score(question(s), s["response"]) for s in samples)
-    studies = {v: read_json(whole.folder / f"versions/{v}.json") for v in (0, 1, 2)}
-    assert samples == [{"version": v, **s} for v in studies for s in studies[v]["samples"]]
-    assert curves == [curve for study in studies.values() for curve in study["curves"]]
-    for version, study in studies.items():
-        policies = {(c["policy"], c["temperature"]) for c in study["curves"]}
+    evaluations = {v: read_json(whole.folder / f"versions/{v}.json") for v in (0, 1, 2)}
+    assert samples == [{"version": v, **s} for v in evaluations for s in evaluations[v]["samples"]]
+    assert curves == [curve for evaluation in evaluations.values() for curve in evaluation["curves"]]
+    for version, evaluation in evaluations.items():
+        policies = {(c["policy"], c["temperature"]) for c in evaluation["curves"]}
         assert policies == {(f"version {version}", 0.7), (f"version {version}", 1.0)}
-        (best,) = [c for c in study["curves"] if c["chosen"]]
-        assert best["temperature"] == study["temperature"]
-        assert best["best"] == max(c["best"] for c in study["curves"])
-        for c in study["curves"]:
+        (best,) = [c for c in evaluation["curves"] if c["chosen"]]
+        assert best["temperature"] == evaluation["temperature"]
+        assert best["best"] == max(c["best"] for c in evaluation["curves"])
+        for c in evaluation["curves"]:
             assert len(c["max"]) == len(c["median"]) == K and c["max"] == sorted(c["max"])
             assert c["max"][0] == pytest.approx(c["median"][0])  # of one sample, both are the mean
 

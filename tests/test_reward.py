@@ -197,7 +197,7 @@ MARGINS = [{**without(row, "rating"), "margin": 0.3 * i} for i, row in enumerate
 SOFT = [{**row, "preference": p} for row, p in zip(ROWS, (0.9, 0.2, 0.5, 1.0, 0.0, 0.7, 0.35))]
 RANKINGS = tiny.rows("rankings", "train")[:5]
 GRADES = [[r["score"] for r in row["responses"]] for row in RANKINGS]
-WIDEST = max(max(grades) - min(grades) for grades in GRADES)
+WIDEST = max(max(label_scores) - min(label_scores) for label_scores in GRADES)
 VARIANTS = {
     "pairs": (ROWS[:9], "none", lambda c, i, j: 0.0),
     "small by rating": (ROWS[:9], "small", lambda c, i, j: SMALL[c.row.data["rating"]]),
@@ -208,7 +208,7 @@ VARIANTS = {
     "soft labels": (SOFT, "none", lambda c, i, j: 0.0),
     "soft labels and margin": (SOFT, "small", lambda c, i, j: SMALL[c.row.data["rating"]]),
     "rankings": (RANKINGS, "none", lambda c, i, j: 0.0),
-    "rankings and margin": (RANKINGS, "small", lambda c, i, j: abs(c.grades[i] - c.grades[j]) / WIDEST),
+    "rankings and margin": (RANKINGS, "small", lambda c, i, j: abs(c.label_scores[i] - c.label_scores[j]) / WIDEST),
     "pairs and rankings": ([*ROWS[:4], *RANKINGS[:3]], "none", lambda c, i, j: 0.0),
 }
 
