@@ -28,6 +28,7 @@ from common.batches import Row
 from common.comparisons import load
 from common.errors import InputError
 from common.metrics import read_jsonl
+from common.responses import Prompt, Response
 from common.run import parse
 from common.sampler import sample
 
@@ -788,8 +789,8 @@ def scorer_pairs(rows):
     for i, r in enumerate(rows):
         turns = [{"role": "user", "content": r["prompt"]}]
         ids = TOKENIZER(r["response"], add_special_tokens=False)["input_ids"]
-        prompt = responses.Prompt([1], turns, Row(f"rows:{i}", {}))
-        out.append((prompt, responses.Response(ids, r["response"], True)))
+        prompt = Prompt([1], turns, Row(f"rows:{i}", {}))
+        out.append((prompt, Response(ids, r["response"], True)))
     return out
 
 
@@ -811,8 +812,8 @@ def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     of 2 (sigma(3) + 1 - sigma(1)) / 2 = 0.61076, log odds 0.4505."""
     spec = f"common.ai_feedback:oracle=gold_labeler:{labeler}"
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
-    answers = [responses.Response([], text, True) for text in ("ant bear", "ant")]
-    prompt = responses.Prompt([], item().prompt, Row("rows:1", {}))
+    answers = [Response([], text, True) for text in ("ant bear", "ant")]
+    prompt = Prompt([], item().prompt, Row("rows:1", {}))
     duels = [(prompt, *answers), (prompt, *answers[::-1])]
     assert scorers.log_odds(oracle, duels, 8) == pytest.approx([want, -want], abs=1e-4)
     won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8)
@@ -836,7 +837,7 @@ def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = [scorers.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
-    pairs = [(A, responses.Response([5], "ant bear ant", True)), (B, responses.Response([5], "a:b=c", True))]
+    pairs = [(A, Response([5], "ant bear ant", True)), (B, responses.Response([5], "a:b=c", True))]
     assert [scorers.score(scorer, pairs, 1) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
     assert found[0].version != found[1].version
 
