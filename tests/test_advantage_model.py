@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import flags
-from scorers import (
+from helpers import (
     CPU, TOKENIZER, Gradients, Plain, assert_error,
     assert_same_result, assert_same_step, assert_whole_run, column, comparisons_of, ids, make_small,
     named, norm_of, read_json, rows_of, sequence_logprob, succeeds, weights, without, write_rows,
 )  # fmt: skip
-from scorers import run as run_script
+from helpers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model

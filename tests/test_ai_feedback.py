@@ -13,7 +13,7 @@ import pytest
 import torch
 from gold_labeler import GoldLabeler
 from processes import ROOT, flags
-from scorers import (
+from helpers import (
     CPU, TOKENIZER, A, B, assert_error, contents, make_scorer, read_json, rows_of, smaller_model, succeeds,
     write_rows,
 )  # fmt: skip
@@ -837,7 +837,7 @@ def test_a_scorer_with_a_text_is_what_the_function_returns_for_it(tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     found = [scorers.load_scorer(f"counting:words={word}", TOKENIZER, CPU) for word in ("ant", "a:b=c")]
-    pairs = [(A, Response([5], "ant bear ant", True)), (B, responses.Response([5], "a:b=c", True))]
+    pairs = [(A, Response([5], "ant bear ant", True)), (B, Response([5], "a:b=c", True))]
     assert [scorers.score(scorer, pairs, 1) for scorer in found] == [[2.0, 0.0], [0.0, 1.0]]
     assert found[0].version != found[1].version
 

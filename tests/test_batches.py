@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scorers import Words
+from helpers import Words
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from common import batches, comparisons, dist, loading, losses, models

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 import torch
-from scorers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
+from helpers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
 from common import comparisons, metrics
 from common.batches import Comparison, Row, labelled_pairs

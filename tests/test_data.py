@@ -13,7 +13,7 @@ import processes
 import pyarrow.parquet
 import pytest
 import torch
-from scorers import bot, user
+from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
 from common import comparisons, data, formats, generate, loading, responses, tiny

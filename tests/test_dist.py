@@ -16,7 +16,7 @@ import tiny_families
 import torch
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import assert_same_versions, same_weights, write_rows
+from helpers import assert_same_versions, same_weights, write_rows
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scorers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
+from helpers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
 from common import comparisons, dist, loading, losses, pool, tiny, versions

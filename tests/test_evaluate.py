@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from scorers import (
+from helpers import (
     CPU, TOKENIZER, A, B, C, contents, make_scorer, prompt, read_json, smaller_model, write_rows,
 )  # fmt: skip
 from transformers import AutoModelForCausalLM

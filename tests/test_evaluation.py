@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import reward
-from scorers import TOKENIZER, prompt
+from helpers import TOKENIZER, prompt
 
 from common import evaluation, responses, reward_evaluation
 from common.batches import Row

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scorers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
+from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from common import checkpoints, dist, generate, loading, metrics, pool, responses, scorers, tiny

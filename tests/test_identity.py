@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import processes
 import pytest
-from scorers import TOKENIZER
+from helpers import TOKENIZER
 
 from common import checkpoints, identity, loading
 from common.errors import InputError

@@ -4,7 +4,7 @@ import pytest
 import tiny_families
 import torch
 from processes import flags, script
-from scorers import column
+from helpers import column
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 

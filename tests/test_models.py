@@ -15,7 +15,7 @@ import tiny_families
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from scorers import Words
+from helpers import Words
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (

@@ -8,7 +8,7 @@ import processes
 import pytest
 import torch
 from processes import flags
-from scorers import CPU, HELD_OUT, PAIRS, TALK, TOKENIZER, make_small, read_json, succeeds, user
+from helpers import CPU, HELD_OUT, PAIRS, TALK, TOKENIZER, make_small, read_json, succeeds, user
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast

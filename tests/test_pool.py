@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from scorers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
+from helpers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
 from common import metrics, pool, scorers
 from common.errors import InputError

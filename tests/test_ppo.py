@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
-from scorers import (
+from helpers import (
     CPU, PLACE, TOKENIZER, as_killed, assert_error, assert_files, assert_same_run, column, docs_functions,
     prompt, question, read_json, rows_of, same_weights, succeeds, weights, without, write_rows,
 )  # fmt: skip
-from scorers import run as run_script
+from helpers import run as run_script
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from processes import flags
-from scorers import CPU, TOKENIZER, succeeds, write_rows
+from helpers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM
 
 from common import checkpoints, data, dist, generate, loading, rehearsal, responses, scorers, tiny

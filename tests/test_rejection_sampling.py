@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from scorers import (
+from helpers import (
     CPU, PLACE, TOKENIZER, A, B, C, as_killed, assert_error, assert_only_the_last_version_is_rounded,
     assert_same_versions, assert_whole_versions, contents, make_sampled, make_scorer, named, prompt, question,
     read_json, row, rows_of, scorer_that_notes, smaller_model, succeeds, without, write_rows,
 )  # fmt: skip
-from scorers import run as run_script
+from helpers import run as run_script
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

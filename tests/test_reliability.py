@@ -26,7 +26,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from processes import SCRIPTS, flags
-from scorers import (
+from helpers import (
     assert_error, indexed_model, read_json, same_weights, smaller_model, succeeds, train_small, weights,
     write_rows,
 )  # fmt: skip

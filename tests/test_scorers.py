@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from scorers import CPU, SYSTEM, TALK, TOKENIZER, Plain, bot, docs_functions, user, write_rows
+from helpers import CPU, SYSTEM, TALK, TOKENIZER, Plain, bot, docs_functions, user, write_rows
 from test_data import CHATML, NO_END, byte_tokenizer
 from transformers import (
     AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from processes import ROOT, flags
 from safetensors.torch import load_file
-from scorers import (
+from helpers import (
     PLACE, as_killed, assert_error, assert_files, assert_same_result, contents, in_bfloat16, indexed_model,
     named, read_json, rows_of, succeeds, without, write_rows,
 )  # fmt: skip
