@@ -124,9 +124,9 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 
 
 # -- rows --------------------------------------------------------------------------------
-def rows_from(monkeypatch, responses, clusters=1, per_cluster=9):
+def rows_from(monkeypatch, answers, clusters=1, per_cluster=9):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
-    monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, responses)))
+    monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, answers)))
     model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("f", "1", scorers.Term(count))
