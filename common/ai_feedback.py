@@ -196,12 +196,12 @@ def sample(rows, policies, principles, args):
 
 
 def preamble_and_examples(args):
-    parts = [TEXTS["by_principle" if args.constitution else args.preamble]]
+    paragraphs = [TEXTS["by_principle" if args.constitution else args.preamble]]
     for example in TEXTS["examples"][: args.examples]:
         thoughts = f"{TEXTS['thoughts']} {example['thoughts']}\n" if args.chain_of_thought else ""
         answer = f"{thoughts}{TEXTS['ending']} {example['better']}"
-        parts.append(f"{fill(TEXTS['pair'], example)}\n\n{TEXTS['question']}\n{answer}")
-    return "".join(f"{part}\n\n" for part in parts)
+        paragraphs.append(f"{fill(TEXTS['pair'], example)}\n\n{TEXTS['question']}\n{answer}")
+    return "".join(f"{part}\n\n" for part in paragraphs)
 
 
 def label(rows, labeler, principles, args):
@@ -306,8 +306,8 @@ def revise(rows, labeler, principles, args):
         revisions = write([Question(TEXTS["revise"], step) for step in steps])
         for talk, result, step, (text, ended) in zip(talks, results, steps, revisions):
             used = bool(text) and ended and bool(step["critique"])
-            about = {"principle": step["principle"], "critique": step["critique"]}
-            result["steps"].append({**about, "revision": text, "used": used})
+            comment = {"principle": step["principle"], "critique": step["critique"]}
+            result["steps"].append({**comment, "revision": text, "used": used})
             talk["response"] = text if used else talk["response"]
     for talk, result, (_, ended) in zip(talks, results, firsts):
         whole = ended or any(step["used"] for step in result["steps"])
@@ -373,10 +373,10 @@ ANSWERS = {"revise": ("response",), "hindsight": ("response", "completion")}  # 
 
 
 def read_items(args) -> list[Item]:
-    numbers = itertools.count()
+    counter = itertools.count()
 
     def item(row):
-        values, number, human, texts = row.data, next(numbers), None, []
+        values, number, human, texts = row.data, next(counter), None, []
         if args.task == "label":
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
@@ -392,12 +392,12 @@ def read_items(args) -> list[Item]:
         if len({text.strip() for text in texts}) < len(texts):
             raise ValueError("the responses are the same")
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
-        about = {"prompt": prompt, **given}
+        start = {"prompt": prompt, **given}
         if args.task == "select":
             values.read.update(values)  # they stay as they are
-            about = json.loads(json.dumps(values, default=str))  # a file may hold dates
-            about.pop("failed", None)
-        return Item(number, f"{number}/{row.where}", {**about, "row": number}, prompt, texts, human)
+            start = json.loads(json.dumps(values, default=str))  # a file may hold dates
+            start.pop("failed", None)
+        return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)
 
     rows = data.load_rows(args.dataset, "preferences" if args.task == "label" else "prompts")
     if args.task == "label":

@@ -250,9 +250,9 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
     mask = None
     if share_prompt:
         tree, branch = to_device(tree, device), to_device(branch, device)
-        ours = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
+        same_tree = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-        mask = (ours & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
+        mask = (same_tree & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
     else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     ends = [end[0] for end in ends], [place for end in ends for place in end[1:]]

@@ -33,8 +33,8 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
         causes = [cause for cause, *_ in error.failures.values()]
         if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise
-        said = str(causes[0]).split("\n")[0][:120]
-        raise OSError(f"{temporary} cannot be written ({said}): make room, then --resume") from error
+        reason = str(causes[0]).split("\n")[0][:120]
+        raise OSError(f"{temporary} cannot be written ({reason}): make room, then --resume") from error
     if is_main():
         files.replace(temporary / "state.json", json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)
@@ -58,8 +58,8 @@ def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
         with warnings.catch_warnings(action="ignore"):
             dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     except dcp.CheckpointException as error:
-        said = str(next(iter(error.failures.values()))[0]).split("\n")[0][:160]
-        raise InputError(f"{folder} is broken, or of another --model ({said}): try --overwrite") from None
+        reason = str(next(iter(error.failures.values()))[0]).split("\n")[0][:160]
+        raise InputError(f"{folder} is broken, or of another --model ({reason}): try --overwrite") from None
     return state
 
 

@@ -61,8 +61,8 @@ def _are_as_alone(model, figures, together, alone, otherwise) -> bool:
     dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
     model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
     try:
-        apart, *others = map(figures, (alone, together, together._replace(position_ids=positions)))
-        gap, change = ((other - apart).abs().max().item() for other in others)
+        apart, *shared_rows = map(figures, (alone, together, together._replace(position_ids=positions)))
+        gap, change = ((other - apart).abs().max().item() for other in shared_rows)
     except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
         gap, change = 1, 0
     model.compute_dtype, close = dtype, 0.05 if sharded and dtype != torch.float32 else 1e-3

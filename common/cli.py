@@ -155,17 +155,17 @@ def _parse_flags(recipes, name, argv):
 
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
-    both = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
+    all_flags = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
     script, own = Path(sys.argv[0]).name, ""
     if "base" in recipes and name != "base":
         own = f" With a model or data of your own it is base: {script} base --help."
     description = f"Recipes, first word. The defaults below are those of {name}.{own}\n{listing}"
-    about = {"prog": f"{script} {name}", "description": description}
-    about.update(default=both(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
+    options = {"prog": f"{script} {name}", "description": description}
+    options.update(default=all_flags(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            given, unknown = tyro.cli(both, args=argv, return_unknown_args=True, **about)
+            given, unknown = tyro.cli(all_flags, args=argv, return_unknown_args=True, **options)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise

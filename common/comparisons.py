@@ -118,8 +118,8 @@ def best_and_worst(c) -> Comparison:
     """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
     if len(c.texts) == 2:
         return c
-    two = select_responses(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])
-    return two._replace(ranks=torch.tensor([0, 1]))
+    pair = select_responses(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])
+    return pair._replace(ranks=torch.tensor([0, 1]))
 
 
 def select_responses(c, places):

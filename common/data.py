@@ -43,20 +43,20 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     listed = sources(spec)
     names = [Path(source).name for source, *_ in listed]  # files of one name are told apart by their folders
     names = [source if names.count(name) > 1 else name for name, (source, *_) in zip(names, listed)]
-    parts = [_read(source, name, items, kind, split) for name, (source, items, _) in zip(names, listed)]
+    data_sets = [_read(source, name, items, kind, split) for name, (source, items, _) in zip(names, listed)]
     weights = [weight for *_, weight in listed if weight is not None]
     if weights:
-        if len(weights) < len(parts) or min(weights) <= 0:
+        if len(weights) < len(data_sets) or min(weights) <= 0:
             raise InputError(f"{_flag(spec)}: give every part a weight above 0, or none of them")
         # The largest mixture of these proportions that needs no row twice
-        scale = min(len(rows) / weight for rows, weight in zip(parts, weights))
+        scale = min(len(rows) / weight for rows, weight in zip(data_sets, weights))
         sizes = [round(weight * scale) for weight in weights]
         if 0 in sizes:
             source, _, weight = listed[sizes.index(0)]
             why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
             raise InputError(f"{_flag(source)}: {why}")
-        parts = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(parts, sizes)]
-    rows = list(itertools.chain(*parts))
+        data_sets = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(data_sets, sizes)]
+    rows = list(itertools.chain(*data_sets))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than a collective may last
     if len(set(dist.gather([fingerprint]))) > 1:
@@ -74,21 +74,21 @@ def _prompt_or_place(row):
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
     """(source, its items as (column, sign, name or value), weight) of every part of load_rows' `spec`.
     InputError for a part that cannot be, a file that is none."""
-    parts = []
+    results = []
     for part in spec.split(","):
-        found = PART.fullmatch(part.strip())
-        items = [ITEM.fullmatch(item) for item in (found and found[2] or "").split("&") if item]
-        if not found or not all(items):
+        match = PART.fullmatch(part.strip())
+        items = [ITEM.fullmatch(item) for item in (match and match[2] or "").split("&") if item]
+        if not match or not all(items):
             raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
-        source, weight = found[1], found[3] or found[4]
+        source, weight = match[1], match[3] or match[4]
         flags.setdefault(source, flags.get(spec, "--dataset"))
         if is_tiny(source):
             _tiny_options(source)
         elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
             wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
             raise InputError(f"{_flag(source)}: no such file, or {wanted}")
-        parts.append((source, [item.groups() for item in items], weight and float(weight)))
-    return parts
+        results.append((source, [item.groups() for item in items], weight and float(weight)))
+    return results
 
 
 def sources_of(args) -> list[str]:
@@ -110,11 +110,11 @@ def _flag(spec):
 
 def with_columns(spec: str, columns: str) -> str:
     """`spec` with the items of "question=prompt,score>=2" in every part that is not tiny."""
-    parts = []
+    specs = []
     for source, items, weight in sources(spec):
         items = ["".join(item) for item in items] + ([] if is_tiny(source) else columns.split(","))
-        parts.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
-    return ",".join(parts)
+        specs.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
+    return ",".join(specs)
 
 
 def is_tiny(spec: str) -> bool:
@@ -159,8 +159,8 @@ def _select(rows, items, source):
         if sign == "=":
             for i, row in enumerate(rows):
                 if row.data.get(column) not in (None, ""):
-                    rest = {name: cell for name, cell in row.data.items() if name != column}
-                    rows[i] = row._replace(data={**rest, value: row.data[column]})
+                    cells = {name: cell for name, cell in row.data.items() if name != column}
+                    rows[i] = row._replace(data={**cells, value: row.data[column]})
         else:
             n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
             note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
@@ -349,13 +349,13 @@ def turns(value, role=None):
         raise ValueError(f"the {column} is {type(value).__name__}, wanted text or messages")
     if role and not (role == "user" and is_dialogue(value)):
         return [{"role": role, "content": value}]
-    parts = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
-    if parts[0].strip() or len(parts) < 3:
+    pieces = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
+    if pieces[0].strip() or len(pieces) < 3:
         raise ValueError("neither a list of messages nor a dialogue of \\n\\nHuman: and \\n\\nAssistant:")
-    if role and not parts[-1].strip():  # "\n\nAssistant:" at its end only opens the answer
-        parts = parts[:-2]
+    if role and not pieces[-1].strip():  # "\n\nAssistant:" at its end only opens the answer
+        pieces = pieces[:-2]
     names = {"Human": "user", "Assistant": "assistant"}
-    return [{"role": names[who], "content": text} for who, text in zip(parts[1::2], parts[2::2])]
+    return [{"role": names[who], "content": text} for who, text in zip(pieces[1::2], pieces[2::2])]
 
 
 def message(value) -> dict:
@@ -376,8 +376,8 @@ def message(value) -> dict:
             raise ValueError(f"{key} {repr(value[key])[:40]} of a message, wanted 0 or 1")
         if key in value and not value[key]:
             made["weight"] = 0
-    known = {"role", "from", "content", "value", *FLAGS, *CALLS}
-    more = [key for key in value if key in value and key not in known and value.passes(key)]
+    read_keys = {"role", "from", "content", "value", *FLAGS, *CALLS}
+    more = [key for key in value if key in value and key not in read_keys and value.passes(key)]
     return {**made, **{key: value[key] for key in more}}
 
 
@@ -639,10 +639,10 @@ def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
     for question, number in firsts:
         hashes[question] = min(number, hashes.get(question, number))
     ranked = sorted(hashes, key=hashes.get)
-    held = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
+    held_out = set(ranked[: max(1, min(most, round(share * len(ranked))))]) if len(ranked) > 1 else set()
     sides = [], []
     for document, (question, _) in zip(documents, firsts):
-        sides[question in held].append(document)
+        sides[question in held_out].append(document)
     return sides
 
 
@@ -651,12 +651,12 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     whose figures they would flatter."""
 
     def other(document):
-        if not held.isdisjoint(document.questions):
+        if not held_out_questions.isdisjoint(document.questions):
             flags = "(--eval-dataset, --hold-out-rehearsed)"
             raise ValueError(f"the prompt is in the held-out set {flags}, or that of an earlier answer is")
         return document
 
-    held = {question for d in held_out for question in d.questions}
+    held_out_questions = {question for d in held_out for question in d.questions}
     return map_rows(documents, other, name)
 
 

@@ -141,9 +141,9 @@ def gather(values: list) -> list:
     """The lists of all ranks joined, rank 0's first, on every rank."""
     if not td.is_initialized():
         return values
-    parts = [None] * world_size()
-    td.all_gather_object(parts, values)
-    return [value for part in parts for value in part]
+    lists = [None] * world_size()
+    td.all_gather_object(lists, values)
+    return [value for part in lists for value in part]
 
 
 def my_batches(items, size: int, n_tokens=None):
@@ -319,8 +319,8 @@ class Sums:
         """{name: total}, the same on every rank. Every rank must call it, also one without a share."""
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
         each = [x.reshape(1) for values in self.values.values() for x in values]
-        numbers = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
-        mine = {name: combine(name, [next(numbers) for _ in values]) for name, values in self.values.items()}
+        read = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
+        mine = {name: combine(name, [next(read) for _ in values]) for name, values in self.values.items()}
         ranks = gather([mine])
         names = {name: None for of_rank in ranks for name in of_rank}  # in their order
         return {name: combine(name, [totals[name] for totals in ranks if name in totals]) for name in names}

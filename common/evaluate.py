@@ -146,8 +146,8 @@ def score_of_answer(row) -> float:
     values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
     with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
         values = [max(data.ranking(row["responses"])[1])] if "responses" in row else values
-    numbers = [data.value_or_error(formats.number, x) for x in values]
-    return next((x for x in numbers if isinstance(x, float)), -math.inf)
+    scores = [data.value_or_error(formats.number, x) for x in values]
+    return next((x for x in scores if isinstance(x, float)), -math.inf)
 
 
 def length_controlled(won, differences) -> float:
@@ -205,7 +205,7 @@ def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
             result[f"{kind}_win_lc"] = length_controlled(won, longer)
             rate = sum(won) / n
             result.update(metrics.with_interval(f"{kind}_win_rate", rate, *metrics.wilson(rate, n), n))
-        games = [metrics.outcomes(*two, margin) for two in itertools.combinations(scores.values(), 2)]
+        games = [metrics.outcomes(*pair, margin) for pair in itertools.combinations(scores.values(), 2)]
         if games:
             elos = ratings(games, len(rows), list(rows).index(args.reference), args)
             for name, rating in zip(rows, elos):
@@ -313,8 +313,8 @@ def score_rows(scorer, held_out, args) -> list[dict]:
         candidates = [responses.Response(ids.tolist(), text, True) for ids, text in texts]
         pairs += [(prompt, response) for response in candidates]
         duels += [(prompt, candidates[i], candidates[j]) for i, j in labelled_pairs(c)]
-    ask, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
-    values = ask(scorer, texts, args.score_batch_size)
+    score, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
+    values = score(scorer, texts, args.score_batch_size)
     return reward_evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
@@ -348,8 +348,8 @@ def compare_scorers(args, run):
         for name, of_scorer in rows.items():
             results[name] = {}
             for part, inside in {("all",): of_scorer, **metrics.parts_of(of_scorer)}.items():
-                both = {**metrics.pair_figures(inside), **metrics.score_figures(inside)}
-                results[name][" ".join(part)] = both
+                result = {**metrics.pair_figures(inside), **metrics.score_figures(inside)}
+                results[name][" ".join(part)] = result
         metrics.print_table(pair_table(results))
     return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)
 

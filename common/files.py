@@ -20,8 +20,8 @@ def reading(path, mend: str = MEND):
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        said = f"there is no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path}: cannot be read ({said[:160]}). {mend}") from None
+        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputError(f"{path}: cannot be read ({reason[:160]}). {mend}") from None
 
 
 def read_json(path, mend: str = MEND, check=lambda value: None) -> dict:

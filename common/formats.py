@@ -106,8 +106,8 @@ def unread(row: dict, read, prefix=""):
 def _dialogue(prompt):
     """HelpSteer2's marks between turns -> HH-RLHF's. A single turn has none."""
     names = {"\n<extra_id_1>User\n": "\n\nHuman: ", "\n<extra_id_1>Assistant\n": "\n\nAssistant: "}
-    parts = re.split("(" + "|".join(names) + ")", prompt)
-    return prompt if len(parts) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in parts)
+    pieces = re.split("(" + "|".join(names) + ")", prompt)
+    return prompt if len(pieces) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in pieces)
 
 
 def _post(info):
@@ -151,9 +151,9 @@ def in_our_columns(row: dict) -> tuple[dict, set[str]]:
         if set(names.split()) <= there:
             with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
                 read = set()
-                ours = convert(cells(row, read))
-                if not there & (ours.keys() - set(names.split())):
-                    return {**row, **ours}, read | ours.keys()
+                converted = convert(cells(row, read))
+                if not there & (converted.keys() - set(names.split())):
+                    return {**row, **converted}, read | converted.keys()
     return row, set()
 
 

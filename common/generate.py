@@ -38,8 +38,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Pr
     keys, rows = set(), data.load_rows(spec, "prompts", split)
     if grade:
         rows = sorted(rows, key=lambda row: -grade(row.data))
-    asked = data.read(rows, turns_of, spec, "prompts", tokenizer)
-    ids = data.map_over_ranks(asked, partial(data.prompt_ids, tokenizer))
+    turns_of_rows = data.read(rows, turns_of, spec, "prompts", tokenizer)
+    ids = data.map_over_ranks(turns_of_rows, partial(data.prompt_ids, tokenizer))
     return data.map_rows(rows, prompt_of, spec, ids)
 
 

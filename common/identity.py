@@ -27,7 +27,7 @@ def of_run(args, held_out) -> dict:
     """Fingerprint what a run begins with: {name in the table of docs/runs.md: fingerprint}. It reads whole
     files, so only rank 0 calls it."""
     messages = json.dumps(held_out, default=str).encode()
-    known = {"held-out set": hashlib.sha256(messages).hexdigest()}
+    fingerprints = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():
         if name in ("policy", "reference") and value in (None, "sft"):
             value = getattr(args, "model", value)  # of common.evaluate the name of a policy
@@ -35,8 +35,8 @@ def of_run(args, held_out) -> dict:
         for text in (x for x in values if isinstance(x, str) and name != "output_dir"):
             with contextlib.suppress(InputError, OSError, ValueError):  # a word, which names nothing
                 for kind, x in _behind(name, text, getattr(args, "seed", 0)).items():
-                    known.setdefault(f"{kind} of --{name.replace('_', '-')}", []).append(x)
-    return known
+                    fingerprints.setdefault(f"{kind} of --{name.replace('_', '-')}", []).append(x)
+    return fingerprints
 
 
 def _behind(name, text, seed) -> dict:

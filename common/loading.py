@@ -117,8 +117,9 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
     sampling, end = model.generation_config, tokenizer.eos_token_id
     ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
-    others = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
-    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *others] if others else end
+    more_ends = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
+    sampling.pad_token_id = tokenizer.pad_token_id
+    sampling.eos_token_id = [end, *more_ends] if more_ends else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     methods, n_rows = (models.token_logprobs, models.logprobs_at), len(model.get_input_embeddings().weight)
@@ -152,13 +153,13 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
 
     config = _read_config(name)
     new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
-    ours = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
-    fits = n_outputs is not None if new_head else ours and n_outputs in (None, outputs)
+    trained_here = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
+    fits = n_outputs is not None if new_head else trained_here and n_outputs in (None, outputs)
     if not fits:
         kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
         other = f"a {_kind(config)}" if new_head else f"a classifier of {outputs} labels"
         wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
-        raise InputError(f"{name} is {kinds[outputs] if ours else other}, wanted {wanted}")
+        raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, wanted {wanted}")
     if new_head:
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
@@ -321,13 +322,13 @@ def check_forward(model):
     n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
     ids = torch.arange(n, device=model.device)[None] % config.vocab_size
     if hasattr(model, "head_outputs"):
-        ours, own = (model.head_outputs(ids, (ids >= 0).nonzero().T) for _ in range(2))
+        outputs, expected = (model.head_outputs(ids, (ids >= 0).nonzero().T) for _ in range(2))
     else:
-        ours = models.token_logprobs(model, ids, ids[:, 1:] >= 0)[..., None]
-        own = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        own = own.gather(-1, ids[:, 1:, None])
+        outputs = models.token_logprobs(model, ids, ids[:, 1:] >= 0)[..., None]
+        expected = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        expected = expected.gather(-1, ids[:, 1:, None])
     close = 1e-3 if model.dtype == torch.float32 else 0.1
-    if not torch.allclose(ours, own, rtol=close, atol=close):
+    if not torch.allclose(outputs, expected, rtol=close, atol=close):
         why = "it draws experts at random, or does more to its logits than a factor and a cap"
         raise InputError(f"{config.model_type}: two forwards differ: {why}")
 
@@ -356,9 +357,9 @@ def _check_rows(model, tokenizer, n_rows, name):
     to_end = distance(rows[end : end + 1])
     to_end[end] = (rows[end] - mean).norm()
     if to_end.min() < 0.01 * distance(mean).median():
-        said = f"{name} has never learnt {tokenizer.eos_token!r}, which ends an answer, and adapters cannot"
+        reason = f"{name} has never learnt {tokenizer.eos_token!r}, which ends an answer, and adapters cannot"
         mend = "train once without --lora-rank, or give a --chat-template with an end token that it knows"
-        raise InputError(f"--lora-rank: {said}: {mend}")
+        raise InputError(f"--lora-rank: {reason}: {mend}")
     new = [i for i in range(n_rows, len(tokenizer)) if i != tokenizer.pad_token_id]
     if new:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(new[:3])))
@@ -374,13 +375,13 @@ def read_at_end_token(model, tokenizer):
 
     def cut(template):
         try:
-            rest = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
+            tail = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
         except (jinja2.TemplateError, TypeError):  # one of several may be for tools or documents alone
             return template
         bare = template.removesuffix("\n")  # one at the very end jinja leaves out
-        shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({rest!r}) }}}}"
+        shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({tail!r}) }}}}"
         whole = f"{{% set dialogue %}}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
-        return whole if rest else template
+        return whole if tail else template
 
     tokenizer.chat_template = _each(cut, tokenizer.chat_template)
 

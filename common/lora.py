@@ -40,8 +40,8 @@ def attach(model, rank: int, seed: int):
         for name, p in model.named_parameters():
             sizes["" if id(p) in with_one else re.sub(r".*\.\d+\.", "", name)] += p.numel()
         shares = {name: f"{n / sizes.total():.0%}" for name, n in sizes.most_common()}
-        others = ", ".join(f"{name} {share}" for name, share in shares.items() if name and share != "0%")
-        print(f"adapters for {shares['']} of the weights; the others do not learn: {others}")
+        unadapted = ", ".join(f"{name} {share}" for name, share in shares.items() if name and share != "0%")
+        print(f"adapters for {shares['']} of the weights; the others do not learn: {unadapted}")
     generator = torch.Generator().manual_seed(seed)
     for layer in adapted:
         layer.__class__ = LoraLinear

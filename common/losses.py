@@ -145,8 +145,8 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
     difference = chosen_advantages - rejected_advantages
     rank_sum = -logsigmoid(difference).sum()
     bound_sum = -(logsigmoid(bound - chosen_advantages) + logsigmoid(bound + rejected_advantages)).sum()
-    loss, parts = _mean_over_rows("advantage_model_loss", rank_sum + bound_sum, n_rows, difference)
-    return loss, {**parts, "rank_loss_sum": rank_sum.detach()}
+    loss, sums = _mean_over_rows("advantage_model_loss", rank_sum + bound_sum, n_rows, difference)
+    return loss, {**sums, "rank_loss_sum": rank_sum.detach()}
 
 
 def kl_estimate(logprobs, ref_logprobs, kind="k1"):

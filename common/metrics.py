@@ -229,14 +229,14 @@ def pairs_of(rows) -> list[tuple]:
 
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
     """{("data set" or "category", name): its rows}, where there are several of the kind."""
-    parts = {}
+    rows_of_part = {}
     for kind, column in (("data set", "source"), ("category", "category")):
         by_name = {}
         for row in rows:
             by_name.setdefault(str(row[column]), []).append(row)
         for name in sorted(by_name) if len(by_name) > 1 else ():
-            parts[kind, name] = by_name[name]
-    return parts
+            rows_of_part[kind, name] = by_name[name]
+    return rows_of_part
 
 
 def score_figures(rows) -> dict[str, float]:
@@ -262,19 +262,19 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
         return {"pairs": len(pairs), "nll": math.nan}
-    prompts, numbers = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs], {}
-    prompt = torch.tensor([numbers.setdefault(prompt, len(numbers)) for prompt in prompts])
+    prompts, number_of = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs], {}
+    prompt = torch.tensor([number_of.setdefault(prompt, len(number_of)) for prompt in prompts])
     soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
     label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P(the better one is better)
     correct, n = (difference.sign() + 1) / 2, len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
-    gaps = torch.zeros(len(numbers), n_bins).double()  # of each prompt and bin: of correct - confidence
+    gaps = torch.zeros(len(number_of), n_bins).double()  # of each prompt and bin: of correct - confidence
     as_labelled = label * correct + (1 - label) * (1 - correct)
     gaps.index_put_((prompt, bins), as_labelled - confidence, accumulate=True)
     sizes = torch.bincount(prompt)
     generator, resampled, floor = torch.Generator().manual_seed(0), [], []
-    for times in resamples(len(numbers), n_bootstrap, generator):
+    for times in resamples(len(number_of), n_bootstrap, generator):
         resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes))
     low, high = percentiles(torch.stack(resampled))
     for _ in range(200):
@@ -289,7 +289,7 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),
         "nll": torch.nn.functional.binary_cross_entropy_with_logits(difference, label),
         "brier": (label * (1 - probability) ** 2 + (1 - label) * probability**2).mean(),
-        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(numbers)),
+        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(number_of)),
         "ece_floor": torch.stack(floor).mean(),
     }
     return {key: float(value) for key, value in figures.items()}

@@ -42,9 +42,9 @@ def token_logprobs(
     rows, columns = action_mask.nonzero().T if places is None else places
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
-        found = _unembed(model, hidden, input_ids[rows, columns + 1], temperature, entropy)
+        outputs = _unembed(model, hidden, input_ids[rows, columns + 1], temperature, entropy)
     zeros = torch.zeros(action_mask.shape, device=input_ids.device)
-    logprobs, entropies = (zeros.index_put((rows, columns), x) for x in found)
+    logprobs, entropies = (zeros.index_put((rows, columns), x) for x in outputs)
     return (logprobs, entropies) if entropy else logprobs
 
 
@@ -61,14 +61,14 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
     blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
     documents = [document for blocks in plan for block in blocks for document in block]
     mask = batches.response_mask(sorted(documents, key=lambda document: document.number))
-    rows, found, results = [], [], []
+    rows, chunks, results = [], [], []
     for blocks in plan:
         for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
             outputs = forward(model, batch, *options)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            found.append([output[tuple(batch.places)] for output in outputs])
+            chunks.append([output[tuple(batch.places)] for output in outputs])
             rows += [document.number for document in batch.documents]
-    for of_tokens in zip(*found):
+    for of_tokens in zip(*chunks):
         result, mine = torch.zeros(mask.shape), torch.zeros(len(rows), mask.shape[1])
         result[rows] = mine.masked_scatter(mask[rows], torch.cat(of_tokens).float().cpu())
         if dist.world_size() > 1:  # one rank filled each row, the others have 0
@@ -113,7 +113,7 @@ def _masks(config, mask, position_ids):
 def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     """(log probabilities, entropies) of (n, H) hidden states and (n,) targets, chunk by chunk. On a rank
     without loss n is 0: empty tensors still connect every weight to the gradient."""
-    head, parts = model.get_output_embeddings(), []
+    head, chunks = model.get_output_embeddings(), []
     # Chunks' gradients of the unembedding are summed in bf16 on an accelerator: fewer chunks, less rounding
     elements = LOGITS_IN_MEMORY * (1 if head.weight.device.type == "cpu" else 8)
     size = max(1, elements // head.weight.shape[0])
@@ -121,8 +121,8 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
     again = torch.is_grad_enabled() and len(targets) > kept
     for chunk in zip(hidden.split(size), targets.split(size)):
         inputs = (model, *chunk, temperature, entropy)
-        parts.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
-    return [torch.cat(part) for part in zip(*parts)]
+        chunks.append(checkpoint(_chunk, *inputs, use_reentrant=False) if again else _chunk(*inputs))
+    return [torch.cat(part) for part in zip(*chunks)]
 
 
 def next_token_logprobs(model, input_ids, where, before=()):

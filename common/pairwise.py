@@ -116,8 +116,8 @@ def main(args: Args):
     limits = {"max_length": args.max_length, "min_score_gap": args.min_score_gap}
     load = partial(comparisons.load, tokenizer=tokenizer, **limits)
     splits = data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
-    for name, some in zip(("train", "held_out"), splits if dist.is_main() else ()):
-        rows = rows_of(some, args.seed)
+    for name, split in zip(("train", "held_out"), splits if dist.is_main() else ()):
+        rows = rows_of(split, args.seed)
         folder.mkdir(parents=True, exist_ok=True)
         metrics.write_jsonl(folder / f"{name}.jsonl", rows)  # whole or not at all
         print(f"wrote {len(rows):,} rows to {folder / name}.jsonl")

@@ -130,7 +130,7 @@ def compared(folder, results, without=()):
 
     results: temperature -> policy -> figures of common/evaluate.py. without: policies that are left out."""
     is_drawn = lambda name, r: "kl" in r and name not in without  # noqa: E731
-    drawn = [{name: r for name, r in at.items() if is_drawn(name, r)} for at in results.values()]
+    drawn = [{name: r for name, r in of_t.items() if is_drawn(name, r)} for of_t in results.values()]
     policies = max(drawn, key=len)  # of equally long ones the first
     if len(policies) < 2:
         return None

@@ -107,15 +107,15 @@ class Pool:
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
         not hold whole. Rows of such a chunk, which a crash cut, are left out: a chunk is sampled whole."""
-        held, numbers = collections.defaultdict(list), itertools.count()
+        keys_of_chunk, counter = collections.defaultdict(list), itertools.count()
         for row in self.rows:
             if row["iteration"] == iteration:
-                held[row["chunk"]].append((turns_key(row["prompt"]), row["temperature"]))
+                keys_of_chunk[row["chunk"]].append((turns_key(row["prompt"]), row["temperature"]))
         whole, missing = set(), []
         for _, temperature, n in samplers:
             missing.append([])
-            for chunk, number in zip(split(prompts, self.args.chunk_prompts), numbers):
-                if held[number] == [(prompt.key, temperature) for prompt in chunk for _ in range(n)]:
+            for chunk, number in zip(split(prompts, self.args.chunk_prompts), counter):
+                if keys_of_chunk[number] == [(prompt.key, temperature) for prompt in chunk for _ in range(n)]:
                     whole.add(number)
                 else:
                     missing[-1].append((number, chunk))
@@ -134,8 +134,8 @@ class Pool:
         """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
         The file is replaced whole. `parts` are then the means of the parts of these scores."""
         self.parts, keys = {}, {prompt.key for prompt in prompts}
-        others = [row for row in self.rows if row["scorer"] != scorer.version]
-        old = [row for row in others if turns_key(row["prompt"]) in keys]
+        other_scores = [row for row in self.rows if row["scorer"] != scorer.version]
+        old = [row for row in other_scores if turns_key(row["prompt"]) in keys]
         if not old:  # a resumed run may have scored all of them before it was killed
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return

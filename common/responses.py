@@ -51,13 +51,13 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else ())})
     try:
-        out = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
+        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a cache of its own, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses, added = [], tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    lengths, finished = out.sample_mask.sum(1).tolist(), out.finished.tolist()
-    drawn = zip(out.response_tokens.tolist(), out.sample_logprobs.tolist(), lengths, finished)
+    lengths, finished = rollout.sample_mask.sum(1).tolist(), rollout.finished.tolist()
+    drawn = zip(rollout.response_tokens.tolist(), rollout.sample_logprobs.tolist(), lengths, finished)
     for tokens, logprobs, length, ended in drawn:
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)

@@ -73,9 +73,9 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
     end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
     room, samples = models.n_positions(model.config) - max_new_tokens, [()] * len(prompts)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
-    asked = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
+    prompts_of = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
     options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
-    pairs = responses.sample_pairs(model, tokenizer, asked, **options)
+    pairs = responses.sample_pairs(model, tokenizer, prompts_of, **options)
     for i, of_prompt in zip(fits, split(pairs, n)):
         ended = [[*r.ids[:-1], tokenizer.eos_token_id] for _, r in of_prompt if r.finished]
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
@@ -159,12 +159,12 @@ def with_policy_answers(train, name, tokenizer, args, device):
     policy = loading.load_frozen(name, tokenizer, args, device) if k or n else None
     ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
     if k:
-        ask, size = comparisons.seq_logprobs, args.micro_batch_size
-        others = []
+        seq_logprobs, size = comparisons.seq_logprobs, args.micro_batch_size
+        by_policy = []
         for other in args.behavior_policies:
-            others.append(loading.ask_policy(other, tokenizer, args, device, ask, train, size))
-        behavior = [torch.stack(of_one, 1) for of_one in zip(*others)] or behavior_columns(train, args)
-        logprobs = ask(policy, train, size)
+            by_policy.append(loading.ask_policy(other, tokenizer, args, device, seq_logprobs, train, size))
+        behavior = [torch.stack(of_one, 1) for of_one in zip(*by_policy)] or behavior_columns(train, args)
+        logprobs = seq_logprobs(policy, train, size)
         ratios = [(of_policy[:, None] - of_others).exp() for of_policy, of_others in zip(logprobs, behavior)]
         figures = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
     samples = [()] * len(train)

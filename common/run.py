@@ -48,17 +48,17 @@ def launch(main, recipes):
     try:
         main(parse(recipes))
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
-        said, where = " ".join(str(error).split()), ""
+        message, where = " ".join(str(error).split()), ""
         if isinstance(error, NotFinite) and Run.current:
             state = Run.current.state  # a round of ppo.py is several optimiser steps
             step = 1 + state.get("optimizer_steps", state.get("first_step", 0) + state["step"])
-            said = f"step {step}: {said}"
+            message = f"step {step}: {message}"
         if isinstance(error, Diverged) and Run.current:
-            said = f"{said}; {Run.current.last_checkpoint}"
+            message = f"{message}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
             time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
             where = f" [rank {dist.rank()}]"
-        _say(f"error{where}: {said}")
+        _say(f"error{where}: {message}")
         code = 2
     except KeyboardInterrupt:
         _say(f"interrupted: {_what_is_saved()}")
@@ -344,8 +344,8 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     }  # fmt: skip
     dist.barrier()  # models were read once more
     # What rank 0 sees decides for all, and every rank has looked before it changes anything
-    before, now = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
-    changed = identity.changes(before, now, folder) if resume else []
+    before, current = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
+    changed = identity.changes(before, current, folder) if resume else []
     if dist.is_main():
         if not resume:
             # These first: what is left then is neither a finished run nor one to resume

@@ -78,8 +78,8 @@ def sample(
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
     prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
-    one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # of numpy or torch
-    stop_ids = [] if stop_ids is None else [stop_ids] if one else stop_ids
+    is_one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # of numpy or torch
+    stop_ids = [] if stop_ids is None else [stop_ids] if is_one else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
         return _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress)
@@ -427,8 +427,8 @@ def _check_model(model, prompts, max_new_tokens):
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     lengths = size - 4, size - 6, size // 2
     rows = [[(7 * i + length) % config.vocab_size for i in range(length)] for length in lengths]
-    out = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
-    for row, tokens, logprobs in zip(rows, out.response_tokens, out.sample_logprobs):
+    rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
+    for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]
         logits = model(input_ids=ids, use_cache=False).logits[0, len(row) - 1 : -1]
         want = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -488,11 +488,11 @@ def main(args: Args):
         if tokenizer.chat_template:
             prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
         room = n_positions(model.config) - len(prompt["input_ids"])
-        out = sample(
+        rollout = sample(
             model, prompt, n=args.n, max_new_tokens=max(1, min(args.max_new_tokens, room)), stop_ids=stop_ids,
             pad_id=0, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, seed=args.seed,
         )  # fmt: skip
-        for tokens, mask in zip(out.response_tokens, out.sample_mask):
+        for tokens, mask in zip(rollout.response_tokens, rollout.sample_mask):
             answer = tokenizer.decode(tokens[mask], skip_special_tokens=True)
             dialogue = [*turns, {"role": "assistant", "content": answer}]
             print(answer, flush=True)

@@ -112,17 +112,17 @@ def _call(term, batch) -> list[dict[str, float]]:
     try:
         given = term.function(*arguments)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
-        parts = given if isinstance(given, dict) else {"": given}
-        parts = {str(part): _numbers(values) for part, values in parts.items()}
-        lengths = [len(numbers) for numbers in parts.values()]
+        by_part = given if isinstance(given, dict) else {"": given}
+        by_part = {str(part): _numbers(values) for part, values in by_part.items()}
+        lengths = [len(column) for column in by_part.values()]
         if set(lengths) != {n}:
             raise ValueError(f"of lengths {lengths}")
     except Exception as error:  # whatever a user's function raises
         where = f"{batch[0][0].row.where}, columns {data.columns(rows[0])}"
-        asked = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
-        why = f"{did} {type(error).__name__}: {error}; asked of {asked} ({where})"
+        question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
+        why = f"{did} {type(error).__name__}: {error}; asked of {question} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
-    return [dict(zip(parts, of_one)) for of_one in zip(*parts.values())]
+    return [dict(zip(by_part, of_one)) for of_one in zip(*by_part.values())]
 
 
 def _numbers(values) -> list[float]:
@@ -226,8 +226,8 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
     if scorer.function:
         mine = range(len(pairs))[dist.rank() :: dist.world_size()]
         batches = split([pairs[i] for i in mine], batch_size)
-        answers = [parts for batch in batches for parts in _call(scorer.function, batch)]
-        answers = [parts for _, parts in sorted(dist.gather(list(zip(mine, answers))))]
+        answers = [by_part for batch in batches for by_part in _call(scorer.function, batch)]
+        answers = [by_part for _, by_part in sorted(dist.gather(list(zip(mine, answers))))]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         texts = [_encode(scorer, *pair, end) for pair in pairs]
@@ -235,13 +235,13 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
         scores = of_each_comparison(forward, scorer.model, texts, batch_size, share_prompt=False)
         answers = [{"": x} for x in scores]
     scale, bias = scorer.gate
-    scores = [scale * sum(parts.values()) + bias for parts in answers]
+    scores = [scale * sum(by_part.values()) + bias for by_part in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not abs(x) < 3e38:  # NaN, or infinite in float32
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
-    names = dict.fromkeys(part for parts in answers for part in parts if part)
-    means = [statistics.fmean(parts[name] for parts in answers if name in parts) for name in names]
+    names = dict.fromkeys(part for by_part in answers for part in by_part if part)
+    means = [statistics.fmean(by_part[name] for by_part in answers if name in by_part) for name in names]
     return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
 
 
@@ -253,8 +253,8 @@ def log_odds(scorer, duels, batch_size) -> list[float]:
 def oracle_scores(oracle, pairs, opponents, size) -> list[float]:
     """The oracle's score of each (prompt, response); of one that compares the probability that it beats the
     opponents' response to the same prompt, 1/2 where there are none."""
-    others = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
-    return score(oracle, [*pairs, *others], size)[: len(pairs)]
+    opponent_pairs = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
+    return score(oracle, [*pairs, *opponent_pairs], size)[: len(pairs)]
 
 
 def _round_robin(scorer, pairs, batch_size):
@@ -336,8 +336,8 @@ class Gated:
         """The score of each (prompt, response), (B,), on every rank. `metrics` then holds the means of
         --scorer's parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
         size, threshold = self.args.score_batch_size, self.args.safety_threshold
-        scores, parts = score_and_parts(self.scorer, pairs, size)
-        self.metrics = {**parts, "reward/gated": 0.0}
+        scores, part_means = score_and_parts(self.scorer, pairs, size)
+        self.metrics = {**part_means, "reward/gated": 0.0}
         if not self.safety:
             return torch.tensor(scores)
         safety = torch.tensor(score(self.safety, pairs, size))
@@ -380,9 +380,9 @@ def load_value_model(gated, tokenizer, prompts, args, device):
 def mean_expected_reward(scorer, prompts, args, device):
     """Mean of an advantage model's e(x), over all ranks."""
     total = 0.0
-    for some in dist.my_batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
-        ids = pad_sequence(some or [torch.zeros(1, dtype=torch.long)], batch_first=True).to(device)
-        where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(some)], dtype=torch.long).view(-1, 2).T
+    for batch in dist.my_batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
+        ids = pad_sequence(batch or [torch.zeros(1, dtype=torch.long)], batch_first=True).to(device)
+        where = torch.tensor([[i, len(x) - 1] for i, x in enumerate(batch)], dtype=torch.long).view(-1, 2).T
         total += scorer.model.head_outputs(ids, where.to(device))[:, 1].sum().item()
     return sum(dist.gather([total])) / len(prompts)
 
@@ -421,9 +421,9 @@ def fit_safety_gate(rows, threshold):
     scale, bias = fit_logistic_regression(x, safe, n_games=1, penalty=penalty).tolist()
     bias -= scale * score.mean().item()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
-    n_caught, both = caught.sum().item(), (caught & unsafe).sum().item()
-    recall = both / unsafe.sum().item()
+    n_caught, n_both = caught.sum().item(), (caught & unsafe).sum().item()
+    recall = n_both / unsafe.sum().item()
     figures = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
     if n_caught:
-        figures["gate/precision"] = both / n_caught
+        figures["gate/precision"] = n_both / n_caught
     return {"scale": scale, "bias": bias}, figures

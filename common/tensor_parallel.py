@@ -57,13 +57,13 @@ def split(model, layers, n: int):
     try:
         for layer in layers:
             layer.unshard()
-            parts = {path: part(path, whole, group) for path, whole in layer.named_parameters()}
+            my_parts = {path: part(path, whole, group) for path, whole in layer.named_parameters()}
             layer.reshard()
-            for path in parts:
+            for path in my_parts:
                 owner, _, name = path.rpartition(".")
                 module = layer.get_submodule(owner)
                 shards.append((module, name, module._parameters[name]))
-                module._parameters[name] = parts[path]
+                module._parameters[name] = my_parts[path]
                 if owner.endswith(ROW_PARALLEL) and name == "weight":
                     hooks.append(module.register_forward_hook(add_up))
         yield

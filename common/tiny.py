@@ -119,18 +119,18 @@ class Behavior(NamedTuple):
         """One response, drawn from this policy."""
         if rng.random() < self.p_refuse[is_safety(prompt)]:
             return " ".join(REFUSAL)
-        want, said, done = perfect_answer(prompt).split(), [], 0
-        while len(said) < MAX_WORDS:
+        want, words, done = perfect_answer(prompt).split(), [], 0
+        while len(words) < MAX_WORDS:
             p_stop = self.p_stop if done < len(want) else 1 - self.p_filler
             u = rng.random()
             if u < self.p_filler:
-                said.append(rng.choice(FILLERS))
+                words.append(rng.choice(FILLERS))
             elif u < self.p_filler + p_stop:
                 break
             else:
-                said.append(want[done] if rng.random() < self.p_right else rng.choice(ANIMALS))
+                words.append(want[done] if rng.random() < self.p_right else rng.choice(ANIMALS))
                 done += 1
-        return " ".join(said)
+        return " ".join(words)
 
     def logprob(self, prompt: str, response: str) -> float:
         """log pi'(response | prompt) in nats, the end token included; -inf for what it never writes."""
@@ -191,8 +191,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
             "behavior_logprobs": [b.logprob(prompt, text) for b in BEHAVIORS],
         }
 
-    out, seen = [], set()
-    while len(out) < n:
+    made, seen = [], set()
+    while len(made) < n:
         prompt = _drawn(_prompt, rng, split)
         if kind == "prompts" and prompt in seen:
             continue
@@ -220,8 +220,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
                 for key in ("gold", "utility", "behavior_logprobs"):
                     row[f"{side}_{key}"] = response[key]
                 row[f"{side}_is_safe"] = not is_safety(response["text"])
-        out.append(row)
-    return [row for row in out if not commands or row["category"] in commands.split("+")]
+        made.append(row)
+    return [row for row in made if not commands or row["category"] in commands.split("+")]
 
 
 def _drawn(draw, rng, split):
@@ -245,8 +245,8 @@ def _sentences(rng):  # plain text for the pretrained gradient: the same words i
 
     words = []
     for _ in range(rng.randint(1, 3)):
-        rest = rng.choice(([], ["near", *noun()], ["and", "it", "was", "big"]))
-        words += noun() + [rng.choice(("saw", "met"))] + noun() + rest + ["."]
+        clause = rng.choice(([], ["near", *noun()], ["and", "it", "was", "big"]))
+        words += noun() + [rng.choice(("saw", "met"))] + noun() + clause + ["."]
     return " ".join(words)
 
 

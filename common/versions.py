@@ -219,8 +219,8 @@ class RejectionSamplingEvaluation:
         for curve in [curve for curve in evaluation["curves"] if curve["chosen"]]:
             figures.update({f"sweep/{key}": curve[key][-1] for key in ("max", "median")})
             figures["sweep/temperature"] = curve["temperature"]
-        others = {"first": min(evaluations), "before": version - 1}
-        return {**figures, **gains_over(evaluations, version, others)}
+        compared_with = {"first": min(evaluations), "before": version - 1}
+        return {**figures, **gains_over(evaluations, version, compared_with)}
 
 
 class DPOEvaluation:
@@ -249,8 +249,8 @@ class DPOEvaluation:
         opponents = [responses.Response([], row["response"], row["finished"]) for row in first]
         scores, kl = scorers.oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
         if version:
-            ask = partial(kl_of, policy)
-            kl = loading.ask_policy(args.model, self.tokenizer, args, device, ask, pairs, size)
+            kl_to = partial(kl_of, policy)
+            kl = loading.ask_policy(args.model, self.tokenizer, args, device, kl_to, pairs, size)
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
     def figures(self, evaluations, version) -> dict[str, float]:
