@@ -108,4 +108,4 @@ def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
 def test_scripts_and_common_keep_their_budgets_of_code_lines():
     assert sum(map(n_code_lines, SCRIPTS)) <= 1650
     # The goal is 5,300: what reads rows, locks, and compares what a run began with has to become shorter
-    assert sum(n_code_lines(f"common/{name}") for name in COMMON) <= 5520
+    assert sum(n_code_lines(f"common/{name}") for name in COMMON) <= 5500
