@@ -155,8 +155,8 @@ def update(model, optimizer, batch, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with the
-# kit, seven files of common/. README.md ("Copying an algorithm") says how, tests/test_copying.py shows the loop.
+# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
+# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
 def main(args: Args):
     run = Run(args, "reward", plots=[plots.scorer])
     if run.finished:

@@ -350,8 +350,8 @@ def hindsight(rows, labeler, principles, args):
     for row in rows:
         scores[turns_key(row.prompt)] += [row.human for _ in row.texts]
     for row in rows:
-        own = scores[turns_key(row.prompt)]  # of different prompts they need not have the same zero
-        threshold = statistics.median(own) if own and args.threshold is None else args.threshold
+        of_prompt = scores[turns_key(row.prompt)]  # of different prompts they need not have the same zero
+        threshold = statistics.median(of_prompt) if of_prompt and args.threshold is None else args.threshold
         instruction = TEXTS["bad" if row.texts and row.human < threshold else "good"]
         system = [turn["content"] for turn in row.prompt[:1] if turn["role"] == "system"]
         turn = {"role": "system", "content": "\n\n".join([instruction, *system])}
@@ -527,8 +527,8 @@ def main(args: Args):
     with metrics.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
             shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # what stays together on a rank
-            mine = [item for share in shares for item in share]
-            results = zip(mine, TASKS[args.task](mine, labeler, principles, args))
+            my_items = [item for share in shares for item in share]
+            results = zip(my_items, TASKS[args.task](my_items, labeler, principles, args))
             new = dist.gather([{**item.about, **result} for item, result in results])
             rows += new
             if dist.is_main():

@@ -106,7 +106,7 @@ def skeleton(model, dtype):
     with torch.device("meta"):
         empty = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     kept = {*empty._keep_in_fp32_modules_strict} if dtype != torch.float32 else set()
-    kept |= {*empty._keep_in_fp32_modules} if dtype == torch.float16 else set()
+    kept.update(empty._keep_in_fp32_modules if dtype == torch.float16 else ())
     for name, weight in empty.state_dict(keep_vars=True).items():
         if any(re.search(glob.replace("*", ".*"), name) for glob in kept):
             weight.data = weight.data.float()

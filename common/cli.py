@@ -156,10 +156,10 @@ def _parse_flags(recipes, name, argv):
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
     all_flags = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
-    script, own = Path(sys.argv[0]).name, ""
+    script, base_help = Path(sys.argv[0]).name, ""
     if "base" in recipes and name != "base":
-        own = f" With a model or data of your own it is base: {script} base --help."
-    description = f"Recipes, first word. The defaults below are those of {name}.{own}\n{listing}"
+        base_help = f" With a model or data of your own it is base: {script} base --help."
+    description = f"Recipes, first word. The defaults below are those of {name}.{base_help}\n{listing}"
     options = {"prog": f"{script} {name}", "description": description}
     options.update(default=all_flags(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()

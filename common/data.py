@@ -32,8 +32,10 @@ PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+))?|:(\d*\.?\d+))?")
 ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
 QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
 DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns of messages
-TINY = {"seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety"}
-TINY |= {"kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+"}
+TINY = {  # the options of tiny: name -> what it may be
+    "seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety",
+    "kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+",
+}  # fmt: skip
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
@@ -195,9 +197,11 @@ def _tiny_options(source):
 
 
 # -- rows -> messages ------------------------------------------------------------------------------
-ROLES = {"system": "system developer", "user": "user human prompter"}
-ROLES |= {"assistant": "assistant gpt chatgpt bing bard claude model bot ai"}
-ROLES = {alias: role for role, aliases in ROLES.items() for alias in aliases.split()}
+ALIASES = {
+    "system": "system developer", "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt bing bard claude model bot ai",
+}  # fmt: skip
+ROLES = {alias: role for role, aliases in ALIASES.items() for alias in aliases.split()}
 FLAGS = ("weight", "train", "training", "loss")  # keys of a message, false or 0 where it is not learnt
 CALLS = ("tool_calls", "function_call")
 MALFORMED = "a message is not {role, content} with text in both"
@@ -575,8 +579,8 @@ def map_over_ranks(items, work, size: int = 64):
     """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where
     x is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
     for chunk in split(items, size * dist.world_size()):
-        mine = chunk[size * dist.rank() :][:size]
-        results = [isinstance(x, ValueError) or value_or_error(work, x) for x in mine]
+        my_items = chunk[size * dist.rank() :][:size]
+        results = [isinstance(x, ValueError) or value_or_error(work, x) for x in my_items]
         yield from zip(chunk, dist.gather(results))
 
 

@@ -150,9 +150,9 @@ def my_batches(items, size: int, n_tokens=None):
     """This rank's share of `items` in lists of at most `size`; n_tokens: an item's length, for like lengths
     to share a list. Every rank gets as many lists, empty ones at last, for a forward is a collective."""
     items = sorted(items, key=lambda item: -n_tokens(item)) if n_tokens else list(items)
-    mine = items[rank() :: world_size()]
+    my_items = items[rank() :: world_size()]
     for start in range(0, math.ceil(len(items) / world_size()), size):
-        yield mine[start : start + size]
+        yield my_items[start : start + size]
 
 
 # -- seeds and the learning rate -------------------------------------------------------------------
@@ -208,8 +208,8 @@ def shard(model, device, compute_dtype=None):
     barrier()  # rank 0 had the weights to read
     weights = model.state_dict() if is_main() else {}
     # The state dict lacks buffers that can be computed, rotary frequencies for one
-    mine = [dict(model.named_buffers()), getattr(model, "generation_config", None)]
-    buffers, model.generation_config = gather(mine if is_main() else [])
+    on_rank_0 = [dict(model.named_buffers()), getattr(model, "generation_config", None)]
+    buffers, model.generation_config = gather(on_rank_0 if is_main() else [])
     model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
     mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
@@ -320,10 +320,10 @@ class Sums:
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
         each = [x.reshape(1) for values in self.values.values() for x in values]
         read = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
-        mine = {name: combine(name, [next(read) for _ in values]) for name, values in self.values.items()}
-        ranks = gather([mine])
+        totals = {name: combine(name, [next(read) for _ in values]) for name, values in self.values.items()}
+        ranks = gather([totals])
         names = {name: None for of_rank in ranks for name in of_rank}  # in their order
-        return {name: combine(name, [totals[name] for totals in ranks if name in totals]) for name in names}
+        return {name: combine(name, [x[name] for x in ranks if name in x]) for name in names}
 
 
 def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:

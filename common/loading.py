@@ -183,9 +183,9 @@ def _add_classifier(config_class):
     body = AutoModel._model_mapping.get(config_class, None)
     if body and config_class not in AutoModelForSequenceClassification._model_mapping:
         name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
-        own = {"config_class": config_class, "base_model_prefix": body.base_model_prefix}
-        own["__module__"] = body.__module__  # of a class from elsewhere transformers leaves buffers unset
-        made = type(name, (GenericForSequenceClassification, body.__mro__[1]), own)
+        attributes = {"config_class": config_class, "base_model_prefix": body.base_model_prefix}
+        attributes["__module__"] = body.__module__  # else transformers leaves its buffers unset
+        made = type(name, (GenericForSequenceClassification, body.__mro__[1]), attributes)
         AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
 
 

@@ -69,8 +69,8 @@ def per_token(forward, model, *options, plan, micro_batch_size) -> list[torch.Te
             chunks.append([output[tuple(batch.places)] for output in outputs])
             rows += [document.number for document in batch.documents]
     for of_tokens in zip(*chunks):
-        result, mine = torch.zeros(mask.shape), torch.zeros(len(rows), mask.shape[1])
-        result[rows] = mine.masked_scatter(mask[rows], torch.cat(of_tokens).float().cpu())
+        result, my_rows = torch.zeros(mask.shape), torch.zeros(len(rows), mask.shape[1])
+        result[rows] = my_rows.masked_scatter(mask[rows], torch.cat(of_tokens).float().cpu())
         if dist.world_size() > 1:  # one rank filled each row, the others have 0
             torch.distributed.all_reduce(result)
         results.append(result)

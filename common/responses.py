@@ -48,8 +48,8 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
     InputError for a model that cannot be sampled."""
     if not prompts:
         return []
-    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    stop = sorted({tokenizer.eos_token_id, *(own if isinstance(own, list) else ())})
+    end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
     try:
         rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a cache of its own, for one
@@ -73,16 +73,16 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
     weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among the copies,
     which decode in their own time and draw differently. seed: of this call. options: sampler.sample's."""
     copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
-    mine = range(len(prompts))[copy::n_copies]
+    my_indices = range(len(prompts))[copy::n_copies]
     options["seed"] = (seed * 1000 + copy) % 2**63  # what a generator takes; the seed of a user may be large
     options["progress"] = tqdm(
-        total=len(mine) * n, desc="sample", unit="row", leave=False, dynamic_ncols=True,
+        total=len(my_indices) * n, desc="sample", unit="row", leave=False, dynamic_ncols=True,
         disable=None if dist.is_main() else True,  # None: shown where stderr is a terminal
     )  # fmt: skip
     with dist.consolidated(model), options["progress"]:
-        my_prompts = [prompts[i].ids for i in mine]
+        my_prompts = [prompts[i].ids for i in my_indices]
         responses = my_responses(model, tokenizer, my_prompts, n=n, **options)
-    by_prompt = dict(dist.gather(list(zip(mine, split(responses, n)))))  # ranks that share a copy: the same
+    by_prompt = dict(dist.gather(list(zip(my_indices, split(responses, n)))))  # equal on ranks of one copy
     return [(prompts[i], response) for i in range(len(prompts)) for response in by_prompt[i]]
 
 

@@ -73,8 +73,10 @@ def sample(
       rows beside it: the same call gives the same responses, another number of slots gives others.
     progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update.
     Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
-    usable = {"n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1}
-    usable |= {"temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0}
+    usable = {
+        "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1,
+        "temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0,
+    }  # fmt: skip
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
     prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
@@ -140,7 +142,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
                 copied.record()
             following = step(token)
             copied.synchronize()
-        finished |= {row for row, stops in zip(live, stopped.tolist()) if stops}
+        finished.update(row for row, stops in zip(live, stopped.tolist()) if stops)
         done = [row in finished or n_tokens[row] == max_new_tokens for row in live]
 
         # compact
@@ -365,8 +367,8 @@ def _next_logits(model, ids, mask, cache):
     taken = _arguments(type(model), type(model.config))
     options = {name: value for name, value in options.items() if name in taken}
     mask = mask[:, None, None] if getattr(cache, "is_plain", False) else mask.long()
-    options |= {"attention_mask": mask, cache_argument(model.config, type(model)): cache, "use_cache": True}
-    return model(input_ids=ids, **options).logits[:, -1]
+    options[cache_argument(model.config, type(model))] = cache
+    return model(input_ids=ids, attention_mask=mask, use_cache=True, **options).logits[:, -1]
 
 
 @contextlib.contextmanager

@@ -165,10 +165,10 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
             mend = "it may be --scorer of dpo_iterative.py and common.evaluate"
             raise InputError(f"{spec} compares two responses, and scores none: {mend}")
         return Scorer(spec, version, term, pairwise=compares(term))
-    own = loading.load_tokenizer(spec, quiet=True)
-    model = loading.load_scorer(spec, own)
+    encoder = loading.load_tokenizer(spec, quiet=True)
+    model = loading.load_scorer(spec, encoder)
     model = dist.shard(model.requires_grad_(False), device)
-    scorer = Scorer(spec, version, None, model, own, same_tokens=same_tokens(own, tokenizer))
+    scorer = Scorer(spec, version, None, model, encoder, same_tokens=same_tokens(encoder, tokenizer))
     if scorer.same_tokens:
         loading.check_room(max_length, spec, model.config)
     elif dist.is_main():
@@ -224,10 +224,10 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
     if scorer.pairwise:
         return _round_robin(scorer, pairs, batch_size), {}
     if scorer.function:
-        mine = range(len(pairs))[dist.rank() :: dist.world_size()]
-        batches = split([pairs[i] for i in mine], batch_size)
+        my_indices = range(len(pairs))[dist.rank() :: dist.world_size()]
+        batches = split([pairs[i] for i in my_indices], batch_size)
         answers = [by_part for batch in batches for by_part in _call(scorer.function, batch)]
-        answers = [by_part for _, by_part in sorted(dist.gather(list(zip(mine, answers))))]
+        answers = [by_part for _, by_part in sorted(dist.gather(list(zip(my_indices, answers))))]
     else:
         end = loading.end_of_scored(scorer.model, scorer.tokenizer)
         texts = [_encode(scorer, *pair, end) for pair in pairs]

@@ -60,7 +60,7 @@ FAMILIES = {  # by what their layers keep, windows of 8 tokens
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate_and_logprobs_plain_forwards(family, monkeypatch):
     """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice."""
-    monkeypatch.setattr(sampler, "PADDING_NAMES_COLUMNS", 3)
+    monkeypatch.setattr(sampler, "SPARE_COLUMNS", 3)
     monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
     model, stop_ids = tiny_families.build(FAMILIES[family]), list(range(5, V, 12))
     options = {"n": 2, "max_new_tokens": 24, "stop_ids": stop_ids, "pad_id": 0, "slots": 5}
