@@ -210,6 +210,7 @@ def fine_tune(model, optimizer, plan, steps, args):
 # -- the program around the algorithm --------------------------------------------------------------
 # To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
 # the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# Sampling is the kit's responses.answers, the scores are yours; main numbers the four steps of an iteration.
 def check(args):
     """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
     rising = list(args.threshold) == sorted(args.threshold)
