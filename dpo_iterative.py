@@ -143,17 +143,17 @@ def best_against_worst(pairs, scores, iteration, args):
     ("unfinished": it would teach not to end)."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for (prompt, response), score in zip(pairs, scores, strict=True):
-        groups.setdefault(prompt.key, (prompt, [], []))
-        groups[prompt.key][1].append(response)
-        groups[prompt.key][2].append(score)
-    for prompt, group, of_group in groups.values():
-        of_group = torch.tensor(of_group, dtype=torch.float64)
-        characters = torch.tensor([len(response.text) for response in group])
-        of_group = length_penalty(of_group, characters, args.length_penalty)
-        best, worst = group[of_group.argmax()], group[of_group.argmin()]
-        if len({response.text.strip() for response in group}) == 1:
+        groups.setdefault(prompt.key, []).append((prompt, response, score))
+    for group in groups.values():
+        prompt = group[0][0]
+        answers = [response for _, response, _ in group]
+        rewards = torch.tensor([score for _, _, score in group], dtype=torch.float64)
+        characters = torch.tensor([len(response.text) for response in answers])
+        rewards = length_penalty(rewards, characters, args.length_penalty)
+        best, worst = answers[rewards.argmax()], answers[rewards.argmin()]
+        if len({response.text.strip() for response in answers}) == 1:
             dropped["same"] += 1
-        elif of_group.max() == of_group.min():
+        elif rewards.max() == rewards.min():
             dropped["tied"] += 1
         elif best.text.strip() == worst.text.strip():  # one text can have two scores
             dropped["same"] += 1
@@ -168,7 +168,7 @@ def best_against_worst(pairs, scores, iteration, args):
                 ranks=torch.tensor([0, 1]),
                 source=f"iteration {iteration}",
                 row=prompt.row,
-                label_scores=[of_group.max().item(), of_group.min().item()],
+                label_scores=[rewards.max().item(), rewards.min().item()],
                 category=prompt.category,
             )
             chosen.append(pair)

@@ -40,7 +40,7 @@ from common.losses import sft_loss
 # The program around it needs these: data, runs, evaluation, checkpoints
 from common import checks, data, generate, loading, plots, scorers
 from common.cli import check_flags
-from common.pool import Pool, candidates, pairs_of, rows_of, selection_metrics, load_pool
+from common.pool import Pool, candidates, load_pool, pairs_of, rows_of, selection_metrics
 from common.run import Run, launch
 from common.versions import RejectionSamplingEvaluation, Versions
 
@@ -320,15 +320,16 @@ def main(args: Args):
         rows = candidates(pool.rows, prompts, None if args.candidates == "all" else iteration)
         pairs, scores = pairs_of(rows, prompts), [row["score"] for row in rows]
         thresholds = args.threshold or [None]
-        selected = [select(pairs, scores, threshold) for threshold in thresholds]
-        places, n_left_out = selected[0]
+        selections = [select(pairs, scores, threshold) for threshold in thresholds]
+        places, n_left_out = selections[0]
         row = {**pool.parts, **selection_metrics(pool.rows, [rows[i] for i in places], iteration)}
         if not args.threshold:
             row["pool/all_lowest"] = n_left_out
         if n_left_out and dist.is_main():
             why = "all responses have the lowest score of the pool"
             print(f"iteration {iteration}: {n_left_out} prompts left out, {why}")
-        selected = [places for places, _ in selected if places]  # thresholds rise: the highest may give none
+        # thresholds rise: the highest may give none
+        selected = [[pairs[i] for i in places] for places, _ in selections if places]
         if len(selected) < len(thresholds):
             why = why_none(pairs, scores, iteration, thresholds[len(selected)], args)
             if not selected:  # nothing to learn: the next version is this one again
@@ -339,7 +340,6 @@ def main(args: Args):
             run.log(row, versions.step, iteration)
 
         # 4. fine-tune a new version from the base model, or from the last one
-        selected = [[pairs[i] for i in places] for places in selected]
         stages = stages_of(selected, sft_documents, iteration, args)
         plan = plan_steps(stages, iteration, args)
         model = versions.load(latest if args.start_from == "last" or not selected else args.model)

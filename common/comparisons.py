@@ -10,8 +10,9 @@ import zlib
 
 import torch
 
-from common import batches, data, dist, formats, metrics, models
-from common.batches import RATINGS, Comparison, random_subset, labelled_pairs, of_each_comparison, turns_key
+from common import data, dist, formats, metrics, models
+from common.batches import RATINGS, Comparison, labelled_pairs, of_each_comparison, printable
+from common.batches import random_subset, turns_key
 from common.errors import InputError
 
 MARGINS = {  # Llama 2, table 27: m by rating
@@ -133,7 +134,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
     values = row.data
     category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
-    labels = {"category": batches.printable(category)}
+    labels = {"category": printable(category)}
     if values.get("responses") is not None:
         prompt, texts, label_scores = _ranking(values, values["responses"])
         ranks = _ranks(label_scores, min_score_gap)

@@ -67,7 +67,7 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
 
 
 def _prompt_or_place(row):
-    """What tells which rows a mixture takes (a_part hashes it): completions of one prompt stay together, no
+    """The key of a row in a mixture, which random_subset hashes: completions of one prompt stay together, no
     sorted file is cut at its end."""
     prompt = [row.data.get(column) for column in QUESTION]
     return repr(prompt) if any(prompt) else row.where
@@ -585,8 +585,8 @@ def map_over_ranks(items, work, size: int = 64):
 
 
 def map_rows(rows, make, name: str, shared=None) -> list:
-    """make(row) of every row, or of things that have one; make(row, x, y) with the (x, y) of by_shares. Where
-    there is a ValueError, reason and places are printed. InputError if nothing is left."""
+    """Apply make(row) to every row, or to items that have a row; with map_over_ranks' (x, y) make(row, x, y).
+    Rows that raise ValueError are dropped; how many, why and where is printed. InputError if none is left."""
     made, dropped, wanted = [], {}, ""
     pairs = zip(rows, shared or itertools.repeat(()))
     for row, given in metrics.progress(len(rows), 0, f"tokenise {name}", pairs, lines=False):

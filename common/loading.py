@@ -117,9 +117,8 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
     sampling, end = model.generation_config, tokenizer.eos_token_id
     ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
-    more_ends = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
-    sampling.pad_token_id = tokenizer.pad_token_id
-    sampling.eos_token_id = [end, *more_ends] if more_ends else end
+    more = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
+    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *more] if more else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
     methods, n_rows = (models.token_logprobs, models.logprobs_at), len(model.get_input_embeddings().weight)

@@ -17,6 +17,12 @@ from common.batches import Row, split, turns_key
 from common.errors import InputError
 
 
+TYPES = {  # of a row's values
+    "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
+    "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
+}  # fmt: skip
+
+
 def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
     """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
     tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
@@ -52,14 +58,13 @@ def rows_of(run) -> list[dict]:
 
 
 def check_row(row):
-    """Use a row of a pool, as files.reading wants it, so that a value of another type is an error here."""
-    for message in [] + row["prompt"]:
-        "{role:s} {content:s}".format_map(message)
-    "{response:s} {model:s} {finished:d} {iteration:d} {chunk:d} {temperature:f}".format_map(row)
-    for value, kind in ((row["score"], "f"), (row["scorer"], "s")):
-        format(value, kind if value is not None else "")
-    if not all(type(token) is int and token >= 0 for token in [] + row["response_ids"]):
-        raise ValueError("response_ids holds what is no token id")
+    """Raise ValueError if a row holds values of other types, or a prompt that is no list of messages."""
+    wrong = [name for name, kind in TYPES.items() if not isinstance(row[name], kind)]
+    if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
+        raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
+    for message in row["prompt"]:
+        if not isinstance(message, dict) or {type(message.get(x)) for x in ("role", "content")} != {str}:
+            raise ValueError("the prompt is no list of messages")
 
 
 class Pool:
@@ -134,8 +139,8 @@ class Pool:
         """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
         The file is replaced whole. `parts` are then the means of the parts of these scores."""
         self.parts, keys = {}, {prompt.key for prompt in prompts}
-        other_scores = [row for row in self.rows if row["scorer"] != scorer.version]
-        old = [row for row in other_scores if turns_key(row["prompt"]) in keys]
+        unscored = (row for row in self.rows if row["scorer"] != scorer.version)
+        old = [row for row in unscored if turns_key(row["prompt"]) in keys]
         if not old:  # a resumed run may have scored all of them before it was killed
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
@@ -151,9 +156,9 @@ class Pool:
 def candidates(rows, prompts, iteration=None) -> list[dict]:
     """The rows that answer one of the prompts, in the prompts' order. iteration: only rows of this one."""
     places = {prompt.key: place for place, prompt in enumerate(prompts)}
+    rows = [row for row in rows if iteration in (None, row["iteration"])]
     placed = [(places.get(turns_key(row["prompt"])), row) for row in rows]
-    kept = [(x, row) for x, row in placed if x is not None and iteration in (None, row["iteration"])]
-    return [row for _, row in sorted(kept, key=lambda item: item[0])]
+    return [row for _, row in sorted((x for x in placed if x[0] is not None), key=lambda x: x[0])]
 
 
 def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:

@@ -142,8 +142,8 @@ def main(args: Args):
     room = args.max_length - args.max_new_tokens
     load = partial(generate.load_prompts, tokenizer=tokenizer, max_tokens=room)
     prompts, _ = data.train_and_held_out(args.dataset, None, load, None)  # ppo.py's held-out ones stay so
-    other_key = lambda prompt: f"rehearsal {prompt.key}"  # noqa: E731 (by the key itself the held-out ones were chosen)
-    prompts = random_subset(prompts, args.max_prompts, other_key)
+    # Not by the hash of the key itself, by which the held-out prompts were chosen
+    prompts = random_subset(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")
     data.show(prompts, tokenizer)
     scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
     policy = loading.load_frozen(args.model, tokenizer, args, device)

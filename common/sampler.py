@@ -347,7 +347,7 @@ class RaggedCache(Cache):
 
 
 def _prefill(model, prompts, which):
-    """Run the first of the prompts `which`, as many of LIKE length as PREFILL_TOKENS hold, left-padded ->
+    """Run the first of the prompts `which`, as many of SIMILAR_LENGTH as PREFILL_TOKENS hold, left-padded ->
     {prompt: (the cache of them all, its row there, its last logits (V,))}."""
     device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
     group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= SIMILAR_LENGTH * width]
@@ -374,8 +374,8 @@ def _next_logits(model, ids, mask, cache):
 @contextlib.contextmanager
 def _sampling(model):
     """In evaluation mode: no dropout, and gradient checkpointing would drop the cache. And on a CPU, with a
-    large unembedding of up to FEW rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7 times as long for
-    the second, which is most of a small model's step."""
+    large unembedding of up to FEW_ROWS rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7 times as long
+    for the second, which is most of a small model's step."""
 
     def forward(hidden):
         rows = hidden.flatten(0, -2)

@@ -31,7 +31,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from common import data, dist, generate, loading, models, responses
-from common.batches import Comparison, random_subset, of_each_comparison, split
+from common.batches import Comparison, of_each_comparison, random_subset, split
 from common.errors import InputError
 from common.losses import safety_gated_score
 

@@ -23,7 +23,8 @@ class Versions:
     holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
     steps, "first_step": all steps before, "logged_rows"}.
 
-    evaluate: a Sweep or Answers, below. step: the optimiser steps of all versions so far."""
+    evaluate: a RejectionSamplingEvaluation or DPOEvaluation, below. step: the optimiser steps of all
+      versions so far."""
 
     def __init__(self, run, tokenizer, start: str):
         """start: the name of the model that is the first version."""
@@ -88,12 +89,12 @@ class Versions:
     def ask(self, name: str, forward, items, args) -> list:
         """forward(model, items, args) for the policy of this name, which is loaded and freed again unless it
         is the one in memory. Without items nothing is loaded."""
-        if not items or name == self.loaded:
-            return forward(self.policy, items, args) if items else []
-        return loading.ask_policy(name, self.tokenizer, args, self.run.device, forward, items, args)
+        if items and name != self.loaded:
+            return loading.ask_policy(name, self.tokenizer, args, self.run.device, forward, items, args)
+        return forward(self.policy, items, args) if items else []
 
     def evaluate_version(self, version: int):
-        """Write what evaluate(policy, version, studies) says of a version; log and print its figures."""
+        """Write what evaluate(policy, version, evaluations) returns; log and print the version's metrics."""
         if version not in self.evaluations:
             policy = self.load(self.path(version))
             evaluate = partial(self.evaluate, version=version, evaluations=self.evaluations)
@@ -142,8 +143,7 @@ class Versions:
     def finish(self, summary: dict):
         """Study the last version, and write what a finished run holds (run.write_results)."""
         self.evaluate_version(self.last)
-        of_versions = self.evaluations.items()
-        rows = [{"version": version, **row} for version, x in of_versions for row in x["samples"]]
+        rows = [{"version": v, **row} for v, x in self.evaluations.items() for row in x["samples"]]
         curves = [curve for evaluation in self.evaluations.values() for curve in evaluation.get("curves", ())]
         if curves and dist.is_main():
             metrics.write_jsonl(self.run.folder / "curves.jsonl", curves)

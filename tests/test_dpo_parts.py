@@ -419,7 +419,7 @@ def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
     assert write(1, "ant", "cat") == [first]
 
 
-# -- versions.Answers, pairing_metrics -------------------------------------------------
+# -- versions.DPOEvaluation, pairing_metrics -------------------------------------------------
 def sample(score, gold, tokens=4, finished=True, kl=0.0):
     columns = {"score": score, "gold": gold, "perfect": 2.0, "tokens": tokens, "finished": finished, "kl": kl}
     return {**columns, "category": None}

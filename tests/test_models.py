@@ -6,7 +6,6 @@ import importlib
 import inspect
 import json
 import math
-import sys
 import types
 from pathlib import Path
 
@@ -30,7 +29,7 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import batches, checkpoints, checks, loading, models, run, sampler, tiny
+from common import batches, checkpoints, checks, dist, loading, models, run, sampler, tiny
 from common.batches import Document, Row
 from common.errors import InputError
 
@@ -803,39 +802,35 @@ class Waits(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
-STEP = """
-import inspect
-import torch
-from algorithm import *
-from common import batches, dist, loading, tiny
-
-torch.manual_seed(0)
-device, tokenizer, args = dist.setup(), tiny.tokenizer(), Args()
-ids = lambda n: torch.randint(5, 40, (n,), dtype=torch.int32)
-documents = [batches.Document(ids(n), torch.arange(n) > 3, [], None, i) for i, n in enumerate((9, 7, 12))]
-pair = lambda n: batches.Comparison([], ["a", "b"], ids(4), [ids(n), ids(3)], torch.tensor([0, 1]), "", None,
-    ratios=torch.ones(2, args.n_others) if hasattr(args, "n_others") else None, ref_logprobs=torch.zeros(2))
-n_outputs = {"reward": 1, "advantage_model": 2}.get(NAME)
-model = loading.load_scorer("tiny", tokenizer, n_outputs) if n_outputs else loading.load_policy("tiny", tokenizer)
-model = dist.shard(model, device)
-value = dist.shard(loading.load_scorer("tiny", tokenizer, 1), device)
-mask = batches.response_mask(documents)
-noise = lambda: torch.randn(mask.shape) * mask
-given = {
-    "model": model, "policy": model, "value": value, "optimizer": dist.adamw(model, 1e-3, args),
-    "blocks": batches.make_blocks(documents, 64), "batch": [pair(5), pair(6)], "pairs": [pair(5), pair(6)],
-    "agent": NAME == "ppo" and Agent(model, value, None, tokenizer, dist.adamw(model, 1e-3, args), dist.adamw(value, 1e-3, args)),
-    "minibatch": [0, 1, 2], "extra": {"ptx": documents}, "policy_learns": True, "largest_gap": 8.0, "args": args,
-}
-if NAME == "ppo":
-    logprobs = noise()
-    given["rollout"] = Rollout([], documents, mask, mask[:, 0], response_rewards=noise()[:, 0], old_logprobs=logprobs,
-        ref_logprobs=logprobs, old_values=noise())
-    estimate_advantages(given["rollout"], args)
-before = [p.detach().clone() for p in model.parameters()]
-update(**{name: given[name] for name in inspect.signature(update).parameters})
-print(sum(not torch.equal(a, b) for a, b in zip(before, model.parameters())), len(before))
-"""
+def one_update(name, script):
+    """{parameter of the script's update: a value for it}, on the tiny model."""
+    torch.manual_seed(0)
+    args, tokenizer = script.Args(), tiny.tokenizer()
+    ids = lambda n: torch.randint(5, 40, (n,), dtype=torch.int32)
+    documents = [batches.Document(ids(n), torch.arange(n) > 3, [], None, i) for i, n in enumerate((9, 7, 12))]
+    ratios = torch.ones(2, args.n_others) if name == "advantage_model" else None
+    labels = {"ranks": torch.tensor([0, 1]), "ratios": ratios, "ref_logprobs": torch.zeros(2)}
+    pairs = [
+        batches.Comparison([], ["a", "b"], ids(4), [ids(n), ids(3)], source="", row=None, **labels) for n in (5, 6)
+    ]
+    n_outputs = {"reward": 1, "advantage_model": 2}.get(name)
+    load = loading.load_scorer if n_outputs else loading.load_policy
+    model = dist.shard(load("tiny", tokenizer, *[n_outputs] if n_outputs else []), torch.device("cpu"))
+    given = {
+        "model": model, "optimizer": dist.adamw(model, 1e-3, args), "batch": pairs, "pairs": pairs, "extra": {},
+        "blocks": [[document] for document in documents], "minibatch": [0, 1, 2], "policy_learns": True, "args": args,
+    }  # fmt: skip
+    if name == "ppo":
+        value = dist.shard(loading.load_scorer("tiny", tokenizer, 1), torch.device("cpu"))
+        optimizers = [dist.adamw(learner, 1e-3, args) for learner in (model, value)]
+        given["agent"] = ppo.Agent(model, value, None, tokenizer, *optimizers)
+        mask = batches.response_mask(documents)
+        logprobs, rewards, values = (torch.randn(mask.shape) * mask for _ in range(3))
+        known = {"old_logprobs": logprobs, "ref_logprobs": logprobs, "old_values": values}
+        rollout = ppo.Rollout([], documents, mask, mask[:, 0], response_rewards=rewards[:, 0], **known)
+        ppo.estimate_advantages(rollout, args)
+        given["rollout"] = rollout
+    return {key: given[key] for key in inspect.signature(script.update).parameters}
 
 
 MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 1}  # a forward's, a loss's
@@ -844,16 +839,14 @@ MOST = {"sft": 1, "reward": 1, "advantage_model": 0, "ppo": 2, "dpo_iterative": 
 @pytest.mark.parametrize("name", MOST)
 def test_a_micro_batch_waits_for_the_device_so_often(name, monkeypatch):
     script, waits, counts = importlib.import_module(name), Waits(), []
-    monkeypatch.setitem(sys.modules, "algorithm", script)
-    exec(STEP, step := {"NAME": name})
-    given, args = step["given"], step["args"]
-    given.update(blocks=[[document] for document in step["documents"]], extra={})
+    given = one_update(name, script)
+    args = given["args"]
     for place, function in ((batches, "collate"), (ppo.Rollout, "in_batch")):  # on the host
         monkeypatch.setattr(place, function, _disable_current_modes()(getattr(place, function)))
     for args.packing, args.micro_batch_size in ((False, 9), (False, 1)):  # one micro-batch; 3, of pairs 2
         waits.n = 0
         with waits:
-            script.update(**{key: given[key] for key in inspect.signature(script.update).parameters})
+            script.update(**given)
         counts.append(waits.n)
     assert counts[1] - counts[0] == MOST[name] * (2 if name in ("sft", "ppo") else 1)
 
