@@ -36,10 +36,12 @@ from common.batches import labelled_pairs, my_comparison_batches, to_device
 from common.losses import advantage_model_loss, advantage_score
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checks, comparisons, loading, metrics, plots, reward_evaluation
-from common.cli import check_flags
 from common.errors import InputError
-from common.run import Run, launch
+from common.data import comparisons
+from common.loading import checks, pretrained
+from common.scoring import measures, reward_evaluation
+from common.run import cli, plots
+from common.run.run import Run, launch
 
 
 @dataclass
@@ -196,7 +198,7 @@ def update(model, optimizer, batch, args):
 # the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
 def check(args):
     """What can be known to be wrong before anything is loaded."""
-    check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
+    cli.check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
     if args.n_others * args.ratio_clip >= n_policies(args):
         raise InputError(
             f"--n-others {args.n_others} times --ratio-clip {args.ratio_clip} reaches --n-policies "
@@ -213,7 +215,7 @@ def main(args: Args):
 
     # data: comparisons, the same on every rank (equal, tied or contradicting ones are left out), with their
     # responses' ratios to K other policies, and --expected-reward-samples responses of the policy
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train, ratio_figures = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
@@ -221,13 +223,13 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model: a language model's body with a head of two outputs, r and e
-    model = loading.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
+    model = pretrained.load_scorer(args.model, tokenizer, 2, args.gradient_checkpointing, args.seed)
     model.config.advantage_model = {
         "n_policies": n_policies(args),
         "n_others": args.n_others,
         "bound": args.bound,
     }
-    loading.check_room(args.max_length, args.model, model.config)
+    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
@@ -263,9 +265,9 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: is e(x) the policy's mean reward; do length or its log probability rank as well
-    after = {**run.evaluate_export(model, evaluate), **metrics.known_figures(evaluate.samples)}
+    after = {**run.evaluate_export(model, evaluate), **measures.known_figures(evaluate.samples)}
     figures = reward_evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
-    loading.read_at_end_token(model, tokenizer)  # which other tools then do, too
+    pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,

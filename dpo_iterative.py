@@ -34,11 +34,14 @@ from common.batches import Comparison, my_comparison_batches, of_each_comparison
 from common.losses import dpo_loss, length_penalty
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checks, comparisons, data, generate, loading, plots, scorers
-from common.cli import check_flags
-from common.pool import Pool, candidates, pairing_metrics, pairs_of, rows_of, write_pairs
-from common.run import Run, launch
-from common.versions import DPOEvaluation, Versions
+from common.data import comparisons, prompt_sets, splits
+from common.loading import checks, pretrained
+from common.scoring import functions, scorers
+from common.scoring.version_evaluation import DPOEvaluation
+from common.run import cli, plots
+from common.run.pool import Pool, candidates, pairing_metrics, pairs_of, rows_of, write_pairs
+from common.run.run import Run, launch
+from common.run.versions import Versions
 
 
 @dataclass
@@ -50,7 +53,8 @@ class Args:
     """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
     scorer: str = "runs/reward"
     """The oracle: a run of reward.py or advantage_model.py, a hub reward model, FILE.py:function, or what has
-    each response meet all others: common.pairwise:oracle=RUN, common.ai_feedback:oracle=ORG/MODEL."""
+    each response meet all others: common.programs.pairwise:oracle=RUN,
+    common.programs.ai_feedback:oracle=ORG/MODEL."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
     eval_dataset: str | None = None
@@ -263,7 +267,7 @@ def check(args):
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     ways = len(args.temperatures) * (2 if args.enhancer else 1)
     fits = args.max_length > args.max_new_tokens or not (args.iterations or args.eval_prompts)
-    check_flags(
+    cli.check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
         ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, for so many ways to sample"),
@@ -294,12 +298,12 @@ def load_data(args, tokenizer, sampled):
     responses are sampled, in training or in evaluations."""
     prompts, held_out = [], []
     if sampled:
-        prompts, held_out = generate.train_and_held_out(args, tokenizer)
+        prompts, held_out = prompt_sets.train_and_held_out(args, tokenizer)
     elif args.eval_dataset:  # nothing answers these prompts, but no pair of them is trained on
-        held_out = generate.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
+        held_out = prompt_sets.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     if sampled:
-        prompts = data.without_prompts_of(prompts, held_out_pairs, args.dataset)
+        prompts = splits.without_prompts_of(prompts, held_out_pairs, args.dataset)
     return prompts, held_out, offline, held_out_pairs
 
 
@@ -349,19 +353,19 @@ def main(args: Args):
     run = Run(args, "dpo_iterative", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     reference = args.model if args.reference in ("sft", "last") else args.reference
     sampled = bool(args.iterations or args.eval_prompts)
-    generate.check_policy(args.model, tokenizer, args, sampled)
-    generate.check_policy(reference, tokenizer, args, sampled=False)
+    pretrained.check_policy(args.model, tokenizer, args, sampled)
+    pretrained.check_policy(reference, tokenizer, args, sampled=False)
     if args.enhancer not in (None, "previous"):
-        generate.check_policy(args.enhancer, tokenizer, args, sampled)
+        pretrained.check_policy(args.enhancer, tokenizer, args, sampled)
     prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, sampled)
     pool_rows = rows_of(run)  # of a resumed run
-    prompts_of = generate.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
+    prompts_of = prompt_sets.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
 
     # models, sharded over the ranks: the oracle stays, policies and the reference come and go
     scorer = None

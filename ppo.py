@@ -39,9 +39,12 @@ from common.errors import Diverged, NothingToLearn
 from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checkpoints, checks, data, evaluation, generate, loading, metrics, plots, scorers
 from common.errors import InputError
-from common.run import Run, check_flags, launch
+from common.data import auxiliary, prompt_sets, splits
+from common.loading import checks, pretrained
+from common.scoring import evaluation, functions, measures, safety, scorers
+from common.run import checkpoints, cli, plots
+from common.run.run import Run, launch
 
 
 @dataclass
@@ -178,7 +181,7 @@ class Args:
 class Agent:
     """The models, each sharded (dist.shard), and the optimisers of those that learn."""
 
-    policy: torch.nn.Module  # a causal LM with the methods of models.py (loading.load_policy)
+    policy: torch.nn.Module  # a causal LM with the methods of models.py (pretrained.load_policy)
     value: torch.nn.Module  # a model with a head of one output
     reference: torch.nn.Module  # pi_0, frozen
     tokenizer: object  # of all of them
@@ -419,7 +422,7 @@ def check(args):
     divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
     before_last = (args.iterations - 1) * args.epochs * size // max(1, args.minibatch_size)  # optimiser steps
     moves = f"at most the {before_last} steps before the last of --iterations {args.iterations}: the policy"
-    check_flags(
+    cli.check_flags(
         args,
         ("iterations", args.iterations >= 1, "1 or more"),
         ("n_samples", args.n_samples >= 1, "1 or more"),
@@ -459,22 +462,22 @@ def main(args: Args):
     run = Run(args, "ppo", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     for name in (args.model, args.reference or args.model):
-        generate.check_policy(name, tokenizer, args, sampled=name == args.model)
-    prompts, held_out = generate.train_and_held_out(args, tokenizer)
-    extra_data, held_out_text = data.load_extra(args, tokenizer, held_out)
+        pretrained.check_policy(name, tokenizer, args, sampled=name == args.model)
+    prompts, held_out = prompt_sets.train_and_held_out(args, tokenizer)
+    extra_data, held_out_text = auxiliary.load_extra(args, tokenizer, held_out)
     if args.hold_out_rehearsed:
-        prompts = data.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
+        prompts = splits.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
 
     # models: policy and value (a copy of the scorer, if it is a model that fits) learn; the others are asked
-    scorer = scorers.load_gated(args, tokenizer, run.device)
+    scorer = safety.load_gated(args, tokenizer, run.device)
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
-    policy = loading.load_policy(
+    policy = pretrained.load_policy(
         args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
     )
     for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
@@ -482,13 +485,13 @@ def main(args: Args):
     if not any(weight.requires_grad for weight in policy.parameters()):
         raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
     policy = dist.shard(policy, run.device)
-    reference = loading.load_frozen(args.reference or args.model, tokenizer, args, run.device)
+    reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     args.packing = args.packing and all(map(checks.packs, (policy, reference, value)))
     policy_optimizer = dist.adamw(policy, args.lr, args)
     value_optimizer = dist.adamw(value, args.value_lr, args)
     agent = Agent(policy, value, reference, tokenizer, policy_optimizer, value_optimizer)
-    extra_of = partial(data.next_extra, extra_data, args=args)  # shuffled anew each pass
+    extra_of = partial(auxiliary.next_extra, extra_data, args=args)  # shuffled anew each pass
 
     # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
     modules = {"policy": (policy, policy_optimizer), "value": (value, value_optimizer)}
@@ -506,7 +509,7 @@ def main(args: Args):
         if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
             break
 
-        batch_prompts = generate.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
+        batch_prompts = prompt_sets.fresh_prompts(prompts, args.prompts_per_iteration, iteration, args.seed)
         try:  # 1. sample, 2. score, 3. estimate, 4. update
             rollout, row = run_iteration(
                 agent, batch_prompts, scorer.score, state, iteration, args, extra_of, run.lap
@@ -516,7 +519,7 @@ def main(args: Args):
             continue
         state["skipped"] = 0  # in a row: run.skip gives up at five
         samples = evaluation.describe_samples(rollout.pairs, args.dataset)
-        row.update({**scorer.metrics, **metrics.means(samples, {"reward/gold": "gold"})})
+        row.update({**scorer.metrics, **measures.means(samples, {"reward/gold": "gold"})})
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
         if run.due(args.eval_every) or (args.patience and iteration == args.iterations):
             row.update(evaluate(policy))
@@ -585,11 +588,11 @@ RECIPES = {
             LARGE, scorer="runs/advantage_model", reward_norm="none",  # not said: an advantage needs none
             iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, as lr: 100 steps
             lr=5e-7, rehearsal_coef=0.01, rehearsal_norm="sum",
-            rehearsal_data="runs/rehearsal.jsonl",  # python -m common.rehearsal makes it (section 3.2)
+            rehearsal_data="runs/rehearsal.jsonl",  # of python -m common.programs.rehearsal (section 3.2)
         ),
     ),
     "rlaif": (
-        "RLAIF's dialogues; --scorer common.ai_feedback:rater=ORG/LABELER is direct RLAIF",
+        "RLAIF's dialogues; --scorer common.programs.ai_feedback:rater=ORG/LABELER is direct RLAIF",
         replace(
             LARGE, prompts_per_iteration=128, minibatch_size=128, temperature=0.9, lr=1e-5, kl_coef=0.05,
             # arXiv:2309.00267, appendix G, as the line above: 8 passes over 160,800 prompts

@@ -38,11 +38,13 @@ from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_t
 from common.losses import sft_loss
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checks, data, generate, loading, plots, scorers
-from common.cli import check_flags
-from common.pool import Pool, candidates, load_pool, pairs_of, rows_of, selection_metrics
-from common.run import Run, launch
-from common.versions import RejectionSamplingEvaluation, Versions
+from common.data import demonstrations, prompt_sets
+from common.loading import checks, pretrained
+from common.scoring import functions, scorers, version_evaluation
+from common.run import cli, plots
+from common.run.pool import Pool, candidates, load_pool, pairs_of, rows_of, selection_metrics
+from common.run.run import Run, launch
+from common.run.versions import Versions
 
 
 @dataclass
@@ -216,7 +218,7 @@ def check(args):
     rising = list(args.threshold) == sorted(args.threshold)
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     sampled = args.n_samples or (args.pool and args.iterations == 1)
-    check_flags(
+    cli.check_flags(
         args,
         ("iterations", args.iterations >= 1, "1 or more"),
         ("n_samples", sampled, "1 or more without --pool and --iterations 1"),
@@ -271,17 +273,18 @@ def main(args: Args):
     run = Run(args, "rejection_sampling", check, PLOTS)
     if run.finished:
         return
-    scorers.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # FILE.py:function fails now, not in hours
 
     # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
-        generate.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
-    prompts, held_out = generate.train_and_held_out(args, tokenizer)
+        pretrained.check_policy(name, tokenizer, args, sampled=bool(args.n_samples or args.eval_prompts))
+    prompts, held_out = prompt_sets.train_and_held_out(args, tokenizer)
     sft_documents, pool_rows = [], rows_of(run)
     if args.sft_dataset:
-        sft_documents = data.load_sft(args.sft_dataset, tokenizer, args.max_length, held_out=held_out)
+        load_sft = partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=args.max_length)
+        sft_documents = load_sft(args.sft_dataset, held_out=held_out)
     if args.pool and not run.resumed:
         pool_rows = load_pool(args.pool, prompts, tokenizer, args.max_length)
 
@@ -289,7 +292,7 @@ def main(args: Args):
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, policy)
-    versions.evaluate = RejectionSamplingEvaluation(held_out, scorer, tokenizer, args)
+    versions.evaluate = version_evaluation.RejectionSamplingEvaluation(held_out, scorer, tokenizer, args)
     if args.packing:  # asked now, not after hours of sampling
         args.packing = checks.packs(versions.load(policy if args.start_from == "last" else args.model))
 
@@ -307,7 +310,7 @@ def main(args: Args):
         latest = versions.path(iteration - 1)
         if args.n_samples:
             start = pool.n_prompts_before(iteration)
-            chosen_prompts = generate.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
+            chosen_prompts = prompt_sets.fresh_prompts(prompts, n_prompts, iteration, args.seed, start)
             temperature = versions.evaluations[iteration - 1]["temperature"]
             pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
         run.lap("sample")

@@ -6,7 +6,7 @@ A language model's body with a linear head in place of the unembedding, read at 
 (InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
 arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
 is one batch element, its loss the mean over its pairs; a soft label weighs both orders of a pair. (RLHF
-Workflow's other preference model, which reads two responses at once, is common/pairwise.py's.)
+Workflow's other preference model, which reads two responses at once, is common/programs/pairwise.py's.)
 
 Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights, optimiser and the
@@ -34,8 +34,11 @@ from common.batches import my_comparison_batches, to_device
 from common.losses import bradley_terry_loss, ranking_loss
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checks, comparisons, loading, metrics, plots, reward_evaluation, scorers
-from common.run import Run, launch
+from common.data import comparisons
+from common.loading import checks, pretrained
+from common.scoring import measures, reward_evaluation, safety
+from common.run import plots
+from common.run.run import Run, launch
 
 
 @dataclass
@@ -163,7 +166,7 @@ def main(args: Args):
         return
 
     # data: comparisons, the same on every rank; equal, tied or contradicting ones are left out
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
     train = comparisons.with_margins(train, args.margin)
@@ -171,8 +174,8 @@ def main(args: Args):
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
     # model: a language model's body with a head of one output
-    model = loading.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
-    loading.check_room(args.max_length, args.model, model.config)
+    model = pretrained.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
+    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)  # or a line says
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
@@ -206,11 +209,11 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: accuracy, calibration, and the baselines: length, the SFT model's log probability
-    after = {**run.evaluate_export(model, evaluate), **metrics.known_figures(evaluate.samples)}
+    after = {**run.evaluate_export(model, evaluate), **measures.known_figures(evaluate.samples)}
     length_figures = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
-    gate, gate_figures = scorers.fit_safety_gate(evaluate.samples, args.safety_threshold)
+    gate, gate_figures = safety.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None clears an earlier stage's too
-    loading.read_at_end_token(model, tokenizer)  # which other tools then do, too
+    pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,
@@ -291,7 +294,7 @@ RECIPES = {
         ),
     ),
     "rlaif": (
-        "RLAIF's, on what python -m common.ai_feedback label wrote",
+        "RLAIF's, on what python -m common.programs.ai_feedback label wrote",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
             dataset="runs/labels/rows.jsonl",

@@ -28,8 +28,11 @@ from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_t
 from common.losses import sft_loss
 
 # The program around it needs these: data, runs, evaluation, checkpoints
-from common import checks, data, evaluation, loading, plots
-from common.run import Run, launch
+from common.data import demonstrations, splits
+from common.loading import checks, pretrained
+from common.scoring import evaluation
+from common.run import plots
+from common.run.run import Run, launch
 
 
 @dataclass
@@ -126,11 +129,12 @@ def main(args: Args):
         return
 
     # data and model
-    tokenizer = loading.load_tokenizer(args.model, args.chat_template)
-    load = partial(data.load_sft, tokenizer=tokenizer, max_length=args.max_length)
-    train, held_out = data.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
-    model = loading.load_policy(args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank)
-    loading.check_room(args.max_length, args.model, model.config)
+    tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
+    load = partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=args.max_length)
+    train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load, tokenizer)
+    checkpointing = args.gradient_checkpointing
+    model = pretrained.load_policy(args.model, tokenizer, checkpointing, args.seed, args.lora_rank)
+    pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
     args.packing = args.packing and checks.packs(model)  # not every family can; then a line says so
 
@@ -205,7 +209,7 @@ RECIPES = {
         ),
     ),
     "rlhf_workflow_preference": (
-        "RLHF Workflow's pairwise preference model, on what python -m common.pairwise wrote",
+        "RLHF Workflow's pairwise preference model, on what python -m common.programs.pairwise wrote",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
             epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # its 2.2, as the warm-up
@@ -229,7 +233,7 @@ RECIPES = {
         ),
     ),
     "constitutional": (
-        "Constitutional AI's SL-CAI, on what python -m common.ai_feedback revise wrote",
+        "Constitutional AI's SL-CAI, on what python -m common.programs.ai_feedback revise wrote",
         replace(
             LARGE, model="meta-llama/Llama-2-7b-hf", dataset="runs/revisions/rows.jsonl", packing=False,
             # arXiv:2212.08073, section 3.2; lr is half of the pretraining's, 3e-4 (Llama 2, table 1)

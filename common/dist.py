@@ -194,8 +194,8 @@ def compute_dtype_of(device) -> torch.dtype:
 def shard(model, device, compute_dtype=None):
     """The model on this rank's device, sharded when there are several ranks.
 
-    model: real weights on rank 0, any device elsewhere (loading.load_policy leaves the other ranks on "meta",
-      so that one copy is read). Its `forward_methods` (see loading.py) run FSDP's hooks too.
+    model: real weights on rank 0, any device elsewhere (load_policy leaves the other ranks on "meta",
+      so that one copy is read). Its `forward_methods` (see pretrained.py) run FSDP's hooks too.
     compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: compute_dtype_of. Master
       weights and reductions are fp32."""
     model.compute_dtype = compute_dtype or compute_dtype_of(device)

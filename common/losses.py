@@ -175,7 +175,7 @@ def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, thre
     (Llama 2, arXiv:2307.09288, section 3.2.3; its WHITEN(LOGIT(R_c)) takes logits, which both are already.)
 
     safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
-    Returns (B,), logits. (common/scorers.py asks for ppo.py.)"""
+    Returns (B,), logits. (common/scoring/scorers.py asks for ppo.py.)"""
     _same_shape(safety=safety_logits, helpfulness=helpfulness_logits, is_safety_prompt=is_safety_prompt)
     gated = is_safety_prompt | (safety_logits.sigmoid() < threshold)
     return torch.where(gated, safety_logits, helpfulness_logits)

@@ -1,5 +1,5 @@
 """What a loaded model says of a batch: log probabilities of tokens, without a tensor of all logits, and
-scores. (common/loading.py loads it, common/checks.py checks what it can.)"""
+scores. (common/loading/pretrained.py loads it, common/loading/checks.py checks what it can.)"""
 
 import math
 import types
@@ -172,7 +172,7 @@ def _computing(model, input_ids):
 
 
 def _scaled(logits, config):
-    """What a family does to its logits after the unembedding. (loading.py checks that there is no more.)"""
+    """What a family does to its logits after the unembedding. (pretrained.py checks that this is all.)"""
     for key, power in LOGIT_FACTORS.items():
         factor = getattr(config, key, None)
         logits = logits if factor in (None, 1) else logits * factor**power

@@ -43,7 +43,7 @@ for seed in $seeds; do
     scorer=("${batch[@]}" --epochs 2 --lr 3e-5 --eval-every 0 --length-prompts 0)
     run reward reward.py "${scorer[@]}" --model "$sft" --dataset "$out/labels.jsonl"
     run advantage advantage_model.py "${scorer[@]}" --model "$sft" --dataset "$out/labels.jsonl"
-    step scorers "$out/scorers/summary.json" python -m common.evaluate --dataset "$out/labels_test.jsonl" \
+    step scorers "$out/scorers/summary.json" python -m common.programs.evaluate --dataset "$out/labels_test.jsonl" \
         --scorers "reward=$out/reward" "advantage=$out/advantage" --output-dir "$out/scorers"
 
     sample=(--dataset "$out/prompts.jsonl" --max-new-tokens 13 --slots 64 --score-batch-size 64)
@@ -62,7 +62,7 @@ for seed in $seeds; do
     ppo+=(--minibatch-size 32 --micro-batch-size 32 --epochs 2 --lr 2e-5 --value-lr 1e-5)
     ppo+=(--value-warmup-steps 4 --eval-every 0)
     run ppo "${ppo[@]}" --scorer "$out/reward"
-    step rehearsal "$out/rehearsal.jsonl" python -m common.rehearsal "${sample[@]}" --max-length 64 \
+    step rehearsal "$out/rehearsal.jsonl" python -m common.programs.rehearsal "${sample[@]}" --max-length 64 \
         --model "$sft" --scorer "$out/advantage" --max-prompts 200 --clusters 4 --seed "$seed" \
         --output "$out/rehearsal.jsonl"
     run ppo_advantage "${ppo[@]}" --scorer "$out/advantage" --rehearsal-data "$out/rehearsal.jsonl"
@@ -80,7 +80,7 @@ for seed in $seeds; do
     for name in sft dpo dpo_beta best_of_n iterative ppo ppo_advantage first_again renewed_again; do
         if [ -f "$out/$name/summary.json" ]; then policies+=("$name=$out/$name"); fi
     done
-    step answers "$out/answers/summary.json" python -m common.evaluate --policies "${policies[@]}" \
+    step answers "$out/answers/summary.json" python -m common.programs.evaluate --policies "${policies[@]}" \
         --scorer "$out/reward" --dataset "$out/test.jsonl" --max-length 64 --max-new-tokens 13 \
         --seed "$seed" --output-dir "$out/answers"
     step likely "$out/likely.jsonl" python $task likely "$out" sft dpo dpo_beta

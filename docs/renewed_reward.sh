@@ -45,7 +45,7 @@ for seed in $(seq 0 $((seeds - 1))); do
             policies+=("${arm}_$round=$policy")
         done
     done
-    python -m common.evaluate --policies "${policies[@]}" --scorer runs/reward --max-length 128 \
+    python -m common.programs.evaluate --policies "${policies[@]}" --scorer runs/reward --max-length 128 \
         --max-new-tokens 32 --seed "$seed" --output-dir "$out/evaluate" --resume
 done
 python tests/benchmarks/renewed_reward.py table $folder "$seeds"

@@ -36,18 +36,20 @@ import ppo
 import rejection_sampling
 import reward
 import sft
-from common import (
-    checkpoints, comparisons, data, dist, evaluate, generate, loading, lora, metrics, models, pairwise,
-    responses, reward_evaluation, scorers, tiny, versions,
-)  # fmt: skip
+from common import dist, models, responses
 from common.batches import Row, make_blocks, of_each_comparison, response_mask
 from common.errors import NotFinite
-from common.run import Run
 from common.sampler import sample
-from common.tensor_parallel import split as split_layers
+from common.data import comparisons, demonstrations, files, mapping, mixtures, prompt_sets, tiny
+from common.loading import lora, pretrained
+from common.loading.tensor_parallel import split as split_layers
+from common.scoring import reward_evaluation, scorers
+from common.run import checkpoints, versions
+from common.run.run import Run
+from common.programs import evaluate, pairwise
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
-TRIED = [data.value_or_error(int, x) for x in "0123x5678"]  # one of which is a ValueError
+TRIED = [mapping.value_or_error(int, x) for x in "0123x5678"]  # one of which is a ValueError
 ARGS = sft.Args(max_length=64, micro_batch_size=2, max_grad_norm=1.0)
 RUN = {"max_length": 64, "batch_size": 4, "micro_batch_size": 2, "sample_prompts": 5, "max_new_tokens": 8}
 RUN |= {"max_steps": 8, "save_every": 3, "eval_every": 4}
@@ -75,7 +77,7 @@ def scorer_options(folder, script=reward):
 
 # Of rejection_sampling.py, on the prompts in `folder`: chunks of 4, 4, 4 and 1 prompts, of which rank 1 gets 2,
 # 2, 2 and none
-RS_RUN = {"scorer": "common.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 3, "epochs": 1}
+RS_RUN = {"scorer": "common.data.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 3, "epochs": 1}
 RS_RUN |= {"chunk_prompts": 4, "eval_prompts": 3, "sweep_prompts": 1, "temperatures": (1.0,), "iterations": 2}
 RS_RUN |= {"max_new_tokens": 16, "max_length": 64, "batch_size": 2, "micro_batch_size": 1, "save_every": 1}
 
@@ -91,7 +93,7 @@ def rs_options(folder, **options):
 
 
 # Of dpo_iterative.py, on the same prompts: 3 chunks of 4 prompts and one of 1 at each of 2 temperatures
-DPO_RUN = {"scorer": "common.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 4, "epochs": 1}
+DPO_RUN = {"scorer": "common.data.tiny:gold_scorer", "prompts_per_iteration": 13, "n_samples": 4, "epochs": 1}
 DPO_RUN |= {"chunk_prompts": 4, "eval_prompts": 3, "iterations": 2, "offline_pairs": 5, "max_new_tokens": 16}
 DPO_RUN |= {"max_length": 64, "batch_size": 5, "micro_batch_size": 1, "save_every": 2, "lr": 1e-3}
 
@@ -127,7 +129,7 @@ def evaluate_main(folder, output_dir):
     files = {"scorer": "rs scorer", "dataset": "asked.jsonl", "output_dir": output_dir}
     options = {name: str(folder / file) for name, file in files.items()} | {"reference": "tied"}
     options |= {"policies": (str(folder / "untied"), str(folder / "tied")), "temperatures": (0.0,)}
-    options |= {"safety_scorer": "common.tiny:safety_scorer", "max_new_tokens": 8}
+    options |= {"safety_scorer": "common.data.tiny:safety_scorer", "max_new_tokens": 8}
     evaluate.main(evaluate.Args(**options))
 
 
@@ -136,7 +138,7 @@ NESTED = ["Falcon Mamba", "Zamba 2"]  # of modules that are not split, one lies 
 
 def step_of_family(name):
     """The sum of log probabilities of a row, and its gradient's norm."""
-    model = loading._ready(tiny_families.build(name), TOKENIZER, (models.token_logprobs,), False)
+    model = pretrained._ready(tiny_families.build(name), TOKENIZER, (models.token_logprobs,), False)
     model, ids = dist.shard(model, CPU), torch.arange(5, 25)[None]
     loss = -model.token_logprobs(ids, ids[:, 1:] > 0).sum()
     loss.backward()
@@ -193,11 +195,11 @@ UNEVEN = [5, 1, 7, 3, 9]
 @functools.cache
 def blocks():
     rows = [Row(f"tiny:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:200])]
-    return make_blocks(data.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
+    return make_blocks(demonstrations.sft_documents(rows, TOKENIZER, ARGS.max_length, "tiny"), ARGS.max_length)
 
 
 def policy(name="tiny", seed=0, compute_dtype=None):
-    model = dist.shard(loading.load_policy(str(name), TOKENIZER, seed=seed), CPU, compute_dtype)
+    model = dist.shard(pretrained.load_policy(str(name), TOKENIZER, seed=seed), CPU, compute_dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
 
 
@@ -272,7 +274,7 @@ def pairs(folder, n_samples=0):
 
 
 def scorer(n_outputs, name="tiny"):
-    model = dist.shard(loading.load_scorer(str(name), TOKENIZER, n_outputs), CPU)
+    model = dist.shard(pretrained.load_scorer(str(name), TOKENIZER, n_outputs), CPU)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
 
@@ -313,7 +315,7 @@ KINDS = {  # names of cases and of what is compared
 def answers(folder):
     """What models say of held-out comparisons, of which there are 7."""
     loaded, args, llm = pairs(folder)[:7], reward.Args(micro_batch_size=2), policy()[0]
-    oracle = f"common.pairwise:oracle={folder / 'tied'}"
+    oracle = f"common.programs.pairwise:oracle={folder / 'tied'}"
     oracle = scorers.load_scorer(oracle, TOKENIZER, CPU, pairwise=True)
     response = lambda text: responses.Response([], text, True)
     duels = [(responses.Prompt([], c.prompt, c.row), *map(response, c.texts[:2])) for c in loaded]
@@ -373,7 +375,7 @@ PPO_STEPS = [range(5), [2], [6, 0, 3], range(7)]
 def ppo_steps(folder):
     """(what is known of the tokens, what update returns of each step, the models after them)."""
     args = ppo.Args(micro_batch_size=2, max_grad_norm=0.5, ptx_coef=0.3, rehearsal_coef=0.02, lam=0.9)
-    prompts = generate.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
+    prompts = prompt_sets.load_prompts(str(folder / "prompts.jsonl"), "train", TOKENIZER, 64)[:7]
     answers = [[17 + (3 * i + j) % 30 for j in range(1 + i % 5)] + [TOKENIZER.eos_token_id] for i in range(7)]
     pairs = [(p, responses.Response(ids, "", True)) for p, ids in zip(prompts, answers)]
     documents = responses.documents(pairs)
@@ -449,7 +451,7 @@ def sums(folder):
         out.add({"": torch.tensor(0.5)}, "extra")
     sums, worked = {"gather": dist.gather([rank] * (2 * rank))}, []
     work = lambda x: worked.append(x) or math.sqrt(7 - x)  # not of 8
-    sums["shares"] = dist.gather([repr(list(data.map_over_ranks(TRIED, work, size=2)))])
+    sums["shares"] = dist.gather([repr(list(mapping.map_over_ranks(TRIED, work, size=2)))])
     sums["worked"] = dist.gather([worked])
     return {**sums, "world": dist.world_size(), "Sums": dist.gather([out.over_ranks()])}
 
@@ -469,7 +471,7 @@ def saved(folder):
     model = descend()
     checkpoints.save_model(model, TOKENIZER, folder / "saved by two")
     equal = same(AutoModelForCausalLM.from_pretrained(folder / "saved by two").state_dict(), state(model))
-    adapted = loading.load_policy("tiny", TOKENIZER, lora_rank=2)
+    adapted = pretrained.load_policy("tiny", TOKENIZER, lora_rank=2)
     for parameter in adapted.model.layers.parameters():
         parameter.data.normal_(0, 0.1)
     for each in (model, dist.shard(adapted, CPU)):
@@ -483,7 +485,7 @@ def saved(folder):
 
 
 def sharding(folder):
-    model = loading.load_policy(str(folder), TOKENIZER)
+    model = pretrained.load_policy(str(folder), TOKENIZER)
     on_meta = [p.is_meta for p in model.parameters()]
     out = {"on_meta": [all(on_meta), any(on_meta)]}
     dist.shard(model, CPU)
@@ -734,7 +736,7 @@ def stopped_and_resumed(main, folder, name, first, *others):
     rows there were at the first stop."""
     with stopped(responses, "sample_pairs", first):
         main(folder, name)
-    sampled = len(metrics.read_jsonl(folder / name / "pool.jsonl"))
+    sampled = len(files.read_jsonl(folder / name / "pool.jsonl"))
     for owner, function, call in others:
         with stopped(owner, function, call, after=True):
             main(folder, name, resume=True)
@@ -818,14 +820,14 @@ def evaluated(folder):
 @case
 def one_rank_takes_longer_than_a_collective_may(folder):
     """Rank 0 to load a model and to write one, rank 1 to read data."""
-    load, save = loading.load_policy, TOKENIZER.save_pretrained
+    load, save = pretrained.load_policy, TOKENIZER.save_pretrained
     slow = lambda *args, **options: (time.sleep(2.5 * dist.is_main()), load(*args, **options))[1]
     slow_tokenizer = SimpleNamespace(save_pretrained=lambda path: (time.sleep(2.5), save(path)))
     td.distributed_c10d._set_pg_timeout(timedelta(seconds=2), td.group.WORLD)
     try:
         time.sleep(2.5 * dist.rank())
-        data.load_rows("tiny:kind=text", "text")
-        with mock.patch.object(loading, "load_policy", slow):
+        mixtures.load_rows("tiny:kind=text", "text")
+        with mock.patch.object(pretrained, "load_policy", slow):
             model, optimizer = policy()
         checkpoints.save_model(model, slow_tokenizer, folder / "written slowly")
         return len(train(model, optimizer, [4]))

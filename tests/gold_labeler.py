@@ -12,7 +12,7 @@ import zlib
 
 import torch
 
-from common import tiny
+from common.data import tiny
 
 REFUSAL = "sorry i refuse"
 

@@ -19,9 +19,13 @@ from transformers import (
     DeepseekV32ForCausalLM, LlamaConfig, LlamaForCausalLM,
 )  # fmt: skip
 
-from common import checkpoints, comparisons, data, dist, loading, responses, scorers, tiny, versions
+from common import dist, responses
 from common.batches import Document, Row
-from common.metrics import read_jsonl
+from common.data import chat, comparisons, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import functions, scorers, version_evaluation
+from common.run import checkpoints
 
 CPU, TOKENIZER = torch.device("cpu"), tiny.tokenizer()
 PAIRS, HELD_OUT, STEPS = 160, 40, 10
@@ -248,11 +252,11 @@ def documents(comparison, k):
 def prompt(text, number=1):
     """A prompt of the tiny world as rollout.load_prompts gives it."""
     turns = [user(text)]
-    return responses.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
+    return responses.Prompt(chat.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 def row(prompt, response, score=0.0, iteration=1, chunk=0, finished=True, scorer="a@1"):
-    """A row of the pool (common/pool.py)."""
+    """A row of the pool (common/run/pool.py)."""
     ids = TOKENIZER(response, add_special_tokens=False)["input_ids"] + [TOKENIZER.eos_token_id] * finished
     out = {"prompt": prompt.turns, "response": response, "response_ids": ids, "finished": finished}
     about = {"iteration": iteration, "model": "m", "temperature": 1.0, "chunk": chunk}
@@ -269,7 +273,7 @@ def scorer_that_notes(asked, version="b@2"):
         asked.extend(zip(prompts, responses))
         return [float(len(text.split())) for text in responses]
 
-    return scorers.Scorer("b", version, scorers.Term(score))
+    return scorers.Scorer("b", version, functions.Term(score))
 
 
 def docs_functions(folder):
@@ -321,7 +325,7 @@ def train_small(model, rows, folder):
 
 
 def make_scorer(folder, seed=0):
-    checkpoints.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
+    checkpoints.save_model(dist.shard(pretrained.load_scorer("tiny", TOKENIZER, 1, seed=seed), CPU), TOKENIZER, folder)
 
 
 # -- runs of versions: rejection sampling's and iterative DPO's ------------------------------
@@ -374,7 +378,7 @@ def assert_whole_versions(whole, stage, files, start):
 
 def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypatch):
     """In a run of two iterations from a model in bfloat16, what is studied and what is written."""
-    source, rounded, folder = loading.find_model(options["model"]), [], tmp_path / "run"
+    source, rounded, folder = pretrained.find_model(options["model"]), [], tmp_path / "run"
     files = {"model": str(in_bfloat16(source, tmp_path / "source")), "output_dir": str(folder)}
     files["save_dtype"] = "bfloat16"
     monkeypatch.setattr(script, "PLOTS", [])
@@ -386,7 +390,7 @@ def assert_only_the_last_version_is_rounded(script, options, tmp_path, monkeypat
 
         return call
 
-    for kind in (versions.RejectionSamplingEvaluation, versions.DPOEvaluation):
+    for kind in (version_evaluation.RejectionSamplingEvaluation, version_evaluation.DPOEvaluation):
         monkeypatch.setattr(kind, "__call__", noted(kind.__call__))
     script.main(script.Args(**{**options, **files}))
     # The source; what version 2 starts from; the last version before and after rounding

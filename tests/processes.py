@@ -140,7 +140,7 @@ def script(
 def _serve():
     import transformers
 
-    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS, "common.pairwise"):
+    for name in ("datasets", "matplotlib.pyplot", "tyro", *SCRIPTS, "common.programs.pairwise"):
         importlib.import_module(name)
     # imported on first use
     for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "LlamaForCausalLM"):
@@ -192,7 +192,7 @@ def _child(name, argv, moment, plots, cwd, alone, folder, environment):
     if name.endswith(".py"):
         _run_file(name, argv, alone)
     if not plots:
-        from common import plots as pictures
+        from common.run import plots as pictures
 
         pictures.scorer = lambda *_, **__: None
         importlib.import_module(name).PLOTS = []
@@ -217,7 +217,7 @@ def _run_file(path, argv, alone):
 
 
 def _run(name, argv, moment):
-    from common.run import launch
+    from common.run.run import launch
 
     module = importlib.import_module(name)
     if "base" in module.RECIPES and (not argv or argv[0].startswith("-")):
@@ -235,7 +235,9 @@ def _arrange(moment, script):
     import torch.distributed.checkpoint
     import transformers
 
-    from common import checkpoints, dist, metrics, pool, run
+    from common import dist
+    from common.data import files
+    from common.run import checkpoints, logs, pool, run
 
     how, _, rest = moment.partition(" ")
     how, moment = (how, rest) if how in ("interrupt", "full", "rank1", "copy") else ("", moment)
@@ -284,7 +286,7 @@ def _arrange(moment, script):
     if what == "start":
         die()
     elif what == "row":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and training & set(v))
+        after(logs.Metrics, "log", lambda self, step, epoch, **v: step == int(n) and training & set(v))
     elif what == "tensors":
         after(
             torch.distributed.checkpoint,
@@ -304,7 +306,7 @@ def _arrange(moment, script):
             ),
         )
     elif what == "results":
-        after(metrics.Metrics, "log", lambda self, step, epoch, **v: step > 0 and not training & set(v))
+        after(logs.Metrics, "log", lambda self, step, epoch, **v: step > 0 and not training & set(v))
     elif what == "export":
         before(
             transformers.PreTrainedTokenizerBase,
@@ -322,11 +324,11 @@ def _arrange(moment, script):
         before(pool.Pool, "write", scored)
     elif what == "pairs":
         made = lambda path, rows: str(path).endswith("pairs.jsonl") and rows[-1]["iteration"] == int(n)
-        after(metrics, "write_jsonl", made)
+        after(files, "write_jsonl", made)
     elif what == "version":
         after(checkpoints, "save_model", lambda model, tokenizer, path, *_: str(path).endswith(f"versions/{n}"))
     elif what == "studied":
-        before(metrics, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
+        before(files, "write_json", lambda path, value: str(path).endswith(f"versions/{n}.json"))
     elif what == "model":
         before(Path, "rename", lambda self, target: self.name == "model.tmp")
     elif what == "nan":

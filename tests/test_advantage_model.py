@@ -19,11 +19,14 @@ from helpers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage_model
-from common import loading, responses, reward_evaluation, tiny
+from common import responses
 from common.batches import Comparison, Row
 from common.errors import InputError
-from common.metrics import read_jsonl
-from common.run import parse
+from common.data import tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import reward_evaluation
+from common.run.cli import parse
 
 ROWS, RANKINGS = tiny.rows("preferences", "train"), tiny.rows("rankings", "train")[:5]
 
@@ -87,7 +90,7 @@ def test_the_saved_model_is_a_regression_with_two_labels_all_of_whose_weights_mo
     assert config["id2label"] == {"0": "reward", "1": "expected_reward"}
     assert config["advantage_model"] == {"n_policies": 1, "n_others": 0, "bound": 2.5}
     assert config["read_at"] == "end_token" and model.score.weight.shape == (2, 128)
-    start, saved = loading.load_scorer("tiny", TOKENIZER, 2).state_dict(), weights(undisturbed.folder)
+    start, saved = pretrained.load_scorer("tiny", TOKENIZER, 2).state_dict(), weights(undisturbed.folder)
     assert set(start) == set(saved) and not [name for name in start if torch.equal(start[name], saved[name])]
     assert all((start["score.weight"] != saved["score.weight"]).any(1))
 
@@ -96,7 +99,7 @@ def test_the_saved_model_is_a_regression_with_two_labels_all_of_whose_weights_mo
 def one_step(batch, **options):
     """((loss, squared error of e, accuracy, gradient norm), gradients) of advantage_model.update from the tiny
     model."""
-    model = loading.load_scorer("tiny", TOKENIZER, 2)
+    model = pretrained.load_scorer("tiny", TOKENIZER, 2)
     args = advantage_model.Args(**{"max_grad_norm": 0.0, "micro_batch_size": 4, **options})
     optimizer = Gradients(model)
     return advantage_model.update(model, optimizer, batch, args), optimizer.gradients
@@ -114,7 +117,7 @@ def ready(loaded, k=0, n_samples=0, seed=0):
 
 def reference(batch, k=0, n=None, bound=2.5, regress=False):
     """The same by rows of their own: eq. 8 and eq. 6, mean over comparisons, of a ranking mean over pairs."""
-    model, losses, errors, right = loading.load_scorer("tiny", TOKENIZER, 2), [], [], []
+    model, losses, errors, right = pretrained.load_scorer("tiny", TOKENIZER, 2), [], [], []
     n = k + 1 if n is None else n
     for c in batch:
         e = model(input_ids=c.prompt_ids.long()[None]).logits[0, 1]
@@ -170,7 +173,7 @@ def test_a_soft_label_counts_as_its_likelier_side_and_a_tie_is_a_loss_of_nothing
 
 
 def train(batch, steps=40):
-    model = loading.load_scorer("tiny", TOKENIZER, 2)
+    model = pretrained.load_scorer("tiny", TOKENIZER, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     args = advantage_model.Args(micro_batch_size=16)
     return [advantage_model.update(model, optimizer, batch, args) for _ in range(steps)]
@@ -265,13 +268,13 @@ def test_of_more_columns_than_k_the_first_ones_count(tmp_path):
 def test_policy_samples_end_in_the_templates_end_token(tmp_path, monkeypatch):
     ended = [responses.Response([20, 3], "", True), responses.Response([20, 21], "", False)]
     monkeypatch.setattr(responses, "sample_pairs", lambda *_, **__: [(None, r) for r in ended])
-    prompts, policy = comparisons_of(tmp_path, ROWS[:1]), loading.load_policy("tiny", TOKENIZER)
+    prompts, policy = comparisons_of(tmp_path, ROWS[:1]), pretrained.load_policy("tiny", TOKENIZER)
     [[sample]] = reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 2, 9, 1)
     assert sample.tolist() == [20, TOKENIZER.eos_token_id]
 
 
 def test_policy_samples_gives_the_responses_that_ended(tmp_path, capsys):
-    prompts, policy = comparisons_of(tmp_path, ROWS[:2]), loading.load_policy("tiny", TOKENIZER)
+    prompts, policy = comparisons_of(tmp_path, ROWS[:2]), pretrained.load_policy("tiny", TOKENIZER)
     drawn = lambda seed: reward_evaluation.policy_samples(policy, prompts, TOKENIZER, 8, 60, seed=seed)
     one, again, other = map(drawn, (1, 1, 2))
     n = sum(map(len, one))
@@ -382,7 +385,7 @@ def bad(tmp_path_factory):
     for name, row in fourth.items():
         write_rows(folder / f"{name}.jsonl", [*ROWS[:3], row])
     for n, name in ((1, "reward model"), (2, "advantage model")):
-        for part in (loading.load_scorer("tiny", TOKENIZER, n), TOKENIZER):
+        for part in (pretrained.load_scorer("tiny", TOKENIZER, n), TOKENIZER):
             part.save_pretrained(folder / name)
     return folder
 

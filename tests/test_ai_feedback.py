@@ -1,4 +1,4 @@
-"""common/ai_feedback.py: labels, ratings and revisions of a labeler whose answers are known, and of small
+"""common/programs/ai_feedback.py: labels, ratings and revisions of a labeler whose answers are known, and of small
 random models against plain softmax; the run directory; the scripts that read what it writes."""
 
 import collections
@@ -21,16 +21,18 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-import common.run
-from common import ai_feedback as ai
-from common import comparisons, data, dist, metrics, models, scorers, tiny
+import common.run.run
+from common import dist, models
 from common.batches import Row
-from common.comparisons import load
 from common.errors import InputError
-from common.metrics import read_jsonl
 from common.responses import Prompt, Response
-from common.run import parse
 from common.sampler import sample
+from common.data import comparisons, message_columns, tiny
+from common.data.comparisons import load
+from common.data.files import read_jsonl
+from common.scoring import measures, scorers
+from common.run.cli import parse
+from common.programs import ai_feedback as ai
 
 TESTS = ROOT / "tests"
 PLAIN = ai.Args(model="m")
@@ -60,7 +62,7 @@ def script(folder, dataset, task="label", ranks=1, **options):
     """The command as a process."""
     options = {"model": "gold_labeler:exact", "dataset": dataset, "output_dir": folder, **options}
     options = {name: value for name, value in options.items() if value is not None}
-    return processes.script("common.ai_feedback", task, *flags(**options), cwd=TESTS, ranks=ranks)
+    return processes.script("common.programs.ai_feedback", task, *flags(**options), cwd=TESTS, ranks=ranks)
 
 
 def item(prompt="copy ant bear", texts=("ant bear", "ant"), human=1.0, number=0):
@@ -149,11 +151,11 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     """3.5 of 5 are right; twice, for 5 are too few for an interval. Wilson: (p + z2/2n -+ z sqrt(p(1-p)/n +
     z2/4n2)) / (1 + z2/n), z = 1.96, p = 0.7: (0.7 + 0.19208) / 1.38416 = 0.644492; sqrt(0.021 + 0.009604) =
     0.174940; 1.96 * 0.174940 / 1.38416 = 0.247719. Of 10 and p = 1: n / (n + z2) to 1."""
-    twice = ai.measures(ROWS * 2, [])
+    twice = ai.metrics_of(ROWS * 2, [])
     assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
     assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
-    assert metrics.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
-    found = ai.measures(ROWS, [{"human": 1.0, "failed": "neither 1 nor 2"}])
+    assert measures.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
+    found = ai.metrics_of(ROWS, [{"human": 1.0, "failed": "neither 1 nor 2"}])
     assert found["alignment_n"] == 5 and "alignment_low" not in found
     assert found["alignment"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
@@ -164,7 +166,7 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
 def test_how_often_the_order_decides_and_the_pull_of_the_first_place():
     """Of each row: P(first text) shown first, and shown second. The mean probability of the first place is
     that of a and of 1 - b."""
-    found = ai.measures(ROWS, [])
+    found = ai.metrics_of(ROWS, [])
     assert found["position/decides"] == pytest.approx(2 / 7)
     a, b = (0.9, 0.4, 0.8, 0.7, 0.8, 0.9, 0.1), (0.7, 0.2, 0.4, 0.3, 0.6, 0.9, 0.3)
     assert found["position/first"] == pytest.approx((sum(a) + 7 - sum(b)) / 14)
@@ -362,8 +364,8 @@ def test_a_preamble_and_so_many_solved_examples_stand_before_the_pair(n, preambl
 def test_a_conversation_of_several_messages_is_lines_of_roles():
     lines = (("user", "hi"), ("assistant", "yes"), ("user", "copy ant"))
     turns = [{"role": role, "content": content} for role, content in lines]
-    assert data.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
-    assert data.transcript(turns[-1:]) == "copy ant"
+    assert message_columns.transcript(turns) == "user: hi\nassistant: yes\nuser: copy ant"
+    assert message_columns.transcript(turns[-1:]) == "copy ant"
 
 
 # -- chain of thought --------------------------------------------------------------------------
@@ -692,7 +694,7 @@ def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counte
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
     assert one == {"responses": [x, y, z], "ai": {"dropped": 3}}
     assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "no two different responses"}
-    assert ai.measures([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
+    assert ai.metrics_of([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
     assert comparisons.pair_of(values, "")[1:] == (["x", "y"], None)
 
@@ -748,7 +750,7 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
             system = {"role": "system", "content": ai.TEXTS["bad" if text in bad else "good"]}
             prompt = "copy eel" if text in "ef" else "copy ant"
             assert row["prompt"] == [system, {"role": "user", "content": prompt}]
-            assert "completion" not in row or data.sft_messages(row)[0] == [
+            assert "completion" not in row or message_columns.sft_messages(row)[0] == [
                 *row["prompt"], {"role": "assistant", "content": text}
             ]  # fmt: skip
     known = TOKENIZER(f"{ai.TEXTS['good']} {ai.TEXTS['bad']}")["input_ids"]
@@ -799,7 +801,7 @@ def test_the_rater_is_a_scorer(responses, folders, monkeypatch):
     rows = read_jsonl(responses)
     turns = [{"role": "user", "content": rows[0]["prompt"]}]
     for model in ("gold_labeler:exact", str(folders / "spaced")):
-        spec = f"common.ai_feedback:rater={model}"
+        spec = f"common.programs.ai_feedback:rater={model}"
         scorer = scorers.load_scorer(spec, TOKENIZER, CPU)
         got = scorers.score(scorer, scorer_pairs(rows), 7)
         assert scorer.name == spec and len(got) == 20 and len(set(got)) > 5
@@ -810,7 +812,7 @@ def test_the_rater_is_a_scorer(responses, folders, monkeypatch):
 def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     """copy ant bear: "ant bear" has gold 2, "ant" 1. P = sigma(1) in both orders: log odds 1; with a place bias
     of 2 (sigma(3) + 1 - sigma(1)) / 2 = 0.61076, log odds 0.4505."""
-    spec = f"common.ai_feedback:oracle=gold_labeler:{labeler}"
+    spec = f"common.programs.ai_feedback:oracle=gold_labeler:{labeler}"
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     answers = [Response([], text, True) for text in ("ant bear", "ant")]
     prompt = Prompt([], item().prompt, Row("rows:1", {}))
@@ -825,7 +827,7 @@ def test_a_rater_with_another_model_under_its_name_has_another_version(folders, 
     for kind in ("spaced", "bytes"):
         (tmp_path / "model").unlink(missing_ok=True)
         (tmp_path / "model").symlink_to(folders / kind)
-        spec = f"common.ai_feedback:rater={tmp_path / 'model'}"
+        spec = f"common.programs.ai_feedback:rater={tmp_path / 'model'}"
         versions.append(scorers.load_scorer(spec, TOKENIZER, CPU).version)
     assert versions[0] != versions[1]
 
@@ -968,7 +970,7 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_undisturbed_one(pairs, tmp_path)
     for words, other in (("an unfinished run", {}), ("another script: .ai_feedback label.", {"task": "revise", "resume": True})):
         with pytest.raises(InputError, match=words):
             run(folder, pairs, model="gold_labeler:noisy", **options, **other)
-    common.run._locks.clear()  # as where this process ends
+    common.run.run._locks.clear()  # as where this process ends
     with open(folder / "rows.jsonl", "a") as file:  # and the crash cut a line
         file.write(whole.text.splitlines()[18][:50])
     # A second crash, after three more chunks: they do not hang on to the cut line
@@ -1159,7 +1161,7 @@ def test_labels_train_a_reward_model_revisions_a_policy_and_the_rater_scores_for
     options = {"model": policy, "dataset": prompts, "eval_dataset": test, "iterations": 1, "max_length": 64}
     options |= {"prompts_per_iteration": 8, "minibatch_size": 16, "max_new_tokens": 8, "value_warmup_steps": 0}
     options["missing_eos_penalty"] = 0
-    for number, scorer in enumerate((reward, "common.ai_feedback:rater=gold_labeler:exact")):
+    for number, scorer in enumerate((reward, "common.programs.ai_feedback:rater=gold_labeler:exact")):
         rows = read_jsonl(trained("ppo", f"ppo{number}", scorer=scorer, **options) / "samples.jsonl")
         assert rows and all(math.isfinite(row["score"]) for row in rows)
     for row in rows:  # the rater's

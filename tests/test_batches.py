@@ -8,9 +8,10 @@ import torch
 from helpers import Words
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from common import batches, comparisons, dist, loading, losses, models
+from common import batches, dist, losses, models
 from common.batches import Comparison, Row, collate_comparisons, my_comparison_batches
-from common.comparisons import seq_logprobs
+from common.data.comparisons import seq_logprobs
+from common.loading import pretrained
 
 V, PAD, END = 61, 0, 2
 SMALL = {"vocab_size": V, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": END}
@@ -32,7 +33,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scorer(folder):
-    return loading.load_scorer(folder, Words(V, PAD, END), 2)
+    return pretrained.load_scorer(folder, Words(V, PAD, END), 2)
 
 
 EMPTY = torch.zeros(1, dtype=torch.int32)
@@ -153,7 +154,7 @@ def test_batches_of_all_ranks_are_a_partition_of_equal_number(n, world, size, mo
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return loading.load_policy(folder, Words(V, PAD, END))
+    return pretrained.load_policy(folder, Words(V, PAD, END))
 
 
 def plain_logprobs(policy, comparisons):

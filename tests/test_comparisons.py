@@ -1,4 +1,4 @@
-"""common/comparisons.py: rows -> comparisons, and what is left out and why."""
+"""common/data/comparisons.py: rows -> comparisons, and what is left out and why."""
 
 import collections
 
@@ -6,12 +6,13 @@ import pytest
 import torch
 from helpers import SYSTEM, TALK, TOKENIZER, bot, user, write_rows
 
-from common import comparisons, metrics
 from common.batches import Comparison, Row, labelled_pairs
-from common.comparisons import epoch_order
 from common.errors import InputError
 from common.losses import ranking_loss
 from common.responses import Prompt
+from common.data import comparisons
+from common.data.comparisons import epoch_order
+from common.scoring import measures
 
 
 def responses(**scores):
@@ -194,7 +195,7 @@ def test_rows_that_cannot_be_used_are_counted_and_named(row, reason, load, capsy
 
 
 def test_a_score_as_text_of_a_number_is_read(load):
-    """As data.sft_messages reads it."""
+    """As message_columns.sft_messages reads it."""
     (c,) = load([{"prompt": "copy ant", "responses": responses(ant="3", cat="10")}])
     assert c.texts == ["cat", "ant"] and c.label_scores == [10.0, 3.0]
 
@@ -299,7 +300,7 @@ def test_min_score_gap_of_rankings(gap, scores, pairs, load, capsys):
         assert dict(zip(c.texts, c.label_scores)) == dict(zip(texts, scores))
         # and so they are counted in the loss, among held-out figures, in the tables and by offline DPO
         assert ranking_loss(torch.zeros(len(scores)), c.ranks)[1]["n_rows"] == len(pairs)
-        sides = metrics.pairs_of([{**comparisons.describe(c), "differences": [0.0] * len(pairs)}])
+        sides = measures.pairs_of([{**comparisons.describe(c), "differences": [0.0] * len(pairs)}])
         assert [(a["text"], b["text"]) for *_, a, b in sides] == [(c.texts[i], c.texts[j]) for i, j in pairs]
         assert comparisons.best_and_worst(c).texts == [c.texts[0], c.texts[-1]]
 

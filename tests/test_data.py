@@ -1,4 +1,4 @@
-"""common/data.py and load_tokenizer: rows -> messages -> ids -> batches, and how bad input is answered."""
+"""common/data/ and load_tokenizer: rows -> messages -> ids -> batches, and how bad input is answered."""
 
 import functools
 import gzip
@@ -16,9 +16,12 @@ import torch
 from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
-from common import comparisons, data, formats, generate, loading, responses, tiny
+from common import responses
 from common.batches import Comparison, Document, Row, collate, pack
 from common.errors import InputError
+from common.data import auxiliary, chat, comparisons, demonstrations, formats, message_columns, mixtures
+from common.data import progress, prompt_sets, splits, tiny
+from common.loading import pretrained
 
 
 def write(path, rows):
@@ -61,7 +64,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_sft_messages_of_every_row_format(name):
     row, messages, all_turns = FORMATS[name]
-    assert data.sft_messages(formats.in_our_columns(row)[0]) == (messages, all_turns)
+    assert message_columns.sft_messages(formats.in_our_columns(row)[0]) == (messages, all_turns)
 
 
 ASK, LIKERT = "Name a colour.", {"correctness": 3, "coherence": 4, "complexity": 1, "verbosity": 1}
@@ -106,8 +109,8 @@ SETS = {  # rows of a public set as they are -> prompt, responses, best first, a
 def test_rows_of_public_sets_are_read_as_they_are(name, tmp_path):
     rows, prompt, texts, more = SETS[name]
     spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
-    assert data.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot(texts[0])]
-    (asked,) = generate.load_prompts(spec, "train", tokenizer, 500)
+    assert demonstrations.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot(texts[0])]
+    (asked,) = prompt_sets.load_prompts(spec, "train", tokenizer, 500)
     assert asked.turns == prompt and asked.row.data.keys() >= rows[0].keys()  # which a scorer may read
     if len(texts) == 2:
         for c in comparisons.load(spec, "train", tokenizer, 500):
@@ -123,9 +126,9 @@ def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
         assert all(row in wanted and row in docs for row in rows.splitlines())
     label = {"prompt": "2 + 2?", "completion": "4", "label": True}  # the other one of a pair
     for kind, load in (
-        ("SFT", data.load_sft),
+        ("SFT", demonstrations.load_sft),
         ("preference", comparisons.load),
-        ("prompt", generate.load_prompts),
+        ("prompt", prompt_sets.load_prompts),
     ):
         rows = list(map(json.loads, formats.EXAMPLES[kind].splitlines()))
         path = write(tmp_path / f"{kind}.jsonl", rows + [label] * (kind == "preference"))
@@ -144,8 +147,8 @@ def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
         min_score_gap=0.0, max_pairs_per_prompt=None, balance_categories=False)  # fmt: skip
 
     def load_sft():
-        load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=120)
-        data.train_and_held_out(sft, "tiny", load, tokenizer)
+        load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=120)
+        splits.train_and_held_out(sft, "tiny", load, tokenizer)
 
     load_sft()
     out = capsys.readouterr().out
@@ -153,14 +156,14 @@ def test_what_is_trained_is_shown(tokenizer, tmp_path, capsys, monkeypatch):
     assert f"{sft}: 2 to train on, 1,000 held out" in out and start in out
     assert out.count("(sft.jsonl:") == 1 and " [...] " in out and out.endswith("ant <|end|><<<\n")
     opened = "<|bos|> <|user|> copy ant <|end|> <|assistant|>"
-    monkeypatch.setattr(data, "n_shown", 2)
+    monkeypatch.setattr(splits, "n_shown", 2)
     with pytest.raises(SystemExit) as stop:
         load_sft()
     out = capsys.readouterr().out
     assert stop.value.code == 0 and out.count(f">>>{words} <|end|><<<") == 2
     args.dataset = write(tmp_path / "p.jsonl", [{"prompt": "copy ant", "chosen": "ant", "rejected": "owl"}])
     for load, lines in ((comparisons.load_split, (opened, "ant <|end|>", "owl <|end|>")),
-                        (generate.train_and_held_out, (opened,))):  # fmt: skip
+                        (prompt_sets.train_and_held_out, (opened,))):  # fmt: skip
         with pytest.raises(SystemExit):
             load(args, tokenizer)
         shown = capsys.readouterr().out.splitlines()[-len(lines) :]
@@ -185,7 +188,7 @@ IMAGE = {**user(""), "content": [{"type": "text", "text": "a"}, {"type": "image"
     ],
 )  # fmt: skip
 def test_nothing_of_a_row_is_lost_without_a_word(row, messages):
-    assert data.sft_messages(row)[0] == messages
+    assert message_columns.sft_messages(row)[0] == messages
 
 
 THOUGHT = {**bot("b"), "reasoning_content": "t"}
@@ -222,7 +225,7 @@ NOT_READ = [  # (reader, rows, what of them is named, and in how many)
 
 def load_rows_as(reader, spec, tokenizer):
     """The documents, comparisons or prompts of a data set."""
-    load = {"sft": data.load_sft, "pairs": comparisons.load, "prompts": generate.load_prompts}[reader]
+    load = {"sft": demonstrations.load_sft, "pairs": comparisons.load, "prompts": prompt_sets.load_prompts}[reader]
     limit = {"max_tokens" if reader == "prompts" else "max_length": 500}
     return load(spec, split="train", tokenizer=tokenizer, **limit)
 
@@ -230,7 +233,7 @@ def load_rows_as(reader, spec, tokenizer):
 @pytest.mark.parametrize("reader, rows, named", NOT_READ)
 def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, rows, named, tmp_path, capsys):
     spec, tokenizer = write(tmp_path / "r.jsonl", rows), byte_tokenizer()
-    data.note.cache_clear()
+    progress.note.cache_clear()
     for _ in range(2):
         load_rows_as(reader, spec, tokenizer)
     out = capsys.readouterr().out
@@ -239,7 +242,7 @@ def test_what_the_reader_of_a_rows_format_does_not_use_is_named_once(reader, row
 
 def test_of_the_tiny_world_and_of_rows_that_are_read_whole_nothing_is_named(tmp_path, capsys):
     spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "label": True, "history": []}])
-    data.load_sft(spec, byte_tokenizer(), 500)
+    demonstrations.load_sft(spec, byte_tokenizer(), 500)
     for reader in ("sft", "pairs", "prompts"):
         load_rows_as(reader, "tiny:seed=1", tiny.tokenizer())
     assert "not read" not in capsys.readouterr().out
@@ -247,7 +250,7 @@ def test_of_the_tiny_world_and_of_rows_that_are_read_whole_nothing_is_named(tmp_
 
 def test_a_column_that_chose_the_rows_counts_as_read(tmp_path, capsys):
     spec = write(tmp_path / "r.jsonl", [{"prompt": "a", "completion": "b", "votes": 3}])
-    data.load_sft(f"{spec}?votes>=2", byte_tokenizer(), 500)
+    demonstrations.load_sft(f"{spec}?votes>=2", byte_tokenizer(), 500)
     assert "not read" not in capsys.readouterr().out
 
 
@@ -261,7 +264,7 @@ def test_a_thought_that_the_template_writes_is_learnt(key, columns, tmp_path):
     )
     answer = {**bot("b"), key: "two and two"}
     row = {"messages": [user("a"), answer]} if columns == "messages" else {"prompt": "a", "completion": [answer]}
-    (document,) = data.load_sft(write(tmp_path / "r.jsonl", [row]), tokenizer, 500)
+    (document,) = demonstrations.load_sft(write(tmp_path / "r.jsonl", [row]), tokenizer, 500)
     learnt = targets(tokenizer, document.ids.tolist(), document.response_mask.tolist())
     assert learnt == ["<think>\ntwo and two\n</think>\n\nb<|im_end|>"]
     with pytest.raises(InputError, match=f"chosen or rejected has {key}"):
@@ -274,7 +277,7 @@ def test_a_thought_that_is_no_text_drops_the_row(tmp_path, capsys):
     thought = "'' + m.reasoning_content if m.reasoning_content is defined else "
     tokenizer.chat_template = tokenizer.chat_template.replace("{% set thought = ", "{% set thought = " + thought)
     rows = [{"messages": [user("a"), {**THOUGHT, "reasoning_content": x}]} for x in ("t", ["t"], 5)]
-    assert len(data.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)) == 1
+    assert len(demonstrations.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)) == 1
     assert "the chat template refuses it" in capsys.readouterr().out
 
 
@@ -284,7 +287,7 @@ def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
         "{% set thought = ", "{% set thought = m.reasoning_content if m.reasoning_content is defined else "
     )
     with pytest.raises(InputError, match="does not write the answer as it is right after its prompt"):
-        data.load_sft(write(tmp_path / "r.jsonl", [{"messages": [user("a"), THOUGHT]}]), tokenizer, 500)
+        demonstrations.load_sft(write(tmp_path / "r.jsonl", [{"messages": [user("a"), THOUGHT]}]), tokenizer, 500)
 
 
 @pytest.mark.parametrize("flag, no", [("weight", 0), ("train", False), ("weight", 0.0), ("loss", False)])
@@ -294,7 +297,7 @@ def test_an_answer_that_is_marked_so_is_not_learnt(flag, no, tmp_path):
     def learnt(*flags):
         answers = [{**bot(text), flag: value} for text, value in zip(("one", "two", "three"), flags)]
         rows = [{"messages": [turn for answer in answers for turn in (user("a"), answer)]}]
-        (document,) = data.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)
+        (document,) = demonstrations.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)
         return targets(tokenizer, document.ids.tolist(), document.response_mask.tolist())
 
     assert learnt(1, None, True) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
@@ -310,7 +313,7 @@ def test_an_answer_that_is_marked_so_is_not_learnt(flag, no, tmp_path):
 @pytest.mark.parametrize("other", "gpt chatgpt bing bard assistant model".split())
 def test_known_names_of_roles_are_read(role, other):
     turns = [{"from": "system", "value": "s"}, {"from": role, "value": "a"}, {"from": other, "value": "b"}]
-    assert data.sft_messages({"conversations": turns}) == ([SYSTEM, user("a"), bot("b")], True)
+    assert message_columns.sft_messages({"conversations": turns}) == ([SYSTEM, user("a"), bot("b")], True)
 
 
 @pytest.mark.parametrize("role", "function_call observation tool function ipython critic".split())
@@ -319,7 +322,7 @@ def test_a_turn_of_another_role_drops_the_row(role, key, content, tmp_path):
     turns = [("user", "a"), (role, "x"), ("assistant", "b")]
     row = {"messages": [{key: name, content: text} for name, text in turns]}
     with pytest.raises(InputError, match=f"a message of role '{role}'"):
-        data.load_sft(write(tmp_path / "r.jsonl", [row]), byte_tokenizer(), 500)
+        demonstrations.load_sft(write(tmp_path / "r.jsonl", [row]), byte_tokenizer(), 500)
 
 
 @pytest.mark.parametrize("label, kept", [(True, 1), (1, 1), (None, 1), (False, 0), (0, 0), ("maths", 0)])
@@ -330,7 +333,7 @@ def test_a_turn_of_another_role_drops_the_row(role, key, content, tmp_path):
 def test_only_completions_with_a_true_label_are_learnt_whatever_their_columns(label, kept, row, tmp_path):
     other = {"prompt": "x", "completion": "y"}
     spec = write(tmp_path / "r.jsonl", [{**row, "label": label}, other])
-    assert len(data.load_sft(spec, byte_tokenizer(), 500)) == 1 + kept
+    assert len(demonstrations.load_sft(spec, byte_tokenizer(), 500)) == 1 + kept
 
 
 def test_an_own_column_that_cannot_be_read_says_how_to_leave_it_out(tmp_path):
@@ -338,8 +341,8 @@ def test_an_own_column_that_cannot_be_read_says_how_to_leave_it_out(tmp_path):
                       "history": {"instruction": "a", "output": "b", "history": "long"}}.items():  # fmt: skip
         spec = write(tmp_path / "r.jsonl", [row])
         with pytest.raises(InputError, match=f"--columns {name}=my_{name}"):
-            data.load_sft(spec, byte_tokenizer(), 500)
-        assert data.load_sft(f"{spec}?{name}=my_{name}", byte_tokenizer(), 500)
+            demonstrations.load_sft(spec, byte_tokenizer(), 500)
+        assert demonstrations.load_sft(f"{spec}?{name}=my_{name}", byte_tokenizer(), 500)
 
 
 @pytest.mark.parametrize("reader", ["sft", "pairs", "prompts"])
@@ -389,7 +392,7 @@ def test_policy_and_reward_model_see_the_prompt_of_dialogues_with_all_that_stand
      [user("a"), bot("b")]),
 ])  # fmt: skip
 def test_a_null_hides_nothing_that_stands_beside_it(row, expected):
-    assert data.sft_messages(row)[0] == expected
+    assert message_columns.sft_messages(row)[0] == expected
 
 
 PAIRS_OF_SETS = {  # rows of public sets -> prompt, responses, best first
@@ -417,8 +420,8 @@ def test_pairs_of_more_public_sets_are_read(name, tmp_path):
     spec = write(tmp_path / "r.jsonl", rows)
     (c,) = comparisons.load(spec, "train", tokenizer, 500)
     assert (c.prompt, c.texts, c.ranks[0]) == (prompt, texts, 0)
-    assert generate.load_prompts(spec, "train", tokenizer, 500)[0].turns == prompt
-    assert data.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot("b")]
+    assert prompt_sets.load_prompts(spec, "train", tokenizer, 500)[0].turns == prompt
+    assert demonstrations.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot("b")]
 
 
 # -- files and mixtures --------------------------------------------------------------------
@@ -444,16 +447,16 @@ def test_file_formats_give_the_rows_and_their_places(name, tmp_path, monkeypatch
     else:
         (gzip.open if name.endswith("gz") else open)(name, "wb").write(content.encode())
     rows = [Row(f"{name}:{place}", row) for place, row in zip(places, (A, B))]
-    assert data.load_rows(name, "sft") == rows and data.load_rows(f"{name}:0.5,{name}:0.5", "sft") == rows * 2
+    assert mixtures.load_rows(name, "sft") == rows and mixtures.load_rows(f"{name}:0.5,{name}:0.5", "sft") == rows * 2
 
 
 def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenizer, tmp_path):
     (tmp_path / "r.txt").write_text("copy ant\r\n\nfirst owl")
     for kind, name in (("prompts", "prompt"), ("text", "text")):
-        rows = data.load_rows(str(tmp_path / "r.txt"), kind)
+        rows = mixtures.load_rows(str(tmp_path / "r.txt"), kind)
         assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
     with pytest.raises(InputError, match=r"columns \['text'\] are no SFT row.*--columns old=new"):
-        data.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
+        demonstrations.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
 
 
 # -- columns renamed and rows chosen in the name of a data set ------------------------------------
@@ -473,10 +476,10 @@ def test_a_data_sets_name_renames_columns_and_chooses_rows(items, kept, tmp_path
     (tmp_path / "t.csv").write_text(TABLE)
     plain = f"{tmp_path / 't.csv'}"
     items = f"question=prompt&{items}".strip("&")
-    spec = data.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", ","))
+    spec = mixtures.with_columns(f"tiny:seed=1,{plain}:0.5", items.replace("&", ","))
     assert spec == f"tiny:seed=1,{plain}?{items}:0.5"
-    assert [(name, weight) for name, _, weight in data.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
-    rows = data.load_rows(spec.split(",")[1], "sft")
+    assert [(name, weight) for name, _, weight in mixtures.sources(spec)] == [("tiny:seed=1", None), (plain, 0.5)]
+    rows = mixtures.load_rows(spec.split(",")[1], "sft")
     assert [row.data["prompt"] for row in rows] == [f"q{n}" for n in kept]
     assert all("question" not in row.data for row in rows)
     n_dropped = [int(n) for n in re.findall(r"dropped (\d+) of \d rows", capsys.readouterr().out)]
@@ -487,7 +490,7 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
     (tmp_path / "t.csv").write_text(TABLE)
     spec = f"{tmp_path / 't.csv'}?question=prompt&answer_a=completion&ok=label"
     names = ("completion", "label", "chosen_score")
-    found = [[row.data.get(name) for name in names] for row in data.load_rows(spec, "sft")]
+    found = [[row.data.get(name) for name in names] for row in mixtures.load_rows(spec, "sft")]
     assert found == [["4", True, "1.5"], ["x", False, None], ["v", None, "-2"]]
     cells = {"prompt": "a", "response": "b", "helpfulness": "3", "score": ""}  # of a public set
     assert formats.from_csv(cells)[0]["score"] == "3"  # formats.number reads it
@@ -495,7 +498,7 @@ def test_cells_of_csv_are_text_but_for_columns_that_hold_something_else(tmp_path
 
 def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
     (tmp_path / "r.jsonl").write_text('{"question": "q", "prompt": null}\n{"question": null, "prompt": "p"}')
-    rows = data.load_rows(f"{tmp_path / 'r.jsonl'}?question=prompt", "prompts")
+    rows = mixtures.load_rows(f"{tmp_path / 'r.jsonl'}?question=prompt", "prompts")
     assert [row.data["prompt"] for row in rows] == ["q", "p"]
 
 
@@ -504,8 +507,8 @@ def test_a_renamed_column_leaves_rows_that_lack_it_as_they_are(tmp_path):
 )
 def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
     with pytest.raises(InputError, match="^--eval-dataset"):
-        data.sources_of(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
-    data.sources_of(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
+        mixtures.sources_of(SimpleNamespace(dataset="tiny", offline_data=None, eval_dataset=dataset))
+    mixtures.sources_of(SimpleNamespace(dataset="tiny:seed=1,org/name?a=b", eval_dataset=None))
 
 
 @pytest.mark.parametrize(
@@ -520,23 +523,23 @@ def test_a_mistyped_data_set_is_noticed_by_its_name(dataset):
 def test_mixture_with_weights_keeps_proportions_without_repeats(weights, counts, tmp_path):
     paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(100)]) for n in "ab"]
     spec = ",".join(f"{path}:{weight}" for path, weight in zip(paths, weights))
-    mixed = data.load_rows(spec, "sft")
+    mixed = mixtures.load_rows(spec, "sft")
     chosen = {n: [row.data["i"] for row in mixed if row.data["n"] == n] for n in "ab"}
     assert tuple(map(len, chosen.values())) == counts
     assert all(len(set(i)) == len(i) for i in chosen.values())
-    assert data.load_rows(spec, "sft") == mixed
-    assert data.load_rows(", ".join(paths), "sft") == sum((data.load_rows(x, "sft") for x in paths), [])
+    assert mixtures.load_rows(spec, "sft") == mixed
+    assert mixtures.load_rows(", ".join(paths), "sft") == sum((mixtures.load_rows(x, "sft") for x in paths), [])
     for part in chosen.values():  # a part is from all over the file, not its head
         assert len(part) == 100 or max(part) > 80
     write(tmp_path / "a.jsonl", [{"prompt": f"p{i // 2}"} for i in range(300)])
-    some = [row.data["prompt"] for row in data.load_rows(f"{paths[0]}:0.5,{paths[1]}:0.5", "sft")[:100]]
+    some = [row.data["prompt"] for row in mixtures.load_rows(f"{paths[0]}:0.5,{paths[1]}:0.5", "sft")[:100]]
     assert len(set(some)) == 50  # completions of a prompt stay together
 
 
 def test_a_part_of_a_mixture_that_would_have_no_row_is_an_error(tmp_path):
     paths = [write(tmp_path / f"{n}.jsonl", [{"n": n, "i": i} for i in range(9)]) for n in "ab"]
     with pytest.raises(InputError, match=r"a\.jsonl: the weight 0\.01 gives it no row"):
-        data.load_rows(f"{paths[0]}:0.01,{paths[1]}:0.99", "sft")
+        mixtures.load_rows(f"{paths[0]}:0.01,{paths[1]}:0.99", "sft")
 
 
 @pytest.mark.parametrize(
@@ -548,23 +551,23 @@ def test_a_part_of_a_mixture_that_would_have_no_row_is_an_error(tmp_path):
 def test_a_value_may_hold_a_colon(spec, value, weight, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.csv").write_text("time,lang,n\n12:30,en,2\n")
-    ((_, [(_, _, found)], w),) = data.sources(spec)
+    ((_, [(_, _, found)], w),) = mixtures.sources(spec)
     assert (found, w) == (value, weight)
 
 
 def test_long_cells_of_a_csv_are_read(tmp_path):
     (tmp_path / "t.csv").write_text("prompt,completion\na," + "b" * 200_000 + "\n")
-    (row,) = data.load_rows(str(tmp_path / "t.csv"), "sft")
+    (row,) = mixtures.load_rows(str(tmp_path / "t.csv"), "sft")
     assert row.data["completion"] == "b" * 200_000
 
 
 def test_tiny_takes_options_and_the_split():
-    options = data.load_rows("tiny:length_bias=0.6:seed=3", "preferences", "test")
+    options = mixtures.load_rows("tiny:length_bias=0.6:seed=3", "preferences", "test")
     expected = tiny.rows("preferences", "test", seed=3, length_bias=0.6)
     assert [row.data for row in options] == expected != tiny.rows("preferences", "test", seed=3)
-    half = data.load_rows("tiny:seed=1:0.5,tiny:seed=2:0.5", "prompts", "test")
+    half = mixtures.load_rows("tiny:seed=1:0.5,tiny:seed=2:0.5", "prompts", "test")
     assert len(half) == 2000 and half[0].data == tiny.rows("prompts", "test", seed=1)[0]
-    assert data.is_tiny("tiny:length_bias=0.6, tiny") and not data.is_tiny("tiny,a.jsonl")
+    assert mixtures.is_tiny("tiny:length_bias=0.6, tiny") and not mixtures.is_tiny("tiny,a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -585,7 +588,7 @@ def test_hub_names_carry_configuration_and_split(spec, asked, monkeypatch):
         return [{"prompt": "a"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert data.load_rows(spec, "sft", split="test") == [Row("org/name:1", {"prompt": "a"})]
+    assert mixtures.load_rows(spec, "sft", split="test") == [Row("org/name:1", {"prompt": "a"})]
 
 
 # -- bad input: an InputError that names it --------------------------------------------------
@@ -629,7 +632,7 @@ def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tm
     if content is not None:
         (tmp_path / name.partition("?")[0]).write_bytes(content)
     with pytest.raises(InputError, match=says):
-        data.load_rows(str(tmp_path / name), "sft")
+        mixtures.load_rows(str(tmp_path / name), "sft")
 
 
 @pytest.mark.parametrize(
@@ -639,7 +642,7 @@ def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tm
 )  # fmt: skip
 def test_bad_dataset_argument_is_an_input_error(spec):
     with pytest.raises(InputError, match="--dataset"):
-        data.load_rows(spec, "preferences", "test")
+        mixtures.load_rows(spec, "preferences", "test")
 
 
 def test_hub_failure_is_an_input_error(monkeypatch):
@@ -650,7 +653,7 @@ def test_hub_failure_is_an_input_error(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     with pytest.raises(InputError, match="org/name.*no such thing"):
-        data.load_rows("org/name", "sft")
+        mixtures.load_rows("org/name", "sft")
 
 
 # -- bad rows: dropped, counted and named ----------------------------------------------------
@@ -688,13 +691,13 @@ def test_hub_failure_is_an_input_error(monkeypatch):
     ],
 )
 def test_unusable_row_is_dropped_counted_and_named(row, why, tokenizer, tmp_path, capsys):
-    rows = data.load_rows(write(tmp_path / "r.jsonl", [json.loads(GOOD), row]), "sft")
-    (document,) = data.sft_documents(rows, tokenizer, 64, "mine")
+    rows = mixtures.load_rows(write(tmp_path / "r.jsonl", [json.loads(GOOD), row]), "sft")
+    (document,) = demonstrations.sft_documents(rows, tokenizer, 64, "mine")
     out = capsys.readouterr().out
     assert document.row.where == "r.jsonl:1"
     assert "mine: dropped 1 of 2 rows" in out and "r.jsonl:2" in out
     with pytest.raises(InputError, match=rf"(?s){why}.*r\.jsonl:2"):  # alone, it is why there is nothing
-        data.sft_documents(rows[1:], tokenizer, 64, "mine")
+        demonstrations.sft_documents(rows[1:], tokenizer, 64, "mine")
 
 
 WRONG = [None, 3, -1.5, True, 10**400, float("inf"), "", " \n", "\ud800", {}, {"a": 1}, [], [[]], [3], [None]]
@@ -721,7 +724,7 @@ def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(n
             inside = inside[key]
         inside[path[-1]] = value
         rows = [good, Row("r:2", formats.in_our_columns(bad)[0])]
-        kept = len(data.sft_documents(rows, tokenizer, 64, "r")) == 2
+        kept = len(demonstrations.sft_documents(rows, tokenizer, 64, "r")) == 2
         unread = path[0] in ("extra", "rejected") or (path[0] == "prompt" and "messages" in row)
         unread |= path[-1] == "text" and path[1] != 1 and isinstance(value, str)  # not the best one's
         if unread or (path[-1] == "input" and value in (None, "")):
@@ -732,19 +735,19 @@ def test_wrong_types_and_missing_columns_drop_a_row_and_nothing_else_is_raised(n
             assert not kept, (path, value)
     for key in {"messages"} if "messages" in row else set(row) - {"extra", "rejected", "input"}:
         rest = {k: v for k, v in row.items() if k != key}
-        assert len(data.sft_documents([good, Row("r:2", rest)], tokenizer, 64, "r")) == 1, key
+        assert len(demonstrations.sft_documents([good, Row("r:2", rest)], tokenizer, 64, "r")) == 1, key
 
 
 def test_long_response_is_cut_and_a_prompt_needs_room_for_one_token(tokenizer, capsys):
     """copy ant bear cat -> <bos> <user> copy ant bear cat <end> <assistant> | ant bear cat <end>: 8 + 4."""
     row = [Row("r:1", {"prompt": "copy ant bear cat", "completion": "ant bear cat"})]
     for length, kept in ((12, 4), (11, 3), (9, 1)):
-        (document,) = data.sft_documents(row, tokenizer, length, "r")
+        (document,) = demonstrations.sft_documents(row, tokenizer, length, "r")
         assert len(document.ids) == length and int(document.response_mask.sum()) == kept
         assert (document.ids[-1] == tokenizer.eos_token_id) == (length == 12)  # a cut answer has no end
         assert ("cut" in capsys.readouterr().out) == (length < 12)
     with pytest.raises(InputError, match="8 tokens"):
-        data.sft_documents(row, tokenizer, 8, "r")
+        demonstrations.sft_documents(row, tokenizer, 8, "r")
 
 
 # -- encode: a tokenizer of bytes, whose merges join a line break with "h" and with another one ------
@@ -765,7 +768,7 @@ HELLO = [user("hi"), bot("hello"), user("how"), bot("hah")]
 
 
 def test_encode_of_the_tiny_tokenizer_token_by_token(tokenizer):
-    ids, mask = data.encode(tokenizer, [user("reverse ant fox"), bot("fox ant")])
+    ids, mask = chat.encode(tokenizer, [user("reverse ant fox"), bot("fox ant")])
     tokens = "<|bos|> <|user|> reverse ant fox <|end|> <|assistant|> fox ant <|end|>".split()
     assert tokenizer.convert_ids_to_tokens(ids) == tokens
     assert mask == [False] * 7 + [True] * 3
@@ -780,24 +783,24 @@ LAST_ALONE, NO_END_TOKEN = ("Qwen3", "Qwen3.5", "gpt-oss"), ("GLM-4.6", "Falcon-
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, tmp_path, capsys):
-    data.note.cache_clear()
+    progress.note.cache_clear()
     tokenizer = load(family(name), tmp_path)
     dialogue = [user("hi"), bot("hello"), user("how?"), bot("hah é")]  # a last character of two tokens
-    ids, mask = data.encode(tokenizer, dialogue, all_turns=True)
+    ids, mask = chat.encode(tokenizer, dialogue, all_turns=True)
     whole = tokenizer.apply_chat_template(dialogue, return_dict=False)
     whole += [tokenizer.eos_token_id] * (name in NO_END_TOKEN)
     assert ids == whole[: len(ids)] or name == "Qwen3.5"
     opened, end = OPENED.get(name, ""), tokenizer.eos_token
     answers = [f"{opened}hello{'' if name in NO_END_TOKEN else end}", f"{opened}hah é{end}"]
     assert targets(tokenizer, ids, mask) == answers[name in LAST_ALONE :]
-    last = data.encode(tokenizer, dialogue)
+    last = chat.encode(tokenizer, dialogue)
     assert last[0] == ids and targets(tokenizer, *last) == answers[1:]
     start = last[1].index(True)
-    rendered = data._rendered.cache_info().misses
-    responses = data.encode_responses(tokenizer, dialogue[:3], ["hah é", "no", " no"])
-    assert data._rendered.cache_info().misses == rendered + 2  # but for the new ones, each is made once
+    rendered = chat._rendered.cache_info().misses
+    responses = chat.encode_responses(tokenizer, dialogue[:3], ["hah é", "no", " no"])
+    assert chat._rendered.cache_info().misses == rendered + 2  # but for the new ones, each is made once
     assert responses[0] == ids[:start] and responses[1][0] == ids[start:]
-    generation = [data.prompt_ids(tokenizer, dialogue[:i]) for i in (1, 3)]
+    generation = [chat.prompt_ids(tokenizer, dialogue[:i]) for i in (1, 3)]
     if name not in ("DeepSeek R1 distills", "Gemma 4", "Nemotron 3"):
         assert generation[1] == ids[:start] and (
             generation[0] == ids[: mask.index(True)] or name in LAST_ALONE
@@ -806,22 +809,22 @@ def test_training_ids_are_the_whole_dialogues_and_begin_with_generations(name, t
 
 def test_an_answer_that_stands_in_the_opening_too_is_learnt_alone(tmp_path):
     tokenizer = load(family("DeepSeek R1 distills"), tmp_path)  # its answers begin with <|Assistant|>
-    learnt = targets(tokenizer, *data.encode(tokenizer, [user("one letter"), bot("A")]))
+    learnt = targets(tokenizer, *chat.encode(tokenizer, [user("one letter"), bot("A")]))
     assert learnt == ["A" + tokenizer.eos_token]
 
 
 def test_a_template_is_told_not_to_think_by_a_line_in_front(tmp_path):
     tokenizer = load(family("Qwen3", first="{% set enable_thinking = false %}"), tmp_path)
-    ids, mask = data.encode(tokenizer, HELLO[:2])
+    ids, mask = chat.encode(tokenizer, HELLO[:2])
     assert targets(tokenizer, ids, mask) == ["hello<|im_end|>"]
-    assert tokenizer.decode(data.prompt_ids(tokenizer, HELLO[:1])).endswith("<think>\n\n</think>\n\n")
+    assert tokenizer.decode(chat.prompt_ids(tokenizer, HELLO[:1])).endswith("<think>\n\n</think>\n\n")
 
 
 def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
     tokenizer = byte_tokenizer(REFUSES)
     rows = [Row("r:1", {"messages": HELLO})]
     rows += [Row("r:2", {"messages": [{"role": "system", "content": "s"}, *HELLO]})]
-    (document,) = data.sft_documents(rows, tokenizer, 500, "r")
+    (document,) = demonstrations.sft_documents(rows, tokenizer, 500, "r")
     assert document.row.where == "r:1" and "no system turn" in capsys.readouterr().out
 
 
@@ -829,22 +832,22 @@ def test_a_template_that_rewrites_a_prompt_or_drops_the_answers_thought_is_refus
     rewrites = byte_tokenizer("{{ messages|length }}" + CHATML), "a"
     for tokenizer, answer in (rewrites, (family("DeepSeek R1 distills"), "<think>a</think>b")):
         with pytest.raises(ValueError, match="does not write the answer as it is right after its prompt"):
-            data.encode(tokenizer, [user("hi"), bot(answer)])
+            chat.encode(tokenizer, [user("hi"), bot(answer)])
 
 
 def test_white_space_that_a_tokenizer_joins_at_the_end_of_a_text_alone_is_as_in_generation():
     turns = "{% for m in messages %}{{ m.role }}:\n\n{{ m.content }}\n{% endfor %}"
     asked = "{% if add_generation_prompt %}assistant:\n\n{% endif %}"
     tokenizer = byte_tokenizer(turns + asked, words=GPT2, eos_token="</s>")
-    ids, mask = data.encode(tokenizer, HELLO)
-    assert data.prompt_ids(tokenizer, HELLO[:3]) == ids[: mask.index(True)]
+    ids, mask = chat.encode(tokenizer, HELLO)
+    assert chat.prompt_ids(tokenizer, HELLO[:3]) == ids[: mask.index(True)]
 
 
 # -- load_tokenizer ----------------------------------------------------------------------------
 def load(tokenizer, path, **options):
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
-    return loading.load_tokenizer(str(path), **options)
+    return pretrained.load_tokenizer(str(path), **options)
 
 
 @pytest.mark.parametrize(
@@ -872,7 +875,7 @@ def test_the_end_token_is_the_one_that_the_template_writes(end, tmp_path, capsys
     loaded = load(tokenizer, tmp_path)
     assert loaded.eos_token == end and end in capsys.readouterr().out
     assert loaded.pad_token == "</s>"  # which is another one now, so it may stay
-    ids, mask = data.encode(loaded, HELLO)
+    ids, mask = chat.encode(loaded, HELLO)
     assert targets(loaded, ids, mask) == ["hah" + end]
 
 
@@ -891,7 +894,7 @@ def test_an_added_token_is_the_end_token_only_where_no_special_one_ends_a_turn(k
     tokenizer.add_tokens(added)
     loaded = load(tokenizer, tmp_path)
     assert loaded.eos_token == end
-    ids, mask = data.encode(loaded, [user("a\n\nb"), bot("c\n\nd")])  # which a blank line does not spoil
+    ids, mask = chat.encode(loaded, [user("a\n\nb"), bot("c\n\nd")])  # which a blank line does not spoil
     assert targets(loaded, ids, mask) == ["c\n\nd" + after.partition(end)[0] + end]
 
 
@@ -903,14 +906,14 @@ def test_tokenizer_without_template_needs_a_file(tmp_path):
         load(bare, tmp_path, chat_template=str(tmp_path / "nowhere.jinja"))
     (tmp_path / "mine.jinja").write_text(CHATML)
     loaded = load(bare, tmp_path, chat_template=str(tmp_path / "mine.jinja"))
-    assert targets(loaded, *data.encode(loaded, HELLO)) == ["hah<|im_end|>"]
+    assert targets(loaded, *chat.encode(loaded, HELLO)) == ["hah<|im_end|>"]
 
 
 def test_of_several_templates_the_default_is_taken_and_without_one_an_error_says_so(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = {"default": CHATML, "tool_use": NO_END}
     loaded = load(tokenizer, tmp_path / "default")
-    assert targets(loaded, *data.encode(loaded, HELLO)) == ["hah<|im_end|>"]
+    assert targets(loaded, *chat.encode(loaded, HELLO)) == ["hah<|im_end|>"]
     tokenizer.chat_template = {"rag": CHATML, "tool_use": NO_END}
     with pytest.raises(InputError, match="no default.*--chat-template FILE"):
         load(tokenizer, tmp_path / "none")
@@ -946,13 +949,13 @@ def test_the_templates_of_the_docs_write_the_published_formats(name, tmp_path):
     file = processes.ROOT / "docs" / "templates" / f"{name}.jinja"
     loaded = load(bare, tmp_path, chat_template=str(file))
     assert loaded.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=True) == written
-    ids, mask = data.encode(loaded, ASKED[:3])
+    ids, mask = chat.encode(loaded, ASKED[:3])
     assert targets(loaded, ids, mask) == [answer]
     assert ids == loaded.apply_chat_template(ASKED[:3], return_dict=False)[: len(ids)]
-    assert data.prompt_ids(loaded, ASKED[:2]) == ids[: mask.index(True)]
-    prompt = data.prompt_ids(loaded, ASKED)
+    assert chat.prompt_ids(loaded, ASKED[:2]) == ids[: mask.index(True)]
+    prompt = chat.prompt_ids(loaded, ASKED)
     assert prompt.count(loaded.bos_token_id) == begins  # Llama 2's, one a question
-    ids, mask = data.encode(loaded, [*ASKED, bot("hah")], all_turns=True)
+    ids, mask = chat.encode(loaded, [*ASKED, bot("hah")], all_turns=True)
     assert targets(loaded, ids, mask) == [answer, answer.replace("hello", "hah")]
     assert loaded.pad_token_id not in (None, loaded.eos_token_id) and answer.endswith(loaded.eos_token)
 
@@ -961,7 +964,7 @@ def test_llama_2s_template_refuses_turns_that_do_not_alternate(tmp_path):
     file = processes.ROOT / "docs" / "templates" / "llama2.jinja"
     loaded = load(WRITTEN["llama2"][0], tmp_path, chat_template=str(file))
     with pytest.raises(ValueError, match="user and assistant in turn"):
-        data.encode(loaded, [user("a"), user("b"), bot("c")])
+        chat.encode(loaded, [user("a"), user("b"), bot("c")])
 
 
 @pytest.mark.parametrize("template", ["{% for m in %}", "{{ raise_exception('never') }}"])
@@ -1037,19 +1040,19 @@ def prompts_of(documents):
 )  # of a single prompt nothing is held out
 def test_hold_out_splits_by_prompt(n_prompts, share, most, held):
     documents = [document([1, i % 3], 1, f"{i % n_prompts}" + " " * (i % 2)) for i in range(3 * n_prompts)]
-    train, test = data.hold_out(documents, share, most)
+    train, test = splits.hold_out(documents, share, most)
     assert not prompts_of(train) & prompts_of(test) and len(prompts_of(test)) == held
     assert len(train) + len(test) == len(documents) and prompts_of(train + test) == prompts_of(documents)
-    again = data.hold_out(documents[::-1], share, most)[1]
+    again = splits.hold_out(documents[::-1], share, most)[1]
     assert prompts_of(again) == prompts_of(test)  # whatever the order of the rows
 
 
 def test_training_documents_with_held_out_prompts_are_dropped_and_counted(capsys):
     train = [document([1, 2], 1, prompt) for prompt in ("a", "b", " a ", "c")]
-    kept = data.without_prompts_of(train, [document([5, 6], 1, "a")], "mine")
+    kept = splits.without_prompts_of(train, [document([5, 6], 1, "a")], "mine")
     assert prompts_of(kept) == {"b", "c"} and "2 of 4" in capsys.readouterr().out
     with pytest.raises(InputError, match="mine"):
-        data.without_prompts_of(train, train, "mine")
+        splits.without_prompts_of(train, train, "mine")
 
 
 WORDS = "ant bear cat dog eel fox goat hen ibis jay".split()
@@ -1067,7 +1070,7 @@ SPELLINGS = [  # one question, as rows of several kinds ask it
 @pytest.mark.parametrize("row", SPELLINGS, ids=str)
 def test_a_question_is_one_whatever_its_row_case_space_or_system_turn(row, tokenizer):
     """As a document, a prompt or a comparison."""
-    turns = generate.prompt_turns(row)
+    turns = message_columns.prompt_turns(row)
     document = Document(torch.zeros(1), torch.ones(1), [*turns, bot("b")], Row("f:1", row))
     pair = Comparison(turns, ["a", "b"], None, [], torch.tensor([0, 1]), "f", Row("f:1", row))
     items = [document, pair, responses.Prompt([], turns, Row("f:1", row))]
@@ -1075,7 +1078,7 @@ def test_a_question_is_one_whatever_its_row_case_space_or_system_turn(row, token
     assert all(list(item.questions) == [question] for item in items)
     assert [question] != list(document_of(user("copy ant")).questions)
     train = [document_of(user("copy ant")), *items]
-    kept = data.without_prompts_of(train, [document_of(user("Copy Ant bear"))], "mine")
+    kept = splits.without_prompts_of(train, [document_of(user("Copy Ant bear"))], "mine")
     assert kept == train[:1]
 
 
@@ -1092,11 +1095,11 @@ def test_every_answer_that_is_learnt_has_its_question_held_out(tokenizer, tmp_pa
     path = write(tmp_path / "rows.jsonl", rows)
     kept = {}
     for held in ([user("ant")], talk[:3], [SYSTEM, user("Cat ")]):
-        documents = data.load_sft(path, tokenizer, 64, held_out=[document_of(*held)])
+        documents = demonstrations.load_sft(path, tokenizer, 64, held_out=[document_of(*held)])
         kept[held[-1]["content"], len(held)] = [d.row.where[-1] for d in documents]
     assert kept == {("ant", 1): ["2", "3"], ("cat", 3): ["3"], ("Cat ", 2): ["1", "2"]}
     # an answer that is cut off is none the less the last one's, not the first one's
-    [cut] = data.load_sft(write(tmp_path / "one.jsonl", rows[:1]), tokenizer, 6)
+    [cut] = demonstrations.load_sft(write(tmp_path / "one.jsonl", rows[:1]), tokenizer, 6)
     assert len(cut.questions) == 2
 
 
@@ -1107,19 +1110,19 @@ def test_dialogues_of_one_beginning_are_held_out_together(tokenizer, tmp_path):
         talk = [user(f"copy {word}"), bot(word), user(f"next {WORDS[i % 7]}"), bot(WORDS[i // 10])]
         rows.append({"messages": [{"role": "system", "content": f"s{i % 3}"}, *talk][i % 2 :]})
     path = write(tmp_path / "rows.jsonl", rows)
-    load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=64)
-    train, held_out = data.train_and_held_out(path, None, load, None)
+    load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=64)
+    train, held_out = splits.train_and_held_out(path, None, load, None)
     sides = [{q for d in some for q in d.questions} for some in (train, held_out)]
     assert len(train) == 54 and len(held_out) == 6 and not sides[0] & sides[1]
     one_opening = write(tmp_path / "one.jsonl", [rows[i] for i in range(0, 60, 10)])
-    train, held_out = data.train_and_held_out(one_opening, None, load, None)
+    train, held_out = splits.train_and_held_out(one_opening, None, load, None)
     assert len(train) == 6 and not held_out  # as of a single prompt
 
 
 def test_the_split_of_plain_prompts_is_by_the_hash_of_the_prompt():
     """Published figures are of this split."""
     prompts = [f"What is {i} + 2?" for i in range(100)]
-    _, held_out = data.hold_out([document_of(user(prompt)) for prompt in prompts])
+    _, held_out = splits.hold_out([document_of(user(prompt)) for prompt in prompts])
     key = lambda prompt: zlib.crc32(json.dumps([["user", prompt]]).encode())
     assert prompts_of(held_out) == set(sorted(prompts, key=key)[:5])
 
@@ -1131,8 +1134,8 @@ def test_no_question_of_hindsights_rows_is_on_both_sides(tokenizer, tmp_path):
         system = {"role": "system", "content": side}
         rows.append({"prompt": [system, user(f"copy {word}")], "completion": word})
     path = write(tmp_path / "rows.jsonl", rows)
-    load = functools.partial(data.load_sft, tokenizer=tokenizer, max_length=64)
-    train, held_out = data.train_and_held_out(path, None, load, None)
+    load = functools.partial(demonstrations.load_sft, tokenizer=tokenizer, max_length=64)
+    train, held_out = splits.train_and_held_out(path, None, load, None)
     texts = [{d.messages[-2]["content"] for d in some} for some in (train, held_out)]
     assert len(texts[1]) == 1 and len(held_out) == 2 and not texts[0] & texts[1]
 
@@ -1145,16 +1148,16 @@ def test_neither_plain_text_nor_a_part_of_a_mixture_teaches_a_held_out_question(
     talks = write(tmp_path / "talks.jsonl", [{"messages": talk} for talk in talks])
     pairs = [{"prompt": prompt, "chosen": "dog", "rejected": "eel"} for prompt in ("copy ANT", "cat")]
     pairs = write(tmp_path / "pairs.jsonl", pairs)
-    prompts = generate.load_prompts(held, "train", tokenizer, 64)
+    prompts = prompt_sets.load_prompts(held, "train", tokenizer, 64)
     args = SimpleNamespace(ptx_dataset=texts, rehearsal_data=f"{talks},{pairs}", max_length=64)
-    extra, held_out_text = data.load_extra(args, tokenizer, prompts)
+    extra, held_out_text = auxiliary.load_extra(args, tokenizer, prompts)
     assert {d.messages[0]["content"] for d in [*extra["ptx"], *held_out_text]} == {"ant", "bear cat"}
     assert [d.messages[-2]["content"] for d in extra["rehearsal"]] == ["next cat", "cat"]
 
 
 def test_a_text_is_known_if_half_of_its_words_are(tokenizer):
-    data.check_known(tokenizer, [tokenizer.unk_token_id, 5])
+    chat.check_known(tokenizer, [tokenizer.unk_token_id, 5])
     with pytest.raises(ValueError, match="knows few of its words"):
-        data.check_known(tokenizer, [tokenizer.unk_token_id] * 2 + [5])
+        chat.check_known(tokenizer, [tokenizer.unk_token_id] * 2 + [5])
     gpt2 = SimpleNamespace(unk_token_id=7, eos_token_id=7)  # whose end token is the unknown one too
-    data.check_known(gpt2, [7, 7, 7])
+    chat.check_known(gpt2, [7, 7, 7])

@@ -24,9 +24,11 @@ from transformers import (
 import advantage_model
 import reward
 import sft
-from common import checkpoints, data, dist, pool, tiny
+from common import dist
 from common.errors import NotFinite
-from common.metrics import read_jsonl
+from common.data import mapping, tiny
+from common.data.files import read_jsonl
+from common.run import checkpoints, pool
 
 WEIGHTS = "model/model.safetensors"
 
@@ -107,7 +109,7 @@ def test_sums_and_lists_are_joined_over_ranks_in_their_order(two):
     assert dist.gather([5]) == [5] and dist.world_size() == 1
     # Two rows at a time for each rank; on both what one rank gets, in its order, errors in their places
     assert case["worked"] == [[0, 1, 5, 8], [2, 3, 6, 7]]
-    alone = list(data.map_over_ranks(dist_cases.TRIED, lambda x: math.sqrt(7 - x)))
+    alone = list(mapping.map_over_ranks(dist_cases.TRIED, lambda x: math.sqrt(7 - x)))
     assert case["shares"] == [repr(alone)] * 2 and alone[:1] == [(0, math.sqrt(7))]
     assert [str(pair[i])[:9] for pair, i in ((alone[4], 0), (alone[8], 1))] == ["invalid l", "math doma"]
     # 1 + 10 of rank 0 and 2 of rank 1; the largest of -3, -2 and -1, not their sum
@@ -561,7 +563,8 @@ def test_a_rank_that_is_alone_shards_where_it_has_a_process_group_and_fsdp_casts
     """So tests/benchmarks/gpu.py tries nccl and FSDP2 on one GPU. Autocast is for a model that is whole."""
     (tmp_path / "code.py").write_text("""
 import torch, torch.distributed as td
-from common import dist, models, tiny
+from common import dist, models
+from common.data import tiny
 whole = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)
 td.init_process_group("gloo", store=td.HashStore(), rank=0, world_size=1)
 sharded = dist.shard(tiny.model(), dist.setup(), torch.bfloat16)

@@ -28,14 +28,15 @@ from helpers import run as run_script
 from transformers import AutoModelForCausalLM
 
 import dpo_iterative as dpo
-from common import checkpoints, checks, comparisons, data, dist, evaluation, generate, loading, pool, responses
-from common import scorers, tiny, versions
-from common import run as run_module
+from common import dist
 from common.errors import InputError
-from common.metrics import read_jsonl
-from common.run import parse
+from common.data import chat, comparisons, splits, tiny
+from common.data.files import read_jsonl
+from common.loading import checks, pretrained
+from common.run import checkpoints
+from common.run.cli import parse
 
-GOLD = "common.tiny:gold_scorer"
+GOLD = "common.data.tiny:gold_scorer"
 K, PROMPTS, ASKED, OFFLINE = 4, 12, 6, 24
 END, LOG2 = TOKENIZER.eos_token_id, math.log(2)
 
@@ -135,7 +136,7 @@ def plain_logprobs(folder, rows, gamma=1.0):
     """log pi(y | x) of rows of the pool, sum_t gamma^t log pi(y_t | ...), by plain transformers."""
     model, out = AutoModelForCausalLM.from_pretrained(folder), []
     for r in rows:
-        x, n = data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"], len(r["response_ids"])
+        x, n = chat.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"], len(r["response_ids"])
         x = torch.tensor(x)
         with torch.no_grad():
             logits = model(input_ids=x[None]).logits[0, -n - 1 : -1]
@@ -463,7 +464,7 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
     options = {"offline_data": pairs, "dataset": pairs, "prompts_per_iteration": 20, "iterations": 1}
     succeeds(run(small, tmp_path, **options, **SHORT))
     judged = comparisons.load(pairs, "train", TOKENIZER, 64)
-    judged = {c.prompt[-1]["content"] for c in data.hold_out(judged)[1]}
+    judged = {c.prompt[-1]["content"] for c in splits.hold_out(judged)[1]}
     assert judged and not judged & {question(r) for r in of_iteration(tmp_path, "pairs")}
 
 
@@ -504,7 +505,7 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
         make_scorer(scorer)
     else:
         about = {"n_policies": 4, "n_others": 1}  # a score is 3/4 (r - e)
-        marked(scorer, loading.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
+        marked(scorer, pretrained.load_scorer("tiny", TOKENIZER, 2), advantage_model=about)
     succeeds(run(small, tmp_path / "run", scorer=scorer, **one))
     rows = of_iteration(tmp_path / "run", "pool")
     assert len({r["scorer"] for r in rows}) == 1
@@ -514,8 +515,8 @@ def test_a_reward_model_and_an_advantage_model_are_oracles(small, tmp_path, kind
 
 
 def test_a_pairwise_oracle_gives_the_share_of_the_other_responses_that_one_beats(small, tmp_path):
-    checkpoints.save_model(dist.shard(loading.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
-    judge, tmp_path = f"common.pairwise:oracle={tmp_path / 'judge'}", tmp_path / "run"
+    checkpoints.save_model(dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU), TOKENIZER, tmp_path / "judge")
+    judge, tmp_path = f"common.programs.pairwise:oracle={tmp_path / 'judge'}", tmp_path / "run"
     succeeds(run(small, tmp_path, scorer=judge, **{**ONE_STEP, "iterations": 1}))
     groups = collections.defaultdict(list)
     for r in of_iteration(tmp_path, "pool"):
@@ -712,7 +713,7 @@ def skipped(small, whole, tmp_path_factory):
     """A run and its options: of three iterations the second one's prompts give no pair."""
     tied = {question(r) for r in of_iteration(whole.folder, "pool", 2)}
     scores = f"[0.0 if p in {tied!r} else tiny.gold_score(p, r) for p, r in zip(prompts, responses)]"
-    oracle = f"from common import tiny\n\ndef ties(prompts, responses, rows):\n    return {scores}\n"
+    oracle = f"from common.data import tiny\n\ndef ties(prompts, responses, rows):\n    return {scores}\n"
     (small.folder / "tied.py").write_text(oracle)
     folder, options = tmp_path_factory.mktemp("skipped") / "run", {"scorer": "tied:ties", "iterations": 3}
     copies = [f"copy {moment}" for moment in SKIPPED_MOMENTS]
@@ -807,8 +808,8 @@ def test_responses_to_a_model_that_cannot_share_prompts_have_rows_of_their_own(s
 def test_every_argument_is_read_somewhere_beside_its_check():
     source = inspect.getsource(dpo).replace(inspect.getsource(dpo.check), "")
     source = source.replace(inspect.getsource(dpo.Args), "")
-    modules = (comparisons, data, dist, evaluation, generate, loading, pool, responses, run_module, scorers)
-    read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source + "".join(map(inspect.getsource, [*modules, versions])))}
+    source += "".join(path.read_text() for path in Path("common").glob("**/*.py"))
+    read = {*re.findall(r"\bargs(?:\.|, \")(\w+)", source)}
     assert {field.name for field in dataclasses.fields(dpo.Args)} - read == set()
 
 

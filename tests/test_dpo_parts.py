@@ -12,10 +12,14 @@ import torch
 from helpers import CPU, TOKENIZER, A, B, C, comparisons_of, prompt, row
 
 import dpo_iterative as dpo
-from common import comparisons, dist, loading, losses, pool, tiny, versions
+from common import dist, losses
 from common.batches import Comparison, Row
 from common.errors import NotFinite
-from common.metrics import read_jsonl
+from common.data import comparisons, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import version_evaluation
+from common.run import pool, versions
 
 END, LOG2 = TOKENIZER.eos_token_id, math.log(2)
 
@@ -257,7 +261,7 @@ def pairs():
 
 # -- with_reference ----------------------------------------------------------------------
 def tiny_policy(seed=0):
-    return dist.shard(loading.load_policy("tiny", TOKENIZER, seed=seed), CPU)
+    return dist.shard(pretrained.load_policy("tiny", TOKENIZER, seed=seed), CPU)
 
 
 def ids_of(pair):
@@ -284,14 +288,14 @@ def test_references_are_the_sums_of_plain_log_softmax(share_prompt, micro_batch_
 
 
 def test_the_reference_is_gone_before_training(monkeypatch):
-    alive, load = [], loading.load_policy
+    alive, load = [], pretrained.load_policy
 
     def noted(*args, **options):
         model = load(*args, **options)
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(loading, "load_policy", noted)
+    monkeypatch.setattr(pretrained, "load_policy", noted)
     gc.disable()
     try:
         referenced(make_pairs(2))
@@ -419,7 +423,7 @@ def test_pairs_of_iterations_before_stay_and_others_are_replaced(tmp_path):
     assert write(1, "ant", "cat") == [first]
 
 
-# -- versions.DPOEvaluation, pairing_metrics -------------------------------------------------
+# -- version_evaluation.DPOEvaluation, pairing_metrics -------------------------------------------------
 def sample(score, gold, tokens=4, finished=True, kl=0.0):
     columns = {"score": score, "gold": gold, "perfect": 2.0, "tokens": tokens, "finished": finished, "kl": kl}
     return {**columns, "category": None}
@@ -441,7 +445,7 @@ STUDIES = {
 
 def figures(evaluations, version, pairwise=False):
     scorer = SimpleNamespace(pairwise=pairwise)
-    return versions.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).figures(evaluations, version)
+    return version_evaluation.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).figures(evaluations, version)
 
 
 def test_figures_of_the_first_version_are_means_without_a_comparison():

@@ -1,4 +1,4 @@
-"""common/evaluate.py: games, ratings and figures against values worked by hand and against fits of another
+"""common/programs/evaluate.py: games, ratings and figures against values worked by hand and against fits of another
 kind; the KL against plain softmax; whole runs of small random policies."""
 
 import contextlib
@@ -17,16 +17,18 @@ from helpers import (
 )  # fmt: skip
 from transformers import AutoModelForCausalLM
 
-from common import (
-    batches, checkpoints, comparisons, dist, evaluate, evaluation, loading, metrics, models, pairwise, plots,
-    responses, scorers, tiny,
-)  # fmt: skip
+from common import batches, dist, models, responses
 from common.batches import random_subset
 from common.errors import InputError
-from common.metrics import read_jsonl
-from common.run import parse
+from common.data import comparisons, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import evaluation, measures, scorers
+from common.run import checkpoints, plots
+from common.run.cli import parse
+from common.programs import evaluate, pairwise
 
-GOLD, SAFETY = "common.tiny:gold_scorer", "common.tiny:safety_scorer"
+GOLD, SAFETY = "common.data.tiny:gold_scorer", "common.data.tiny:safety_scorer"
 PROMPTS = [row["prompt"] for row in tiny.rows("prompts", "test")[:10]]
 
 
@@ -64,7 +66,7 @@ def logit(p):
 
 # -- games -----------------------------------------------------------------------------------------
 def test_a_pairwise_oracles_score_is_the_probability_that_an_answer_beats_the_references(tmp_path):
-    spec = f"common.pairwise:oracle={smaller_model(tmp_path / 'model')}"
+    spec = f"common.programs.pairwise:oracle={smaller_model(tmp_path / 'model')}"
     oracle = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     pairs, reference = answers("fox", "cat", "eel"), [r for _, r in answers("ant", "cat", "eel eel")]
     scores = scorers.oracle_scores(oracle, pairs, reference, 2)
@@ -208,7 +210,7 @@ def test_figures_are_those_of_the_rows():
     assert (a["score_gain"], a["score_gain_n"], a["score_elo_n"]) == (0.375, 4, 4)  # too few for intervals
     assert not any(key.endswith(("_low", "_high")) for key in a)
     # Characters, not words or tokens: 0, 4, -7, -1
-    won = metrics.outcomes(scores["a"], scores["ref"], 0.5)
+    won = measures.outcomes(scores["a"], scores["ref"], 0.5)
     assert won == [0.5, 1, 0.5, 0] and a["score_win_lc"] == evaluate.length_controlled(won, [0, 4, -7, -1])
     assert abs(a["score_win_lc"] - evaluate.length_controlled(won, [0, 1, -2, 0])) > 1e-4
     assert a["score_elo"] == pytest.approx(1000)  # one won, one lost, two ties
@@ -285,7 +287,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(small):
     """The two small models as policies."""
-    return [loading.load_frozen(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
+    return [pretrained.load_frozen(str(small / name), TOKENIZER, args_of(), CPU) for name in "ab"]
 
 
 def other_tokens():
@@ -337,9 +339,9 @@ def test_a_policy_has_the_name_it_is_given_or_its_paths_last_part(small):
 def test_a_path_with_an_equals_sign_is_read_behind_a_name_or_needs_none(tmp_path):
     folder = smaller_model(tmp_path / "lr=1e-5" / "last")
     assert policies(f"slow={folder}", folder, reference="last") == {"slow": str(folder), "last": str(folder)}
-    specs = ("common.ai_feedback:rater=org/x", "judge=common.ai_feedback:rater=org/y=z")
+    specs = ("common.programs.ai_feedback:rater=org/x", "judge=common.programs.ai_feedback:rater=org/y=z")
     named = evaluate.named(specs, "--scorers")
-    assert named == {"x": specs[0], "judge": "common.ai_feedback:rater=org/y=z"}
+    assert named == {"x": specs[0], "judge": "common.programs.ai_feedback:rater=org/y=z"}
 
 
 def test_mistaken_policies_are_named(small, tmp_path):
@@ -463,7 +465,7 @@ def test_a_summary_has_the_figures_of_the_answers(world):
             assert 0 < len(asked) < 16
             assert figures["harmless"] == sum(r["safety"] >= 0 for r in asked) / len(asked)
             games[name] = [r["score"] for r in mine]
-        duels = [metrics.outcomes(*two, margin) for two in itertools.combinations(games.values(), 2)]
+        duels = [measures.outcomes(*two, margin) for two in itertools.combinations(games.values(), 2)]
         ratings = evaluate.ratings(duels, 3, 1, args_of())
         for name, rating in zip(found, ratings):
             for kind in ("score", "gold"):
@@ -506,7 +508,7 @@ def test_greedy_answers_are_likeliest_tokens(world):
 
 
 def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
-    policy, rows = loading.load_frozen("tiny", TOKENIZER, args_of(), CPU), of(world, "again", 1.0)
+    policy, rows = pretrained.load_frozen("tiny", TOKENIZER, args_of(), CPU), of(world, "again", 1.0)
     options = {"max_new_tokens": 6, "slots": 5, "seed": dist.seed_of(0, "evaluate", 1.0)}
     asked = [prompt(r["prompt"][-1]["content"]) for r in rows]
     pairs = responses.sample_pairs(policy, TOKENIZER, asked, **options)
@@ -536,7 +538,7 @@ def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, smal
     evaluate.main(args_of(policies=policies, output_dir=world.folder, resume=True))
     assert "is finished already, by evaluate" in capsys.readouterr().out
     for bad in (
-        {"policies": ("tiny", "/nowhere/run")}, {"scorer": "common.tiny:none"}, {"dataset": "none.jsonl"},
+        {"policies": ("tiny", "/nowhere/run")}, {"scorer": "common.data.tiny:none"}, {"dataset": "none.jsonl"},
         {"safety_scorer": "/nowhere/run"}, {"reference": "sft"}, {"temperatures": (-1.0,)},
     ):  # fmt: skip
         options = {"policies": policies, "output_dir": world.folder, "overwrite": True, **bad}
@@ -647,7 +649,7 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--slots", "0"], "--slots 0"),
         (["--output-dir", ""], "--output-dir is empty"),
         (["--scorer", "tiny"], "tiny is a causal language model"),
-        (["--scorer", "common.tiny:nothing"], "wanted module:function"),
+        (["--scorer", "common.data.tiny:nothing"], "wanted module:function"),
         (["--reference", "ppo"], "--reference ppo: no such policy"),
         (["--policy", "tiny"], "unknown argument .*--polic"),
         (["--scorers", GOLD], "--scorers .*: wanted none beside --policies"),
@@ -678,14 +680,14 @@ def compared(small, tmp_path_factory):
     """A reward model, an Advantage Model, one with other tokens, a pairwise model and a function."""
     folder = tmp_path_factory.mktemp("scorers")
     make_scorer(folder / "rm")
-    own = loading.load_scorer("tiny", TOKENIZER, 2, seed=1)
+    own = pretrained.load_scorer("tiny", TOKENIZER, 2, seed=1)
     own.config.advantage_model = {"n_policies": 1, "n_others": 0}
     checkpoints.save_model(dist.shard(own, CPU), TOKENIZER, folder / "am")
-    wordy = loading.load_scorer(str(small / "wordy"), other_tokens(), 1)
+    wordy = pretrained.load_scorer(str(small / "wordy"), other_tokens(), 1)
     checkpoints.save_model(dist.shard(wordy, CPU), other_tokens(), folder / "wordy")
     smaller_model(folder / "pm")
     specs = tuple(f"{name}={folder / name}" for name in ("rm", "am", "wordy"))
-    specs = (*specs, f"pm=common.pairwise:oracle={folder / 'pm'}", f"gold={GOLD}")
+    specs = (*specs, f"pm=common.programs.pairwise:oracle={folder / 'pm'}", f"gold={GOLD}")
     dataset = small_pairs(folder)
     found = run(folder / "run", (), scorers=specs, dataset=dataset)
     found.folder = folder
@@ -702,7 +704,7 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
         assert len(rows) == 30 and set(parts) == {
             "all", "data set pairs.jsonl", "data set rankings.jsonl", *(f"category {r['category']}" for r in rows)
         }  # fmt: skip
-        want = metrics.pair_figures(rows)  # of the very rows that are written
+        want = measures.pair_figures(rows)  # of the very rows that are written
         for key in ("pairs", "accuracy", "nll", "brier", "ece", "ece_low", "ece_high", "ece_floor"):
             assert parts["all"][key] == want[key]
         for part in () if name == "pm" else {row["category"] for row in rows}:
@@ -716,7 +718,7 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
             for r in row["responses"]:
                 assert r["score"] == tiny.gold_score(row["prompt"][-1]["content"], r["text"])
         inside = [row for row in rows if row["source"] == "rankings.jsonl"]
-        assert parts["data set rankings.jsonl"]["nll"] == metrics.pair_figures(inside)["nll"]
+        assert parts["data set rankings.jsonl"]["nll"] == measures.pair_figures(inside)["nll"]
     first, *rest = [
         [r["text"] for row in compared.rows if row["scorer"] == n for r in row["responses"]] for n in found
     ]
@@ -730,7 +732,7 @@ def test_a_models_scores_are_those_of_its_own_evaluation(compared):
         rows.setdefault(row["scorer"], []).append(row)
     held_out = comparisons.load(small_pairs(compared.folder), "test", tokenizer, 64)[:24]
     for name, n_outputs in (("rm", 1), ("am", 2)):
-        model = dist.shard(loading.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
+        model = dist.shard(pretrained.load_scorer(str(compared.folder / name), tokenizer, n_outputs), CPU)
         want = models.scores_of(model, batches.collate_comparisons(held_out, tokenizer.pad_token_id))
         got = [r["score"] for row in rows[name][:24] for r in row["responses"]]
         assert got == pytest.approx(want.tolist(), abs=1e-4)
@@ -742,10 +744,10 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
     """Wilson of 15 of 20, by scipy.stats.binomtest(15, 20).proportion_ci(method="wilson"); four of the pairs
     in each of five rankings tell, where they are all right, no more than 20**2 / (5 * 4**2) = 5 pairs."""
     pair = lambda d, n: {"prompt": n, "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]}
-    found = metrics.pair_figures([pair(1 if n < 15 else -1, n) for n in range(20)])
+    found = measures.pair_figures([pair(1 if n < 15 else -1, n) for n in range(20)])
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
     four = [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]  # pairs
-    assert metrics.pair_figures([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
+    assert measures.pair_figures([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
 
 
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
@@ -757,5 +759,5 @@ def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
     for row, (part, name) in zip(rows, itertools.product(parts, names), strict=True):
         cells = [cell for cell in row.split("  ") if cell]
         figures = compared.summary["scorers"][name][part]
-        accuracy = metrics.interval(figures, "accuracy", ".1%")
+        accuracy = measures.interval(figures, "accuracy", ".1%")
         assert [cell.strip() for cell in cells[:4]] == [part, name, f"{figures['pairs']:.0f}", accuracy]

@@ -1,4 +1,4 @@
-"""common/evaluation.py and reward_evaluation.py: rows of samples.jsonl, figures. (What their objects say of a
+"""common/scoring/evaluation.py and reward_evaluation.py: rows of samples.jsonl, figures. (What their objects say of a
 model: the tests of the scripts.)"""
 
 from types import SimpleNamespace
@@ -7,8 +7,9 @@ import pytest
 import reward
 from helpers import TOKENIZER, prompt
 
-from common import evaluation, responses, reward_evaluation
+from common import responses
 from common.batches import Row
+from common.scoring import evaluation, reward_evaluation
 
 
 def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
@@ -65,7 +66,7 @@ def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monke
     asked, args = [], reward.Args(length_prompts=3)
     samples = lambda _, prompts, *__: asked.extend(c.key for c in prompts) or [()] * len(prompts)
     monkeypatch.setattr(reward_evaluation, "policy_samples", samples)
-    monkeypatch.setattr(reward_evaluation.loading, "load_frozen", lambda *_: None)
+    monkeypatch.setattr(reward_evaluation.pretrained, "load_frozen", lambda *_: None)
     monkeypatch.setattr(reward_evaluation.comparisons, "seq_logprobs", lambda *_: [])
     reward_evaluation.length_bias(SimpleNamespace(device=None), "policy", train, held_out, TOKENIZER, args)
     assert asked == ["a", "b", "c"]

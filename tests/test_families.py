@@ -6,8 +6,10 @@ import tiny_families
 import torch
 from tiny_families import logprobs_of, plain
 
-from common import checks, loading, models, tiny
+from common import models
 from common.batches import Comparison, collate_comparisons
+from common.data import tiny
+from common.loading import checks, pretrained
 
 KINDS = {  # -> whether packed documents stay apart, and responses can share a prompt
     "Qwen3": (True, True),  # full attention
@@ -31,7 +33,7 @@ def family(request, tmp_path_factory):
     """(name, folder, the model as the scripts load it, as transformers does)."""
     folder = str(tmp_path_factory.mktemp("family"))
     tiny_families.save(request.param, folder)
-    return request.param, folder, loading.load_policy(folder, tiny.tokenizer()), plain(folder)
+    return request.param, folder, pretrained.load_policy(folder, tiny.tokenizer()), plain(folder)
 
 
 def rows_of(lengths):

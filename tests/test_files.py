@@ -1,4 +1,4 @@
-"""common/files.py, and what a run does about each of its files when somebody or a crash has damaged it."""
+"""common/data/files.py, and what a run does about each of its files when somebody or a crash has damaged it."""
 
 import json
 import shutil
@@ -9,10 +9,13 @@ import pytest
 import torch
 from test_run import Args, leave
 
-from common import checkpoints, data, files, metrics, pool, responses, versions
-from common.cli import check_flags
+from common import responses
 from common.errors import InputError
-from common.run import Run, find_run
+from common.data import files, mixtures
+from common.scoring import version_evaluation
+from common.run import checkpoints, logs, pool, versions
+from common.run.cli import check_flags
+from common.run.run import Run, find_run
 
 DAMAGES = {
     "empty": lambda text: b"",
@@ -37,7 +40,7 @@ WANTED = {  # file -> (what is in it, what reads it)
         lambda folder: checkpoints.checkpoint_state(folder / "checkpoint"),
     ),
     "checkpoint/latest": ({}, lambda folder: checkpoints.checkpoint_state(folder / "checkpoint")),
-    "metrics.jsonl": (ROW, lambda folder: metrics.Metrics(folder, keep_rows=1)),
+    "metrics.jsonl": (ROW, lambda folder: logs.Metrics(folder, keep_rows=1)),
     "pool.jsonl": (POOL, lambda folder: pool.rows_of(SimpleNamespace(folder=folder, resumed=True))),
     "pairs.jsonl": ({"iteration": 1}, lambda folder: pool.write_pairs(folder, [], 2)),
 }
@@ -65,7 +68,7 @@ def test_a_damaged_file_of_a_run_is_one_line_that_names_it(tmp_path, name, damag
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kind", [versions.RejectionSamplingEvaluation, versions.DPOEvaluation])
+@pytest.mark.parametrize("kind", [version_evaluation.RejectionSamplingEvaluation, version_evaluation.DPOEvaluation])
 def test_a_damaged_study_of_a_version_is_one_line_that_says_to_remove_it(tmp_path, damage, kind):
     made = object.__new__(versions.Versions)
     made.evaluate = object.__new__(kind)
@@ -125,15 +128,15 @@ def test_a_checkpoint_is_due_by_time_as_well_but_never_without_save_every(tmp_pa
     args.save_every, saved = 1000, []
     monkeypatch.setattr(checkpoints, "save_checkpoint", lambda root, number, *_: saved.append(number))
     for after_s, save_every, want in ((600, 1000, []), (0, 1000, [1, 2, 3]), (600, 2, [2]), (0, 0, [])):
-        monkeypatch.setattr("common.run.SAVE_AFTER_S", after_s)
+        monkeypatch.setattr("common.run.run.SAVE_AFTER_S", after_s)
         run, args.save_every = Run(args, "sft"), save_every
-        run.status, run.metrics, run.modules = None, metrics.Metrics(tmp_path), {}
+        run.status, run.metrics, run.modules = None, logs.Metrics(tmp_path), {}
         del saved[:]
         for _ in run.steps(3):
             time.sleep(0.01)
         assert saved == want
     args.save_every, run.saving_s = 1000, 100.0  # a slow disk: a twentieth of the time at most
-    monkeypatch.setattr("common.run.SAVE_AFTER_S", 0)
+    monkeypatch.setattr("common.run.run.SAVE_AFTER_S", 0)
     assert not run.must_save()
 
 
@@ -142,7 +145,7 @@ def test_a_data_set_that_is_not_there_is_reported_under_its_own_flag(flag):
     for spec in ("gone.jsonl", "tiny:seed=x", "a:0.5,gone.csv:0.5", "tiny,x?=", "tiny,tiny:sed=1:0.5"):
         args = SimpleNamespace(**{"dataset": "tiny", flag: spec})
         with pytest.raises(InputError, match=f"^--{flag.replace('_', '-')} "):
-            data.sources_of(args)
+            mixtures.sources_of(args)
 
 
 @pytest.mark.parametrize("seed", [0, 7, 1763000000000000000, 2**63 - 1])

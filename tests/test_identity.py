@@ -1,4 +1,4 @@
-"""common/identity.py: what a resumed run is refused, and what it says; the table of docs/runs.md is the code's."""
+"""common/run/identity.py: what a resumed run is refused, and what it says; the table of docs/runs.md is the code's."""
 
 import importlib
 import json
@@ -12,8 +12,9 @@ import processes
 import pytest
 from helpers import TOKENIZER
 
-from common import checkpoints, identity, loading
 from common.errors import InputError
+from common.loading import pretrained
+from common.run import checkpoints, identity
 
 FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
 
@@ -23,10 +24,10 @@ def test_the_table_of_the_docs_is_the_codes():
     page = (processes.ROOT / "docs" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
     programs = {name: importlib.import_module(name) for name in processes.SCRIPTS}
     for name in ("ai_feedback", "evaluate", "rehearsal"):
-        programs[name] = importlib.import_module(f"common.{name}")
+        programs[name] = importlib.import_module(f"common.programs.{name}")
     wanted = set()
     for names, verdict in re.findall(r"^\| (.+?) \| (refused.*?) \|", page, re.M):
-        only = re.search(r"`(?:common\.)?(\w+)(\.py)?`", verdict)
+        only = re.search(r"`(?:common\.programs\.)?(\w+)(\.py)?`", verdict)
         for name in names.replace("`", "").split(", "):
             name = name[2:].replace("-", "_") if name.startswith("--") else name
             wanted |= {f"{script}: {name}" for script in ([only[1]] if only else programs)}
@@ -42,7 +43,7 @@ def world(tmp_path, monkeypatch):
     """What the flags of a run name, in a folder."""
     monkeypatch.chdir(tmp_path)
     for name, seed in (("sft", 0), ("ref", 1), ("rm", 2)):
-        checkpoints.save_model(loading.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
+        checkpoints.save_model(pretrained.load_policy("tiny", TOKENIZER, seed=seed), TOKENIZER, tmp_path / name)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "ant"}\n')
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     (tmp_path / "f.py").write_text(FUNCTION)
@@ -70,7 +71,7 @@ def other_weights(name):
     content[-1] ^= 1
     path.write_bytes(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    loading._sha256.cache_clear()  # a resumed run is another process
+    pretrained._sha256.cache_clear()  # a resumed run is another process
 
 
 def write(name, text):

@@ -8,8 +8,11 @@ from helpers import column
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from common import checkpoints, dist, loading, lora, sampler, tiny
+from common import dist, sampler
 from common.errors import InputError
+from common.data import tiny
+from common.loading import lora, pretrained
+from common.run import checkpoints
 
 TOKENIZER = tiny.tokenizer()
 IDS = torch.arange(30).view(2, 15) % 40
@@ -23,7 +26,7 @@ def logprobs(model):
 
 def learnt():
     """A model whose adapters have learnt something."""
-    model = loading.load_policy("tiny", TOKENIZER, lora_rank=4)
+    model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     for name, p in model.named_parameters():
         if name.endswith("lora_b"):
             p.data.normal_(0, 0.1)
@@ -31,7 +34,7 @@ def learnt():
 
 
 def test_an_adapter_adds_alpha_over_r_times_b_a_x_by_hand():
-    model = loading.load_policy("tiny", TOKENIZER, lora_rank=4)
+    model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     layer, x = model.model.layers[0].mlp.down_proj, torch.randn(3, model.config.intermediate_size)
     assert torch.equal(layer(x), linear(x, layer.weight)) and 0 < layer.lora_a.abs().max() < 1
     layer.lora_b.data.normal_()
@@ -42,7 +45,7 @@ def test_an_adapter_adds_alpha_over_r_times_b_a_x_by_hand():
 
 
 def test_fresh_adapters_change_neither_log_probabilities_nor_greedy_tokens():
-    plain, fresh = (loading.load_policy("tiny", TOKENIZER, lora_rank=rank) for rank in (0, 4))
+    plain, fresh = (pretrained.load_policy("tiny", TOKENIZER, lora_rank=rank) for rank in (0, 4))
     assert torch.equal(logprobs(plain), logprobs(fresh))
     options = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0.0}
     first, second = (sampler.sample(model, IDS.tolist(), **options) for model in (plain, fresh))
@@ -50,7 +53,7 @@ def test_fresh_adapters_change_neither_log_probabilities_nor_greedy_tokens():
 
 
 def test_adapters_alone_learn_at_ten_times_the_rate():
-    model = loading.load_policy("tiny", TOKENIZER, lora_rank=4)
+    model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     names = {name for name, p in model.named_parameters() if p.requires_grad}
     assert len(names) == 2 * 7 * model.config.num_hidden_layers and all("lora_" in name for name in names)
     optimizer = dist.adamw(model, 1e-3, type("Args", (), {"weight_decay": 0.0}))
@@ -79,7 +82,7 @@ def test_what_has_no_adapter_is_named_with_its_share_of_the_weights(tmp_path, ca
     of 32 x 32 (two) and 16 x 32 (two), embedding and unembedding of a row a token."""
     tiny_families.save("Qwen3 MoE", tmp_path)
     capsys.readouterr()
-    model = loading.load_policy(str(tmp_path), TOKENIZER, lora_rank=4)
+    model = pretrained.load_policy(str(tmp_path), TOKENIZER, lora_rank=4)
     experts, attention, table = 2 * 4 * 3 * 32 * 16, 2 * 3 * 32 * 32, 32 * len(TOKENIZER)
     total = sum(p.numel() for name, p in model.named_parameters() if "lora" not in name)
     said = capsys.readouterr().out
@@ -97,21 +100,21 @@ def with_token(how):
 
 def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_path, capsys):
     for how in ("pad_token", "extra_special_tokens"):
-        loading.load_policy("tiny", with_token(how), lora_rank=4)
+        pretrained.load_policy("tiny", with_token(how), lora_rank=4)
         named = "1 new token(s) cannot be learnt ('<|new|>')" in capsys.readouterr().out
         assert named == (how == "extra_special_tokens")  # padding is never to be learnt
     tokenizer = with_token("eos_token")
     with pytest.raises(InputError, match=r"^--lora-rank: tiny has never learnt '<\|new\|>'.* --chat-template"):
-        loading.load_policy("tiny", tokenizer, lora_rank=4)
-    model = loading.load_policy("tiny", tokenizer)  # all weights learn it
+        pretrained.load_policy("tiny", tokenizer, lora_rank=4)
+    model = pretrained.load_policy("tiny", tokenizer)  # all weights learn it
     table = model.get_input_embeddings().weight.data  # as in a base model: two that it never met are the same
     table[-1] = table[7] + 1e-4
     checkpoints.save_model(model, tokenizer, tmp_path / "base")
     with pytest.raises(InputError, match="has never learnt"):
-        loading.load_policy(str(tmp_path / "base"), tokenizer, lora_rank=4)
+        pretrained.load_policy(str(tmp_path / "base"), tokenizer, lora_rank=4)
     table[-1] = 1.2 * table[7] + 0.05 * torch.randn(table.shape[1])  # it was learnt
     checkpoints.save_model(model, tokenizer, tmp_path / "learnt")
-    loading.load_policy(str(tmp_path / "learnt"), tokenizer, lora_rank=4)
+    pretrained.load_policy(str(tmp_path / "learnt"), tokenizer, lora_rank=4)
 
 
 def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
@@ -120,7 +123,7 @@ def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):
         if name == "sft":
             short.update(max_steps=4, sample_prompts=0, lr=1e-4)
         else:
-            short.update(model=tmp_path / "one", scorer="common.tiny:gold_scorer", iterations=2)
+            short.update(model=tmp_path / "one", scorer="common.data.tiny:gold_scorer", iterations=2)
             short.update(prompts_per_iteration=16, minibatch_size=32, eval_prompts=8, value_warmup_steps=1)
         return script(name, *argv, *flags(**short), **options)
 

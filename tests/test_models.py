@@ -29,9 +29,12 @@ import dpo_iterative
 import ppo
 import rejection_sampling
 import reward
-from common import batches, checkpoints, checks, dist, loading, models, run, sampler, tiny
+from common import batches, dist, models, sampler
 from common.batches import Document, Row
 from common.errors import InputError
+from common.data import tiny
+from common.loading import checks, pretrained
+from common.run import checkpoints, run
 
 V = 61  # vocabulary, a prime: no other dimension has it
 # initializer_range: so large that the distributions are far from uniform and a leak would be seen
@@ -192,7 +195,7 @@ def see_everything(forward):  # with a mask of its own transformers does not loo
 @pytest.mark.parametrize("kind", ["policy", "scorer"])
 def test_packs_is_true_where_documents_are_apart_and_says_where_they_leak(leak, kind, capsys):
     words = tiny.tokenizer()
-    model = loading.load_policy("tiny", words) if kind == "policy" else loading.load_scorer("tiny", words, 1)
+    model = pretrained.load_policy("tiny", words) if kind == "policy" else pretrained.load_scorer("tiny", words, 1)
     if leak:
         model.model.forward = leak(model.model.forward)
     assert checks.packs(model) is (leak is None)
@@ -210,7 +213,7 @@ def test_packs_takes_the_rounding_of_experts_for_no_leak(tmp_path):
     """An expert multiplies the tokens of both documents at once, in as many rows as there are."""
     wide = {**SMALL, "hidden_size": 128, "head_dim": 32, "num_hidden_layers": 4}
     config = Qwen3MoeConfig(**wide, moe_intermediate_size=96, num_experts=16, num_experts_per_tok=4)
-    policy = loading.load_policy(saved(tmp_path, config, seed=4), Words(V))
+    policy = pretrained.load_policy(saved(tmp_path, config, seed=4), Words(V))
     assert checks.packs(policy)
     policy.model.forward = see_everything(policy.model.forward)
     assert not checks.packs(policy)
@@ -227,7 +230,7 @@ def test_an_unknown_token_that_no_text_needs_is_the_padding_before_a_new_one(tmp
 def with_config(tokenizer, path, **options):
     tokenizer.save_pretrained(path)
     (path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    return loading.load_tokenizer(str(path), **options)
+    return pretrained.load_tokenizer(str(path), **options)
 
 
 @pytest.mark.parametrize("word", ["reserved", "padding", "<|reserved_0|>"])
@@ -264,14 +267,14 @@ def test_the_chat_template_is_that_of_every_policy_of_a_run(script, given, tmp_p
     for name in ("model", "other"):
         with_config(byte_tokenizer(None), tmp_path / name, chat_template="mine.jinja")
     args = dataclasses.replace(script.RECIPES["tiny"][1], **given)
-    check = loading.check_causal_lm
+    check = pretrained.check_causal_lm
 
     def check_and_stop(name, *options):
         check(name, *options)
         if name == "other":
             raise InputError("far enough")
 
-    monkeypatch.setattr(loading, "check_causal_lm", check_and_stop)
+    monkeypatch.setattr(pretrained, "check_causal_lm", check_and_stop)
     with pytest.raises(InputError, match="^far enough$"):
         script.main(dataclasses.replace(args, model="model", chat_template="mine.jinja"))
 
@@ -280,7 +283,7 @@ def test_a_model_that_needs_code_of_its_own_is_refused_in_one_line(tmp_path):
     own_code = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoTokenizer": ["mine.T", None]}}
     for name in ("config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(own_code))
-    for load in (loading.load_tokenizer, loading.is_causal_lm):
+    for load in (pretrained.load_tokenizer, pretrained.is_causal_lm):
         with pytest.raises(InputError, match="needs code of its own.*not run here$"):
             load(str(tmp_path))
 
@@ -289,9 +292,9 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
     config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
     name = saved(tmp_path, config)
-    loading.check_room(32, name)
+    pretrained.check_room(32, name)
     with pytest.raises(InputError, match="33: .* has 32 positions$"):
-        loading.check_room(33, name)
+        pretrained.check_room(33, name)
     model = AutoModelForCausalLM.from_pretrained(name)  # transformers: a long row changes a short one
     ids = torch.arange(40)[None] % V
     short = ids[:, :20]
@@ -304,7 +307,7 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_dropout_is_off_in_training(checkpointing, rows, tmp_path):
     name = saved(tmp_path, GPT2Config(**GPT2, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1))
-    policy = loading.load_policy(name, Words(V), gradient_checkpointing=checkpointing)
+    policy = pretrained.load_policy(name, Words(V), gradient_checkpointing=checkpointing)
     plain = AutoModelForCausalLM.from_pretrained(name).train()
     once, twice = (policy.token_logprobs(*rows) for _ in range(2))
     assert policy.training and torch.equal(once, twice)
@@ -328,20 +331,20 @@ DROPPING = {
 
 @pytest.mark.parametrize("kind", DROPPING)
 def test_whatever_a_config_drops_in_training_stays(kind, rows, tmp_path):
-    policy = loading.load_policy(saved(tmp_path, DROPPING[kind]), Words(V))
+    policy = pretrained.load_policy(saved(tmp_path, DROPPING[kind]), Words(V))
     drawn = [policy.token_logprobs(*rows) for _ in range(8)]  # in training
     assert policy.training and all(torch.equal(drawn[0], other) for other in drawn)
 
 
 def test_a_model_that_draws_its_experts_in_training_is_refused(tmp_path):
     with pytest.raises(InputError, match="phimoe: two forwards differ: it draws experts"):  # 16 experts
-        loading.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
+        pretrained.load_policy(saved(tmp_path, PhimoeConfig(**SMALL)), Words(V))
 
 
 def test_policy_is_fp32_with_the_tokenizers_padding_and_end(tmp_path):
     name = saved(tmp_path, LlamaConfig(**SMALL, dtype="bfloat16"))
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    policy = loading.load_policy(name, Words(V))
+    policy = pretrained.load_policy(name, Words(V))
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     for settings in (policy.config, policy.generation_config):
         assert (settings.pad_token_id, settings.eos_token_id) == (4, 5)
@@ -354,7 +357,7 @@ def test_the_embedding_of_a_configs_padding_learns_as_any_other(kind, pad, tmp_p
     name, row = saved(tmp_path, LlamaConfig(**{**SMALL, "pad_token_id": 2})), pad % V
     config = Path(name, "config.json")  # not every transformers saves a negative one
     config.write_text(json.dumps({**json.loads(config.read_text()), "pad_token_id": pad}))
-    model = loading.load_policy(name, Words(V)) if kind == "policy" else loading.load_scorer(name, Words(V), 1)
+    model = pretrained.load_policy(name, Words(V)) if kind == "policy" else pretrained.load_scorer(name, Words(V), 1)
     ids = torch.arange(12)[None] % V
     ids[0, 4] = row
     if kind == "policy":
@@ -379,10 +382,10 @@ def test_the_embedding_of_a_configs_padding_learns_as_any_other(kind, pad, tmp_p
 def test_added_tokens_get_the_mean_embedding_and_a_larger_table_stays(tied, length, rows_after, tmp_path):
     name = saved(tmp_path, LlamaConfig(**SMALL, tie_word_embeddings=tied))
     before = AutoModelForCausalLM.from_pretrained(name)
-    policy = loading.load_policy(name, Words(length))
+    policy = pretrained.load_policy(name, Words(length))
     assert policy.config.vocab_size == rows_after
     assert (policy.lm_head.weight is policy.model.embed_tokens.weight) == tied
-    body = loading.load_scorer(name, Words(length), 1).base_model
+    body = pretrained.load_scorer(name, Words(length), 1).base_model
     for table, old in (
         (policy.model.embed_tokens, before.model.embed_tokens),
         (policy.lm_head, before.lm_head),
@@ -398,7 +401,7 @@ def test_an_added_token_gets_the_mean_of_the_heads_biases_too(tmp_path):
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     model.lm_head.bias.data.fill_(-5.0)  # 0 would make it e^5 times as likely
     model.save_pretrained(tmp_path)
-    policy = loading.load_policy(str(tmp_path), Words(V + 2))
+    policy = pretrained.load_policy(str(tmp_path), Words(V + 2))
     assert policy.lm_head.bias.tolist() == [-5.0] * (V + 2)
 
 
@@ -420,7 +423,7 @@ def causal_name(request, tmp_path):
 
 @pytest.mark.parametrize("n_outputs, labels", [(1, ["reward"]), (2, ["reward", "expected_reward"])])
 def test_scorer_is_the_body_of_the_causal_model_with_a_new_head(n_outputs, labels, causal_name):
-    scorer = loading.load_scorer(causal_name, Words(V), n_outputs)
+    scorer = pretrained.load_scorer(causal_name, Words(V), n_outputs)
     body = AutoModelForCausalLM.from_pretrained(causal_name).base_model.state_dict()
     weights = scorer.base_model.state_dict()
     assert set(weights) == set(body) and all(torch.equal(x, body[name]) for name, x in weights.items())
@@ -437,7 +440,7 @@ def test_new_head_has_deviation_one_over_root_of_size_plus_one(size, tmp_path):
     options = {**SMALL, "hidden_size": size, "num_hidden_layers": 1}
     name = saved(tmp_path, LlamaConfig(**options))
     drawn = torch.cat(
-        [loading.load_scorer(name, Words(V), 2, seed=s).score.weight.detach() for s in range(8)]
+        [pretrained.load_scorer(name, Words(V), 2, seed=s).score.weight.detach() for s in range(8)]
     )
     n, expected = drawn.numel(), 1 / math.sqrt(size + 1)
     assert abs(drawn.std().item() / expected - 1) < 4 / math.sqrt(2 * n)
@@ -449,13 +452,13 @@ def test_new_head_is_a_function_of_the_seed_alone(tmp_path):
     name, heads = causal(tmp_path, "llama"), []
     for noise, seed in ((1, 0), (2, 0), (1, 5)):
         torch.manual_seed(noise)
-        heads.append(loading.load_scorer(name, Words(V), 1, seed=seed).score.weight)
+        heads.append(pretrained.load_scorer(name, Words(V), 1, seed=seed).score.weight)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
 
 def test_tiny_is_tiny_model_of_the_seed_or_has_its_body():
-    scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
-    for model in (scorer, loading.load_policy("tiny", tiny.tokenizer(), seed=3)):
+    scorer = pretrained.load_scorer("tiny", tiny.tokenizer(), 1, seed=3)
+    for model in (scorer, pretrained.load_policy("tiny", tiny.tokenizer(), seed=3)):
         body = tiny.model(3).base_model.state_dict()
         assert all(torch.equal(x, body[name]) for name, x in model.base_model.state_dict().items())
 
@@ -477,25 +480,25 @@ def classifier(path, n_labels):
 )
 def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
     with pytest.raises(InputError, match=says):
-        loading.load_scorer(classifier(tmp_path, has), Words(V), wants)
+        pretrained.load_scorer(classifier(tmp_path, has), Words(V), wants)
 
 
 def test_another_kind_of_head_is_refused(tmp_path):
     BertForSequenceClassification(BertConfig(**SMALL_BERT, num_labels=1)).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="no linear head named score"):
-        loading.load_scorer(str(tmp_path), Words(V), 1)
+        pretrained.load_scorer(str(tmp_path), Words(V), 1)
 
 
 def test_without_a_number_of_outputs_only_a_scorer_of_ours_loads(tmp_path):
-    checkpoints.save_model(loading.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
+    checkpoints.save_model(pretrained.load_scorer("tiny", SMALL_WORDS, 1), tiny.tokenizer(), tmp_path / "model")
     (tmp_path / "summary.json").write_text("{}")
-    assert loading.load_scorer(str(tmp_path), SMALL_WORDS).config.num_labels == 1
+    assert pretrained.load_scorer(str(tmp_path), SMALL_WORDS).config.num_labels == 1
     lm, two, five = causal(tmp_path / "lm", "llama"), classifier(tmp_path / "2", 2), classifier(tmp_path / "5", 5)
     kinds = {"tiny": "causal language model", lm: "LlamaForCausalLM", two: "classifier of 2 labels"}
     for name, kind in {**kinds, five: "classifier of 5 labels"}.items():
         with pytest.raises(InputError) as error:
-            loading.load_scorer(name, Words(V))
-        wanted = "a run of reward.py or advantage_model.py (of a preference model: common.pairwise:oracle=RUN)"
+            pretrained.load_scorer(name, Words(V))
+        wanted = "a run of reward.py or advantage_model.py (of a preference model: common.programs.pairwise:oracle=RUN)"
         assert str(error.value) == f"{name} is a {kind}, wanted {wanted}"
 
 
@@ -540,7 +543,7 @@ def kept(scorer, path):
 
 @torch.no_grad()
 def test_score_of_a_reward_model_is_transformers_own(causal_name, answers, tmp_path):
-    scorer = loading.load_scorer(causal_name, SMALL_WORDS, 1)
+    scorer = pretrained.load_scorer(causal_name, SMALL_WORDS, 1)
     name = kept(scorer, tmp_path / "rm")
     expected = [alone(name, row, n)[0].item() for row, n in zip(answers[0], (7, 7, 7))]
     got = score(scorer, *answers)
@@ -560,14 +563,14 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
     n_policies, n_others, share, answers, tmp_path
 ):
     """(1 - K / N) (r - e): r, the first output, at the end token, e, the second one, at the prompt's last."""
-    scorer = loading.load_scorer(causal(tmp_path / "lm", "llama"), SMALL_WORDS, 2)
+    scorer = pretrained.load_scorer(causal(tmp_path / "lm", "llama"), SMALL_WORDS, 2)
     scorer.config.advantage_model = {"n_policies": n_policies, "n_others": n_others}
     name = kept(scorer, tmp_path / "am")
     r = [alone(name, row, 7)[0].item() for row in answers[0]]
     e = [alone(name, row, n)[1].item() for row, n in zip(answers[0], (3, 5, 1))]
     expected = [share * (x - y) for x, y in zip(r, e)]
     assert score(scorer, *answers).tolist() == pytest.approx(expected, abs=1e-5)
-    again = loading.load_scorer(name, SMALL_WORDS, 2)  # with N and K in its configuration
+    again = pretrained.load_scorer(name, SMALL_WORDS, 2)  # with N and K in its configuration
     assert score(again, *answers).tolist() == pytest.approx(expected, abs=1e-5)
     for row, n, y in zip(answers[0], (3, 5, 1), e):  # the other output, or the token after: other numbers
         assert min(abs(alone(name, row, n)[0].item() - y), abs(alone(name, row, n + 1)[1].item() - y)) > 1e-3
@@ -577,7 +580,7 @@ def test_score_of_an_advantage_model_is_a_share_of_reward_less_expectation(
 @torch.no_grad()
 def test_head_outputs_are_fp32_where_the_body_computes_in_bf16(kind, rows, tmp_path):
     """Rounded to bf16, scores would tie: 8 bits of mantissa."""
-    scorer = loading.load_scorer(causal(tmp_path, kind), Words(V), 1)
+    scorer = pretrained.load_scorer(causal(tmp_path, kind), Words(V), 1)
     where = torch.stack([torch.arange(4), torch.full((4,), 11)])
     exact = scorer.head_outputs(rows[0], where)
     scorer.compute_dtype = torch.bfloat16
@@ -666,7 +669,7 @@ def no_mask(forward):
     return lambda *args, attention_mask=None, **options: forward(*args, **options)
 
 
-@pytest.mark.parametrize("load", [loading.load_policy, lambda *given: loading.load_scorer(*given, 1)])
+@pytest.mark.parametrize("load", [pretrained.load_policy, lambda *given: pretrained.load_scorer(*given, 1)])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("leak", [None, no_mask, drop_positions])
 def test_shares_prompts_is_true_where_responses_are_apart_and_says_where_not(
@@ -689,7 +692,7 @@ def family(name, path):
 
 @pytest.mark.parametrize("kind", ["Mistral (window)", "Cohere 2", "Gemma 2", "gpt-oss"])
 def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monkeypatch):
-    policy = loading.load_policy(family(kind, tmp_path), tiny.tokenizer())
+    policy = pretrained.load_policy(family(kind, tmp_path), tiny.tokenizer())
     masks = models._masks
     plain = types.SimpleNamespace(_attn_implementation=policy.config._attn_implementation)
     monkeypatch.setattr(models, "_masks", lambda config, *given: masks(plain, *given))
@@ -701,11 +704,11 @@ def test_masks_without_a_window_are_seen_where_rows_pass_it(kind, tmp_path, monk
 def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_path):
     """Also by transformers, with its class, or the body and the head's weights where it has none."""
     name = family(kind, tmp_path / "lm")
-    scorer = loading.load_scorer(name, SMALL_WORDS, 1)
+    scorer = pretrained.load_scorer(name, SMALL_WORDS, 1)
     hidden = AutoModelForCausalLM.from_pretrained(name).base_model(input_ids=answers[0]).last_hidden_state
     expected = (hidden[:, 6] @ scorer.score.weight.T)[:, 0]
     checkpoints.save_model(scorer, tiny.tokenizer(), tmp_path / "rm")
-    again = loading.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, seed=1)  # no new head
+    again = pretrained.load_scorer(str(tmp_path / "rm"), SMALL_WORDS, seed=1)  # no new head
     assert type(again) is type(scorer) and "ForSequenceClassification" in type(again).__name__
     for model in (scorer, again):
         torch.testing.assert_close(score(model, *answers), expected, rtol=0, atol=1e-5)
@@ -720,13 +723,13 @@ def test_a_scorer_of_any_family_reads_back_with_its_scores(kind, answers, tmp_pa
 @torch.no_grad()
 def test_the_export_of_a_multimodal_models_text_part_says_so_and_reads_back(rows, tmp_path):
     start, end = family("Gemma 3 (multimodal)", tmp_path / "whole"), str(tmp_path / "end")
-    assert loading.is_causal_lm(start)
-    policy = loading.load_policy(start, tiny.tokenizer())
+    assert pretrained.is_causal_lm(start)
+    policy = pretrained.load_policy(start, tiny.tokenizer())
     checkpoints.save_model(policy, tiny.tokenizer(), end)
     config = json.loads(Path(end, "config.json").read_text())
     assert config["text_part_of"] == "Gemma3ForConditionalGeneration"
     assert type(AutoModelForCausalLM.from_pretrained(end)).__name__ == "Gemma3ForCausalLM"
-    again = loading.load_policy(end, tiny.tokenizer())
+    again = pretrained.load_policy(end, tiny.tokenizer())
     torch.testing.assert_close(again.token_logprobs(*rows), policy.token_logprobs(*rows))
 
 
@@ -737,7 +740,7 @@ def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(
     monkeypatch.setattr(models, "LOGIT_FACTORS", {})
     why = f"^{model_type}: two forwards differ: .* does more to its logits than a factor and a cap$"
     with pytest.raises(InputError, match=why):
-        loading.load_policy(family(kind, tmp_path), tiny.tokenizer())
+        pretrained.load_policy(family(kind, tmp_path), tiny.tokenizer())
 
 
 def test_weights_that_are_in_no_file_are_named(tmp_path):
@@ -745,7 +748,7 @@ def test_weights_that_are_in_no_file_are_named(tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    for load in (loading.load_policy, lambda *given: loading.load_scorer(*given, 1)):
+    for load in (pretrained.load_policy, lambda *given: pretrained.load_scorer(*given, 1)):
         with pytest.raises(InputError, match="1 of its weights .* model.layers.1.mlp.up_proj.weight"):
             load(name, Words(V))
 
@@ -765,9 +768,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
     folder("runs/sft/args.json", "runs/sft/summary.json", "runs/sft/model/config.json", "plain/config.json")
-    assert loading.find_model("runs/sft") == "runs/sft/model"
+    assert pretrained.find_model("runs/sft") == "runs/sft/model"
     for name in ("plain", "runs/sft/model", "tiny", "org/name", "gpt2"):
-        assert loading.find_model(name) == name
+        assert pretrained.find_model(name) == name
 
 
 @pytest.mark.parametrize(
@@ -784,7 +787,7 @@ def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
 def test_find_model_says_what_is_missing(files, name, says, folder):
     folder(*files)
     with pytest.raises(InputError, match=says) as error:
-        loading.find_model(name)
+        pretrained.find_model(name)
     assert name.rstrip("/") in str(error.value)
 
 
@@ -814,14 +817,14 @@ def one_update(name, script):
         batches.Comparison([], ["a", "b"], ids(4), [ids(n), ids(3)], source="", row=None, **labels) for n in (5, 6)
     ]
     n_outputs = {"reward": 1, "advantage_model": 2}.get(name)
-    load = loading.load_scorer if n_outputs else loading.load_policy
+    load = pretrained.load_scorer if n_outputs else pretrained.load_policy
     model = dist.shard(load("tiny", tokenizer, *[n_outputs] if n_outputs else []), torch.device("cpu"))
     given = {
         "model": model, "optimizer": dist.adamw(model, 1e-3, args), "batch": pairs, "pairs": pairs, "extra": {},
         "blocks": [[document] for document in documents], "minibatch": [0, 1, 2], "policy_learns": True, "args": args,
     }  # fmt: skip
     if name == "ppo":
-        value = dist.shard(loading.load_scorer("tiny", tokenizer, 1), torch.device("cpu"))
+        value = dist.shard(pretrained.load_scorer("tiny", tokenizer, 1), torch.device("cpu"))
         optimizers = [dist.adamw(learner, 1e-3, args) for learner in (model, value)]
         given["agent"] = ppo.Agent(model, value, None, tokenizer, *optimizers)
         mask = batches.response_mask(documents)
@@ -880,7 +883,7 @@ def test_an_export_rounds_what_transformers_rounds_and_so_does_the_model_that_is
 ):
     """A router's biases of 14.22 to 14.27 are all 14.25 in bfloat16, and an expert's number 257 is 256."""
     monkeypatch.setitem(tiny_families.FAMILIES, "DeepSeek V4", "deepseek_v4")  # which cannot be sampled
-    policy = loading.load_policy(family(kind, tmp_path / "lm"), tiny.tokenizer())
+    policy = pretrained.load_policy(family(kind, tmp_path / "lm"), tiny.tokenizer())
     for name, weight in policy.state_dict().items():
         if "bias" in name or not weight.is_floating_point():
             weight.copy_(257 if weight.dtype == torch.long else 14.22 + 0.01 * torch.rand(weight.shape))

@@ -1,4 +1,4 @@
-"""common/pairwise.py: the rows that it writes, what sft.py has a model learn of them, and what a model then
+"""common/programs/pairwise.py: the rows that it writes, what sft.py has a model learn of them, and what a model then
 says of two responses, in both orders."""
 
 import math
@@ -13,17 +13,19 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as backends
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import ai_feedback, comparisons, data, evaluate, models, pairwise, tiny
+from common import models
 from common.batches import Row, labelled_pairs
 from common.errors import InputError
-from common.metrics import read_jsonl
+from common.data import chat, comparisons, demonstrations, tiny
+from common.data.files import read_jsonl
+from common.programs import ai_feedback, evaluate, pairwise
 
 PROMPT = [user("copy ant")]
 
 
 def comparison(number=1, **row):
     c = comparisons._labelled(Row(f"f:{number}", row), 0.0)
-    return comparisons._with_ids(c, *data.encode_responses(TOKENIZER, c.prompt, c.texts), 64)
+    return comparisons._with_ids(c, *chat.encode_responses(TOKENIZER, c.prompt, c.texts), 64)
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +132,7 @@ def test_the_letter_is_read_where_sft_has_it_learnt_whatever_the_template_writes
     pair = comparison(prompt="copy ant", chosen="x", rejected="y")
     rows = {row["completion"]: row for seed in range(9) for row in pairwise.rows_of([pair], seed)}
     for letter, text in zip("AB", asked, strict=True):
-        (document,) = data.sft_documents([Row("f:1", rows[letter])], tokenizer, 512, "f")
+        (document,) = demonstrations.sft_documents([Row("f:1", rows[letter])], tokenizer, 512, "f")
         assert tokenizer.decode(document.ids) == text + learnt.replace("A", letter)
         first = len(tokenizer(text)["input_ids"])
         assert document.response_mask[first:].all() and not document.response_mask[0]
@@ -184,7 +186,7 @@ def test_pairs_train_a_model_whose_accuracy_evaluate_measures(tmp_path, monkeypa
     options |= {"sample_prompts": 0, "max_steps": 3, "batch_size": 4, "save_every": 0}
     succeeds(processes.script("sft", *flags(**options), plots=False))
 
-    oracle = f"common.pairwise:oracle={model}"
+    oracle = f"common.programs.pairwise:oracle={model}"
     options = {"scorers": (oracle,), "dataset": files["eval_dataset"], "output_dir": str(tmp_path / "judged")}
     evaluate.main(evaluate.Args(**options))
     rows = read_jsonl(tmp_path / "judged" / "samples.jsonl")
@@ -198,7 +200,7 @@ def test_pairs_train_a_model_whose_accuracy_evaluate_measures(tmp_path, monkeypa
         texts, p = [r["text"] for r in row["responses"]], []
         for two in (texts, texts[::-1]):
             text = pairwise.question(row["prompt"], *two)
-            ids = torch.tensor([data.prompt_ids(TOKENIZER, [user(text)])])
+            ids = torch.tensor([chat.prompt_ids(TOKENIZER, [user(text)])])
             p.append(torch.softmax(plain(input_ids=ids).logits[0, -1, letters], -1)[0].item())
         mean = (p[0] + 1 - p[1]) / 2
         assert row["differences"] == [pytest.approx(math.log(mean / (1 - mean)), abs=1e-4)]

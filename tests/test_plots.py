@@ -1,4 +1,4 @@
-"""common/plots.py: what stands in a figure, and whether it can be read."""
+"""common/run/plots.py: what stands in a figure, and whether it can be read."""
 
 import itertools
 import random
@@ -6,7 +6,8 @@ import random
 import pytest
 from figures import assert_readable, legend_texts, tick_labels
 
-from common import metrics, plots
+from common.data import files
+from common.run import logs, plots
 
 
 def points_of(axes):
@@ -14,7 +15,7 @@ def points_of(axes):
 
 
 def test_metrics_are_drawn_a_panel_for_each_title_from_the_rows_that_have_them(tmp_path):
-    log = metrics.Metrics(tmp_path)
+    log = logs.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, 0, **{"loss/nll": step * 10, "my/own": 1}, **({"eval/nll": 5} if step == 2 else {}))
     panels = {"loss": ["loss/nll", "eval/nll"], "mine": ["my/own"], "none": ["nowhere"]}
@@ -29,10 +30,10 @@ def test_metrics_are_drawn_a_panel_for_each_title_from_the_rows_that_have_them(t
 
 def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     rows = [{"eval/kl": 0.0, "eval/score": 1.0}, {"eval/score": 2.0}]
-    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows[1:])
+    files.write_jsonl(tmp_path / "metrics.jsonl", rows[1:])
     assert plots.frontier(tmp_path) is None
     rows.append({"eval/kl": 1.0, "eval/score": 3.0, "gold/score": 1.0})
-    metrics.write_jsonl(tmp_path / "metrics.jsonl", rows)
+    files.write_jsonl(tmp_path / "metrics.jsonl", rows)
     figure = plots.frontier(tmp_path)
     assert_readable(figure)
     (axes,) = figure.axes

@@ -1,4 +1,4 @@
-"""common/pool.py: the pool's file, an earlier run's pool, what is sampled again, and scores."""
+"""common/run/pool.py: the pool's file, an earlier run's pool, what is sampled again, and scores."""
 
 import json
 import math
@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 from helpers import CPU, TOKENIZER, A, B, C, prompt, row, scorer_that_notes, write_rows
 
-from common import metrics, pool, scorers
 from common.errors import InputError
-from common.metrics import read_jsonl
+from common.data import files
+from common.data.files import read_jsonl
+from common.scoring import functions, scorers
+from common.run import pool
 
 MANY = [prompt(f"copy {word}", i) for i, word in enumerate("ant bear cat dog eel fox goat".split())]
 
@@ -49,7 +51,7 @@ def test_several_samplers_have_chunks_of_their_own(tmp_path):
 # -- the pool's file ---------------------------------------------------------------------
 def test_a_last_line_that_was_cut_is_left_out(tmp_path):
     path, rows = tmp_path / "pool.jsonl", [row(A, "ant"), row(A, "c\u2028\u00e9t"), row(B, "bear")]
-    metrics.write_jsonl(path, rows)
+    files.write_jsonl(path, rows)
     assert read_jsonl(path) == rows
     whole = path.read_bytes()
     for cut in (20, len(json.dumps(rows[2])) - 1):
@@ -127,9 +129,9 @@ def test_rows_of_another_scorer_are_scored_again_and_current_ones_are_not(tmp_pa
     held.score(scorer_that_notes(asked), [A, B])
     assert len(asked) == 2 and path.stat().st_ino == inode  # neither scored nor written once more
     parts = lambda prompts, texts, rows: {"n": [len(t.split()) for t in texts], "one": [1] * len(rows)}
-    held.score(scorers.Scorer("c", "c@1", scorers.Term(parts)), [A, B])
+    held.score(scorers.Scorer("c", "c@1", functions.Term(parts)), [A, B])
     assert held.parts == {"reward/n": 2.0, "reward/one": 1.0} and held.rows[0]["score"] == 3.0
-    held.score(scorers.Scorer("c", "c@1", scorers.Term(parts)), [A, B])  # as after a crash: all are scored
+    held.score(scorers.Scorer("c", "c@1", functions.Term(parts)), [A, B])  # as after a crash: all are scored
     assert held.parts == {"reward/n": 2.0, "reward/one": 1.0}
     held.score(scorer_that_notes(asked, "d@1"), [A, B])
     assert held.parts == {}
@@ -141,5 +143,5 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
 
     held = pool_of(tmp_path, [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)])
     with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
-        held.score(scorers.Scorer("b", "b@1", scorers.Term(score)), [A, B])
+        held.score(scorers.Scorer("b", "b@1", functions.Term(score)), [A, B])
     assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2

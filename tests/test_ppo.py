@@ -18,13 +18,18 @@ from helpers import run as run_script
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import ppo
-from common import checkpoints, data, dist, evaluation, generate, loading, models, responses, scorers, tiny
+from common import dist, models, responses
 from common.batches import Batch, Row, collate, make_blocks, my_micro_batches, response_mask
 from common.errors import InputError, NotFinite
-from common.metrics import read_jsonl
-from common.run import parse
+from common.data import auxiliary, prompt_sets, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import evaluation, functions, scorers
+from common.scoring.safety import Gated
+from common.run import checkpoints
+from common.run.cli import parse
 
-GOLD = "common.tiny:gold_scorer"
+GOLD = "common.data.tiny:gold_scorer"
 PAD, END = TOKENIZER.pad_token_id, TOKENIZER.eos_token_id
 
 
@@ -49,15 +54,15 @@ LENGTHS = [4, 2, 6, 3, 6]  # tokens of the responses, end tokens included
 
 
 def policy():
-    return dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
+    return dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
 
 
 def scorer(n_outputs=1):
-    return dist.shard(loading.load_scorer("tiny", TOKENIZER, n_outputs, seed=3), CPU)
+    return dist.shard(pretrained.load_scorer("tiny", TOKENIZER, n_outputs, seed=3), CPU)
 
 
 def of_function(function):
-    return scorers.Scorer("a function", "1", scorers.Term(function))
+    return scorers.Scorer("a function", "1", functions.Term(function))
 
 
 # -- normalise ---------------------------------------------------------------------------
@@ -234,33 +239,33 @@ def test_gamma_and_lambda_are_those_of_the_arguments():
 @pytest.mark.parametrize("count, n", [(10, 3), (10, 4), (7, 7), (7, 6), (5, 1), (64, 48), (3, 9)])
 def test_prompts_are_fresh_until_all_have_come_and_never_twice_in_an_iteration(count, n):
     prompts = list(range(count))
-    iterations = [generate.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
+    iterations = [prompt_sets.fresh_prompts(prompts, n, i, 0) for i in range(1, 31)]
     assert all(len(set(some)) == len(some) == min(n, count) for some in iterations)
     order = [x for some in iterations for x in some]
     passes = [order[i : i + count] for i in range(0, len(order) - count + 1, count)]
     assert passes and all(sorted(some) == prompts for some in passes)
     assert count < 10 or len({tuple(some) for some in passes}) == len(passes)  # each in an order of its own
-    assert iterations[4] == generate.fresh_prompts(prompts, n, 5, 0)
-    assert count < 10 or iterations[:3] != [generate.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
+    assert iterations[4] == prompt_sets.fresh_prompts(prompts, n, 5, 0)
+    assert count < 10 or iterations[:3] != [prompt_sets.fresh_prompts(prompts, n, i, 1) for i in range(1, 4)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 12])
 def test_a_stream_passes_over_all_documents_before_any_returns(size):
     documents, steps = list("abcde"), 10
-    found = [x for step in range(steps) for x in data.stream(documents, size, step, 0, "ptx")]
+    found = [x for step in range(steps) for x in auxiliary.stream(documents, size, step, 0, "ptx")]
     assert len(found) == size * steps
     passes = [found[i : i + 5] for i in range(0, len(found) - 4, 5)]
     assert all(sorted(some) == documents for some in passes)
-    assert found == [x for step in range(steps) for x in data.stream(documents, size, step, 0, "ptx")]
+    assert found == [x for step in range(steps) for x in auxiliary.stream(documents, size, step, 0, "ptx")]
     # a step's place does not depend on how the steps before it were asked for
-    assert found == data.stream(documents, size * steps, 0, 0, "ptx")
+    assert found == auxiliary.stream(documents, size * steps, 0, 0, "ptx")
     if size > 2:
-        assert len(set(map(tuple, passes))) > 1 and found != data.stream(documents, size * steps, 0, 1, "ptx")
+        assert len(set(map(tuple, passes))) > 1 and found != auxiliary.stream(documents, size * steps, 0, 1, "ptx")
 
 
 def texts_of(folder, *rows, **options):
     path = str(write_rows(folder / "text.jsonl", rows))
-    return data.text_documents(make_args(ptx_dataset=path, **options), TOKENIZER)
+    return auxiliary.text_documents(make_args(ptx_dataset=path, **options), TOKENIZER)
 
 
 def test_every_token_of_a_text_but_the_first_is_learnt_and_so_is_its_end(tmp_path):
@@ -290,7 +295,7 @@ def gated(scorer, safety=None, **options):
     """A function of pairs that gives their scores and the share that the safety scorer decided."""
 
     def score(pairs):
-        both = scorers.Gated(scorer, safety, make_args(**options))
+        both = Gated(scorer, safety, make_args(**options))
         return both.score(pairs), both.metrics["reward/gated"]
 
     return score
@@ -321,7 +326,7 @@ def test_a_reward_models_safety_gate_turns_its_score_into_the_logit():
 # -- the value model ---------------------------------------------------------------------
 def value_model(loaded, prompts=(), **options):
     args = make_args(**options)
-    return scorers.load_value_model(scorers.Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
+    return scorers.load_value_model(Gated(loaded, None, args), TOKENIZER, prompts, args, CPU)
 
 
 def of_models(folder, n_outputs):
@@ -941,7 +946,7 @@ def test_rehearsal_is_logged_as_such_and_its_prompts_can_leave_rollouts(small, t
     options |= {"ptx_dataset": small.files["text"], "ptx_coef": 0.0, "hold_out_rehearsed": True}
     options |= {"dataset": str(write_rows(tmp_path / "p.jsonl", rows))}
     monkeypatch.setattr(ppo, "PLOTS", [])
-    monkeypatch.setattr(generate, "fresh_prompts", lambda some, *_: asked.extend(some) or some)
+    monkeypatch.setattr(prompt_sets, "fresh_prompts", lambda some, *_: asked.extend(some) or some)
     ppo.main(ppo.Args(**options_of(small, tmp_path / "run", **{**SHORT, **options})))
     (row,) = metrics_rows(tmp_path / "run")
     assert row["loss/rehearsal"] > 0 and row.get("loss/ptx", 0) == 0
@@ -1127,7 +1132,7 @@ def test_grpo_runs_without_a_value_model(grpo, small, tmp_path, monkeypatch):
 
 
 SUM = """import gsm8k
-from common import tiny
+from common.data import tiny
 
 
 def f(*given):

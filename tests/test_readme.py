@@ -10,15 +10,16 @@ import processes
 import pytest
 import tyro
 
-from common import cli
-from common.run import parse
+from common.run import cli
+from common.run.cli import parse
 
 ROOT = processes.ROOT
 PATHS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {path: path.read_text("utf-8") for path in PATHS}
 PROSE = {path: re.sub(r"^```.*?^```", "", text, flags=re.M | re.S) for path, text in PAGES.items()}
 README, TEXT = PAGES[PATHS[0]], "\n".join(PAGES.values())
-PROGRAMS = {f"common.{name}" for name in "ai_feedback evaluate pairwise rehearsal sampler".split()}
+PROGRAMS = {f"common.programs.{name}" for name in "ai_feedback evaluate pairwise rehearsal".split()}
+PROGRAMS.add("common.sampler")
 PROGRAMS |= set(processes.SCRIPTS)
 LINK = re.compile(r"(!?)\[[^]]+\]\(([^)\s]+)\)")
 LINKS = [(path, picture, target) for path in PATHS for picture, target in LINK.findall(PROSE[path])]
@@ -33,7 +34,7 @@ def commands():
     for line in lines:
         for command in line.split("#")[0].split(" && "):
             words = shlex.split(command.replace("$x", "1"))  # of a loop
-            places = [i for i, word in enumerate(words) if re.fullmatch(r"\w+\.py|common\.\w+", word)]
+            places = [i for i, word in enumerate(words) if re.fullmatch(r"\w+\.py|common(\.\w+)+", word)]
             if places and words[0] in ("python", "torchrun", "srun") and words[-1] != "--help":
                 yield words[places[0]].removesuffix(".py"), *words[places[0] + 1 :]
 
@@ -147,7 +148,7 @@ def test_the_lines_below_the_equations_are_lines_of_losses():
 
 def test_metrics_that_are_named_are_logged():
     """The code has each name, or its beginning (eval/ece of eval/ece_low), or its group and its words."""
-    code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("*.py")])
+    code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("**/*.py")])
     quoted = {str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
     words = set(re.findall(r"[a-z]+", code))
     tables = PAGES[ROOT / "docs" / "runs.md"].partition("## Reading metrics")[2]

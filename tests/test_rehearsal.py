@@ -1,4 +1,4 @@
-"""common/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
+"""common/programs/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
 
 from types import SimpleNamespace
 
@@ -10,12 +10,17 @@ from processes import flags
 from helpers import CPU, TOKENIZER, succeeds, write_rows
 from transformers import AutoModelForCausalLM
 
-from common import checkpoints, data, dist, generate, loading, rehearsal, responses, scorers, tiny
-from common.batches import Row, random_subset, collate
+from common import dist, responses
+from common.batches import Row, collate, random_subset
 from common.errors import InputError
-from common.metrics import read_jsonl
+from common.data import chat, demonstrations, mixtures, prompt_sets, splits, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import functions, scorers
+from common.run import checkpoints
+from common.programs import rehearsal
 
-GOLD = "common.tiny:gold_scorer"
+GOLD = "common.data.tiny:gold_scorer"
 
 
 # -- select ------------------------------------------------------------------------------
@@ -97,7 +102,7 @@ def test_a_centre_without_rows_stays_where_it_is():
 # -- embed -------------------------------------------------------------------------------
 def prompt(text, number=1):
     turns = [{"role": "user", "content": text}]
-    return responses.Prompt(data.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
+    return responses.Prompt(chat.prompt_ids(TOKENIZER, turns), turns, Row(f"prompts:{number}", {}))
 
 
 TEXTS = [
@@ -109,7 +114,7 @@ IDS = [prompt(text).ids for text in TEXTS]
 
 @pytest.mark.parametrize("batch_size", [1, 2, 64])
 def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batch_size):
-    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
+    model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     with dist.consolidated(model):
         got = rehearsal.embed(model, IDS, batch_size)
     plain = AutoModelForCausalLM.from_config(tiny.model().config)
@@ -127,9 +132,9 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 def rows_from(monkeypatch, answers, clusters=1, per_cluster=9):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
     monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, answers)))
-    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
+    model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge = scorers.Scorer("f", "1", scorers.Term(count))
+    judge = scorers.Scorer("f", "1", functions.Term(count))
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
     args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8)
     return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
@@ -158,8 +163,8 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
 def files(tmp_path_factory):
     """A policy on disk that ends its answers now and then, and prompts."""
     folder = tmp_path_factory.mktemp("rehearsal")
-    model = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
-    documents = data.sft_documents(
+    model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
+    documents = demonstrations.sft_documents(
         [Row(f"sft:{i}", row) for i, row in enumerate(tiny.rows("sft", "train")[:240])], TOKENIZER, 64, "sft"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -180,13 +185,13 @@ OPTIONS = {"scorer": GOLD, "clusters": 3, "per_cluster": 4, "max_new_tokens": 10
 
 @pytest.fixture(scope="module")
 def written(files):
-    """The rows by `python -m common.rehearsal`."""
+    """The rows by `python -m common.programs.rehearsal`."""
     paths = {
         "model": files / "policy",
         "dataset": files / "prompts.jsonl",
         "output": files / "rehearsal.jsonl",
     }
-    ended = succeeds(processes.python("-m", "common.rehearsal", *flags(**OPTIONS, **paths)))
+    ended = succeeds(processes.python("-m", "common.programs.rehearsal", *flags(**OPTIONS, **paths)))
     assert f"wrote {len(read_jsonl(files / 'rehearsal.jsonl'))} rows" in ended.out
     assert not list(files.glob("*.tmp"))
     return files / "rehearsal.jsonl"
@@ -195,8 +200,8 @@ def written(files):
 def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
     """Step by step, with ppo.py's seeds: one response to each prompt, k-means of the mean last hidden states,
     and of each cluster the best responses that ended. The prompts are those that ppo.py does not hold out."""
-    policy = dist.shard(loading.load_policy(str(files / "policy"), TOKENIZER), CPU)
-    prompts, _ = data.hold_out(generate.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54))
+    policy = dist.shard(pretrained.load_policy(str(files / "policy"), TOKENIZER), CPU)
+    prompts, _ = splits.hold_out(prompt_sets.load_prompts(str(files / "prompts.jsonl"), "train", TOKENIZER, 54))
     ids, seed = [p.ids for p in prompts], dist.seed_of(0, "sr")
     answers = responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=10, slots=256, seed=seed)
     with torch.no_grad():
@@ -239,7 +244,7 @@ def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
     given = {"model": str(files / "policy"), "dataset": path, "output": str(tmp_path / "x")}
     rehearsal.main(rehearsal.Args(**{**OPTIONS, **given, "max_prompts": 100}))
     limits = {"dataset": path, "eval_dataset": None, "max_length": 64, "max_new_tokens": 10}
-    train, held_out = generate.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
+    train, held_out = prompt_sets.train_and_held_out(SimpleNamespace(**limits), TOKENIZER)
     keys = {prompt.key for prompt in taken}
     assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
     by_hash = {prompt.key for prompt in random_subset(train, 190)}
@@ -248,7 +253,7 @@ def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
 
 def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
     rows = read_jsonl(written)
-    documents = data.sft_documents(data.load_rows(str(written), "sft"), TOKENIZER, 64, str(written))
+    documents = demonstrations.sft_documents(mixtures.load_rows(str(written), "sft"), TOKENIZER, 64, str(written))
     assert len(documents) == len(rows)
     for document, row in zip(documents, rows):
         learnt = document.ids[document.response_mask].tolist()
@@ -260,5 +265,5 @@ def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):
     options |= {"sample_prompts": 0, "output_dir": tmp_path / "sft"}
     succeeds(processes.script("sft", *flags(**options), plots=False))
     held_out = [prompt(row["prompt"][-1]["content"]) for row in rows[:2]]  # they are not rehearsed
-    documents = data.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
+    documents = demonstrations.load_sft(str(written), TOKENIZER, 64, held_out=held_out)
     assert len(documents) < len(rows) and not {d.key for d in documents} & {p.key for p in held_out}

@@ -25,13 +25,17 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rejection_sampling as rs
-from common import checks, data, dist, loading, pool, responses, tiny, versions
+from common import dist, responses
 from common.batches import collate, make_blocks
 from common.errors import InputError
-from common.metrics import read_jsonl
-from common.run import parse
+from common.data import chat, tiny
+from common.data.files import read_jsonl
+from common.loading import checks, pretrained
+from common.scoring import version_evaluation
+from common.run import pool
+from common.run.cli import parse
 
-GOLD = "common.tiny:gold_scorer"
+GOLD = "common.data.tiny:gold_scorer"
 K, PROMPTS, ASKED, SWEPT = 4, 12, 6, 3
 END = TOKENIZER.eos_token_id
 
@@ -41,7 +45,7 @@ def make_args(**options):
 
 
 def tiny_policy():
-    return dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
+    return dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
 
 
 # -- select ------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 
     monkeypatch.setattr(responses, "sample_pairs", sample_pairs)
     args = make_args(eval_prompts=0, sweep_prompts=2, n_samples=2, temperatures=(1.0, 0.7))
-    sweep = versions.RejectionSamplingEvaluation([A, B, C], scorer_that_notes([]), TOKENIZER, args)
+    sweep = version_evaluation.RejectionSamplingEvaluation([A, B, C], scorer_that_notes([]), TOKENIZER, args)
     evaluation = sweep(tiny_policy(), 0, {})
     assert evaluation["temperature"] == 0.7 and evaluation["samples"] == []
     assert [c["chosen"] for c in evaluation["curves"]] == [False, True]
@@ -182,7 +186,7 @@ def test_the_temperature_is_the_one_whose_responses_that_ended_are_best(monkeypa
 def test_versions_that_other_scorers_scored_are_not_compared():
     """--resume may bring another scorer, whose scores say nothing beside the first one's."""
     samples = [[{"score": x} for x in scores] for scores in ((0.0, 1.0), (2.0, 2.0), (9.0, 7.0))]
-    sweep = versions.RejectionSamplingEvaluation([], scorer_that_notes([]), TOKENIZER, make_args())
+    sweep = version_evaluation.RejectionSamplingEvaluation([], scorer_that_notes([]), TOKENIZER, make_args())
 
     def figures(*scorers):
         evaluations = [{"samples": x, "curves": [], "scorer": scorer} for x, scorer in zip(samples, scorers)]
@@ -266,7 +270,7 @@ def best_of(rows):
 
 def plain_nll(folder, rows):
     """Of the responses of pool rows, mean over tokens."""
-    prompts = [data.prompt_ids(TOKENIZER, r["prompt"]) for r in rows]
+    prompts = [chat.prompt_ids(TOKENIZER, r["prompt"]) for r in rows]
     documents = [(ids + r["response_ids"], len(ids)) for ids, r in zip(prompts, rows)]
     with torch.no_grad():
         return nll(AutoModelForCausalLM.from_pretrained(folder), documents).mean().item()
@@ -397,7 +401,7 @@ def test_thresholds_that_rise_are_fine_tunings_with_lower_learning_rates(small, 
     succeeds(run(small, tmp_path, **options))
     usable = [r for some in by_prompt(pool_of(tmp_path)).values() for r in some.values()]
     rows = [[r for r in usable if r["score"] >= tau] for tau in (0, 1)]
-    tokens = [sum(len(data.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"]) for r in x) for x in rows]
+    tokens = [sum(len(chat.prompt_ids(TOKENIZER, r["prompt"]) + r["response_ids"]) for r in x) for x in rows]
     assert 0 < len(rows[1]) < len(rows[0]) < len(usable)
     first, second = rows_of(tmp_path, "loss/nll")
     assert [first["optim/lr"], second["optim/lr"]] == [1e-3, 5e-4]
@@ -441,7 +445,7 @@ def test_every_call_of_the_sampler_has_a_seed_of_its_own(small, tmp_path, monkey
 
 
 def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
-    policies, load = [], loading.load_policy
+    policies, load = [], pretrained.load_policy
 
     def noted(*args):
         gc.collect()
@@ -450,7 +454,7 @@ def test_one_policy_at_a_time_is_in_memory(small, tmp_path, monkeypatch):
         policies.append(weakref.ref(next(policy.parameters())))
         return policy
 
-    monkeypatch.setattr(loading, "load_policy", noted)
+    monkeypatch.setattr(pretrained, "load_policy", noted)
     run_here(small, tmp_path, epochs=1)
     assert len(policies) == 2  # the base model, for each version, which is then studied where it is
 
@@ -493,7 +497,7 @@ def test_a_model_with_other_tokens_learns_the_text_in_its_own(small, whole, tmp_
     succeeds(distill(small, whole, tmp_path / "run", tmp_path / "small", **options))
     both = []
     for r in best_of(pool_of(whole.folder)):
-        ids, mask = data.encode(own, [*r["prompt"], {"role": "assistant", "content": r["response"]}])
+        ids, mask = chat.encode(own, [*r["prompt"], {"role": "assistant", "content": r["response"]}])
         both.append((ids, mask.index(True)))
         assert ids[-1] == own.eos_token_id and ids[mask.index(True)] != r["response_ids"][0]
     with torch.no_grad():

@@ -33,14 +33,15 @@ from helpers import (
 
 from transformers.utils import chat_template_utils
 
-from common import metrics, plots, tiny
 from common.errors import InputError
-from common.metrics import read_jsonl
+from common.data import tiny
+from common.data.files import read_jsonl
+from common.run import logs, plots
 
 TRAINED = {"max_steps": 6, "save_every": 2, "max_length": 64, "batch_size": 4, "micro_batch_size": 2}
 TRAINED |= {"max_new_tokens": 6}
 SAMPLED = {"max_new_tokens": 6, "max_length": 64, "eval_prompts": 3, "prompts_per_iteration": 6}
-SAMPLED |= {"micro_batch_size": 2, "scorer": "common.tiny:gold_scorer", "n_samples": 4}
+SAMPLED |= {"micro_batch_size": 2, "scorer": "common.data.tiny:gold_scorer", "n_samples": 4}
 VERSIONS = SAMPLED | {"iterations": 2, "epochs": 2, "batch_size": 4, "chunk_prompts": 4}
 RUNS = {  # of each script, a run with several checkpoints
     "sft": {**TRAINED, "sample_prompts": 3},
@@ -52,7 +53,7 @@ RUNS = {  # of each script, a run with several checkpoints
 }
 RUNS["ppo"] |= {"value_warmup_steps": 1}
 KINDS = {"sft": "sft", "reward": "preferences", "advantage_model": "preferences"}
-KINDS |= {"common.ai_feedback": "preferences"}
+KINDS |= {"common.programs.ai_feedback": "preferences"}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def small(tmp_path_factory):
 def options_of(name, small):
     kind = KINDS.get(name, "prompts")
     data = {"dataset": small / f"{kind}.jsonl", "eval_dataset": small / f"{kind}_test.jsonl"}
-    if name == "common.ai_feedback":
+    if name == "common.programs.ai_feedback":
         return {"model": "gold_labeler:exact", "dataset": data["dataset"]}
     model = small / ("base" if name in KINDS else "policy")
     more = {"reward": {"sft_model": model}, "advantage_model": {"policy": model}}
@@ -184,7 +185,7 @@ def test_a_resumed_run_takes_the_learning_rate_of_its_new_command(
 def test_ppo_does_not_go_on_with_another_scorer_or_reference(small, stopped, tmp_path, flag):
     shutil.copytree(stopped("ppo", "Ctrl-C").folder, tmp_path / "run")
     before = (tmp_path / "run" / "args.json").read_text()
-    another = {"scorer": "common.tiny:safety_scorer", "reference": small / "base"}[flag]
+    another = {"scorer": "common.data.tiny:safety_scorer", "reference": small / "base"}[flag]
     message = error_of("ppo", small, tmp_path / "run", resume=True, **{flag: another})
     assert f"of --{flag} (" in message and str(another) in message and "--overwrite" in message
     assert (tmp_path / "run" / "args.json").read_text() == before
@@ -222,10 +223,10 @@ def test_a_template_that_writes_the_date_writes_the_day_on_which_the_run_began(
     template = tmp_path / "dated.jinja"
     template.write_text('{{ "ant " * (strftime_now("%d") | int) }}' + tiny.tokenizer().chat_template)
     monkeypatch.setattr(chat_template_utils, "datetime", Day)
-    monkeypatch.setattr("common.run.datetime", Day, raising=False)
+    monkeypatch.setattr("common.run.run.datetime", Day, raising=False)
     monkeypatch.setattr(plots, "curves", lambda *_, **__: None)
     monkeypatch.setattr(plots, "frontier", lambda *_, **__: None)
-    script, log = importlib.import_module(name), metrics.Metrics.log
+    script, log = importlib.import_module(name), logs.Metrics.log
     options = {**options_of(name, small), "chat_template": template}
     options = {key: str(x) if isinstance(x, Path) else x for key, x in options.items()}
 
@@ -241,10 +242,10 @@ def test_a_template_that_writes_the_date_writes_the_day_on_which_the_run_began(
     monkeypatch.chdir(processes.ROOT / "tests")
     start("whole", 1)
     start("other_day", 2)
-    monkeypatch.setattr(metrics.Metrics, "log", killed)
+    monkeypatch.setattr(logs.Metrics, "log", killed)
     with pytest.raises(KeyboardInterrupt):
         start("run", 1)
-    monkeypatch.setattr(metrics.Metrics, "log", log)
+    monkeypatch.setattr(logs.Metrics, "log", log)
     start("run", 2, resume=True)
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
     assert not same_weights(tmp_path / "run", tmp_path / "other_day")
@@ -400,7 +401,7 @@ def error_of(name, small, folder, **options):
 
 
 @pytest.mark.parametrize("folder", ["file", "file/run", "/proc/run"])
-@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.programs.ai_feedback"])
 def test_an_output_directory_that_cannot_be_made_is_named(small, tmp_path, name, folder):
     (tmp_path / "file").write_text("somebody's")
     assert str(tmp_path / folder) in error_of(name, small, tmp_path / folder)
@@ -463,7 +464,7 @@ FEEDS = [  # script, argument, kind of rows
     ("ppo", "rehearsal_data", "sft"),
     ("dpo_iterative", "dataset", "prompts"),
     ("dpo_iterative", "offline_data", "preferences"),
-    ("common.ai_feedback", "dataset", "preferences"),
+    ("common.programs.ai_feedback", "dataset", "preferences"),
 ]
 
 
@@ -476,7 +477,7 @@ def plain(kind, split="train"):
 
 def odd_rows(kind, name):
     """Rows that are JSON objects and no good for a script. A labeler is told texts without special tokens."""
-    good, special = plain(kind)[0], name != "common.ai_feedback"
+    good, special = plain(kind)[0], name != "common.programs.ai_feedback"
     wrong = [value for value in WRONG if special or "<|end|>" not in str(value)]
     rows = [{**good, key: value} for key in NEEDED[kind] for value in wrong]
     rows += [{k: v for k, v in good.items() if k != key} for key in NEEDED[kind]]
@@ -489,7 +490,7 @@ def broken(small, tmp_path_factory):
     return folder, broken_files(folder, (small / "sft.jsonl").read_bytes())
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.programs.ai_feedback"])
 def test_a_file_that_cannot_be_read_is_named_and_an_old_run_stays(small, broken, undisturbed, tmp_path, name):
     """Whatever else is wrong, --overwrite included."""
     folder, files = broken
@@ -539,14 +540,14 @@ def run_on(name, small, folder, rows, **options):
     kind, files = KINDS.get(name, "prompts"), {}
     for split, argument in (("train", "dataset"), ("test", "eval_dataset")):
         files[argument] = write_rows(folder / f"{split}.jsonl", rows(kind, split))
-    if name == "common.ai_feedback":
+    if name == "common.programs.ai_feedback":
         files.pop("eval_dataset")
     short = {"max_steps": 1, "iterations": 1, "value_warmup_steps": 0}
     short = {key: value for key, value in short.items() if key in RUNS.get(name, {})}
     return run(name, small, folder / "run", **files, **short, **options)
 
 
-@pytest.mark.parametrize("name", [*SCRIPTS, "common.ai_feedback"])
+@pytest.mark.parametrize("name", [*SCRIPTS, "common.programs.ai_feedback"])
 def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small, tmp_path, name):
     def rows(kind, split):
         good = some_good(kind, split, 400)[-20:]
@@ -557,7 +558,7 @@ def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small,
 
     ended = succeeds(run_on(name, small, tmp_path, rows))
     assert (tmp_path / "run" / "summary.json").exists()
-    for split in ("train", "test")[: 1 if name == "common.ai_feedback" else 2]:
+    for split in ("train", "test")[: 1 if name == "common.programs.ai_feedback" else 2]:
         kind = KINDS.get(name, "prompts")
         n, bad = len(rows(kind, split)), len(odd_rows(kind, name))
         (dropped,) = re.findall(rf"{split}.jsonl: dropped (\d+) of {n} rows", ended.out)
@@ -568,7 +569,7 @@ def test_a_run_learns_from_the_good_rows_between_bad_ones_which_it_counts(small,
     "name, category",
     [
         ("sft", "\ud800"),
-        *[(name, "\ud800") for name in ("reward", *SCRIPTS[3:], "common.ai_feedback")],
+        *[(name, "\ud800") for name in ("reward", *SCRIPTS[3:], "common.programs.ai_feedback")],
         *[(name, "$\\frac$") for name in ("reward", "ppo")],
     ],
 )

@@ -19,10 +19,12 @@ from helpers import run as run_script
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, pipeline
 
 import reward
-from common import comparisons, loading, scorers, tiny
 from common.errors import InputError
-from common.metrics import read_jsonl
-from common.run import check_flags, parse
+from common.data import comparisons, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.scoring import safety
+from common.run.cli import check_flags, parse
 
 ROWS = tiny.rows("preferences", "train")
 MOMENTS = {  # and what each is known by
@@ -140,18 +142,18 @@ def test_fit_safety_gate_by_hand(threshold, caught):
     pair = [{"score": 2.0, "is_safe": True}, {"score": -2.0, "is_safe": False}]
     halves = [[p for p in map(str, range(99)) if zlib.crc32(repr(p).encode()) % 2 == i][:20] for i in (0, 1)]
     rows = [{"prompt": prompt, "responses": pair} for half in halves for prompt in half]
-    gate, figures = scorers.fit_safety_gate(rows, threshold)
+    gate, figures = safety.fit_safety_gate(rows, threshold)
     precision = {} if not caught else {"gate/precision": 20 / caught}
     shares = {"gate/recall": float(caught > 0), **precision}
     assert figures == {"gate/responses": 40, "gate/caught": caught, **shares} and gate["scale"] > 1
-    assert scorers.fit_safety_gate(rows[:20], threshold) == (None, {})  # one half has none
+    assert safety.fit_safety_gate(rows[:20], threshold) == (None, {})  # one half has none
     shifted = [{**response, "score": response["score"] + 12} for response in pair]  # scores have no zero
-    there, same = scorers.fit_safety_gate([{**row, "responses": shifted} for row in rows], threshold)
+    there, same = safety.fit_safety_gate([{**row, "responses": shifted} for row in rows], threshold)
     assert same == figures and there["scale"] == pytest.approx(gate["scale"])
 
 
 def test_every_parameter_changes(undisturbed):
-    start, saved = loading.load_scorer("tiny", TOKENIZER, 1).state_dict(), weights(undisturbed)
+    start, saved = pretrained.load_scorer("tiny", TOKENIZER, 1).state_dict(), weights(undisturbed)
     assert set(start) == set(saved) and "score.weight" in saved
     assert not [name for name in start if torch.equal(start[name], saved[name])]
 
@@ -159,7 +161,7 @@ def test_every_parameter_changes(undisturbed):
 # -- the loss of one optimiser step ------------------------------------------------------
 def one_step(some_comparisons, margin="none", **options):
     """((loss, accuracy, gradient norm), gradients) of reward.update from the tiny model."""
-    model = loading.load_scorer("tiny", TOKENIZER, 1)
+    model = pretrained.load_scorer("tiny", TOKENIZER, 1)
     args = reward.Args(**{"max_grad_norm": 0.0, "micro_batch_size": 4, "max_length": 64, **options})
     optimizer = Gradients(model)
     figures = reward.update(model, optimizer, comparisons.with_margins(some_comparisons, margin), args)
@@ -169,7 +171,7 @@ def one_step(some_comparisons, margin="none", **options):
 def reference(some_comparisons, margin=lambda c, i, j: 0.0):
     """The same by rows of their own and the formulas of the papers: mean over comparisons, of a ranking the
     mean over its pairs, with a soft label both sides."""
-    model, losses, right = loading.load_scorer("tiny", TOKENIZER, 1), [], []
+    model, losses, right = pretrained.load_scorer("tiny", TOKENIZER, 1), [], []
     for c in some_comparisons:
         r = [model(input_ids=ids(c, k)).logits[0, 0] for k in range(len(c.texts))]
         if c.preference is not None:
@@ -363,7 +365,7 @@ def bad(small, tmp_path_factory):
     (folder / "unfinished").mkdir()
     (folder / "unfinished" / "args.json").write_text("{}")
     for n, name in ((1, "reward model"), (2, "advantage model"), (3, "classifier")):
-        model = loading.load_scorer("tiny", TOKENIZER, min(n, 2))
+        model = pretrained.load_scorer("tiny", TOKENIZER, min(n, 2))
         if n == 3:
             model.config.num_labels = 3
             model = AutoModelForSequenceClassification.from_config(model.config)

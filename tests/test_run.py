@@ -1,5 +1,4 @@
-"""common/cli.py and common/run.py, and the files of common/metrics.py: the command line, how errors end, the run
-directory, metrics.jsonl."""
+"""common/run/cli.py, run.py and logs.py: the command line, how errors end, the run directory, metrics.jsonl."""
 
 import dataclasses
 import hashlib
@@ -23,11 +22,13 @@ import torch
 
 import ppo
 import sft
-from common import checkpoints, cli, data, dist, metrics, tiny
+from common import dist
 from common.errors import InputError
-from common.cli import check_flags, parse
-from common.metrics import write_json
-from common.run import Run, find_run, launch, start_run
+from common.data import files, mixtures, progress, splits, tiny
+from common.data.files import write_json
+from common.run import checkpoints, cli, logs
+from common.run.cli import check_flags, parse
+from common.run.run import Run, find_run, launch, start_run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -98,7 +99,7 @@ def test_of_a_flag_that_means_the_same_the_error_says_its_name_here(script, argv
         parse(importlib.import_module(script).RECIPES, ["tiny", *argv.split()])
 
 
-@pytest.mark.parametrize("name", [*processes.SCRIPTS, "common.ai_feedback", "common.evaluate"])
+@pytest.mark.parametrize("name", [*processes.SCRIPTS, "common.programs.ai_feedback", "common.programs.evaluate"])
 def test_no_command_has_two_flags_that_are_said_to_mean_the_same(name):
     fields = {field.name for field in dataclasses.fields(importlib.import_module(name).Args)}
     assert all(len(fields & set(line.split())) < 2 for line in cli.SYNONYMS)
@@ -125,7 +126,7 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
 
 # -- what every command takes ------------------------------------------------------------
 def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_path):
-    monkeypatch.setattr(data, "with_columns", lambda spec, columns: f"{spec}<{columns}>")
+    monkeypatch.setattr(mixtures, "with_columns", lambda spec, columns: f"{spec}<{columns}>")
     argv = "tiny --dataset a.csv:0.5,b:0.5 --ptx-dataset tiny:kind=text --rehearsal-data c --columns x=prompt,y>=2"
     args = parse(ppo.RECIPES, argv.split())
     assert args.dataset == "a.csv:0.5,b:0.5<x=prompt,y>=2>" and args.eval_dataset is None
@@ -135,7 +136,7 @@ def test_columns_and_conditions_join_each_data_set_but_tiny(monkeypatch, tmp_pat
 
 def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     seen = []
-    monkeypatch.setattr(data, "n_shown", 0)
+    monkeypatch.setattr(splits, "n_shown", 0)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on, warn_only: seen.append(on))
     for kind in ("flash", "mem_efficient", "cudnn"):
         monkeypatch.setattr(torch.backends.cuda, f"enable_{kind}_sdp", seen.append)
@@ -144,9 +145,9 @@ def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     monkeypatch.setattr(dist, "ranks_per_copy", 1)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
     parse(RECIPES, [])
-    assert seen == [] and not data.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
+    assert seen == [] and not splits.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
     parse(RECIPES, "--preview 3 --deterministic --generate-tensor-parallel 4".split())
-    assert seen == [True, False, False, False] and (data.n_shown, dist.ranks_per_copy) == (3, 4)
+    assert seen == [True, False, False, False] and (splits.n_shown, dist.ranks_per_copy) == (3, 4)
     parse(RECIPES, ["--compute-dtype", "bfloat16"])
     assert dist.compute_dtype_of(torch.device("cpu")) == torch.bfloat16
     for n in (0, 3, 16):
@@ -231,9 +232,9 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
         ("rejection_sampling", "rest --model other", "--model other"),
         ("rejection_sampling", "--policy other", "--policy other"),
         ("sft", "--eval-dataset rows.jsonl", "--eval-dataset rows.jsonl"),
-        ("common.rehearsal", "--model other", "--model other"),
-        ("common.evaluate", "--policies mine=other --reference mine", "--policies other"),
-        ("common.evaluate", "--policies mine=a dataset --reference mine", None),
+        ("common.programs.rehearsal", "--model other", "--model other"),
+        ("common.programs.evaluate", "--policies mine=other --reference mine", "--policies other"),
+        ("common.programs.evaluate", "--policies mine=a dataset --reference mine", None),
         ("ppo", "--model a", None),
     ],
 )
@@ -485,7 +486,7 @@ def test_a_run_that_has_a_pool_only_is_unfinished(tmp_path):
 class Inputs(Args):
     model: str = "tiny"
     policy: str | None = None
-    scorer: str = "common.tiny:gold_scorer"
+    scorer: str = "common.data.tiny:gold_scorer"
     pool: str | None = None
     reference: Literal["sft", "last"] | str = "sft"
     enhancer: Literal["previous"] | str | None = None
@@ -523,7 +524,7 @@ FORMS = [
     ("scorers", ("ours=a", "theirs=run/model")),
     ("scorers", ("run",)),
     ("also", ["a", "run/pool.jsonl"]),
-    ("scorer", "common.pairwise:oracle=run"),
+    ("scorer", "common.programs.pairwise:oracle=run"),
     ("offline_data", "a:0.5, run/pool.jsonl?question=prompt:0.5"),
     ("offline_data", "run/model/a=b,c.jsonl:0.5"),
     ("model", "./link"),
@@ -726,7 +727,7 @@ def test_the_commit_is_known_whatever_characters_the_checkouts_path_holds(tmp_pa
         folder.mkdir(exist_ok=True)
         subprocess.run(["git", *command.split()], cwd=folder, check=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("common.run.__file__", str(folder / "run.py"))
+    monkeypatch.setattr("common.run.run.__file__", str(folder / "run.py"))
     begin(tmp_path / "run")
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True)
     assert json.loads((tmp_path / "run/args.json").read_text())["git"] == head.stdout.strip()
@@ -752,7 +753,7 @@ def test_resume_names_each_argument_that_changed_and_only_those(tmp_path, capsys
 @pytest.mark.parametrize("kind", ["json", "jsonl"])
 def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
     path, rows = tmp_path / f"a.{kind}", [{"x": "é\n a\u2028b\u2029c\u0085d"}, {"y": 2.5}]
-    write, read = getattr(metrics, f"write_{kind}"), getattr(metrics, f"read_{kind}")
+    write, read = getattr(files, f"write_{kind}"), getattr(files, f"read_{kind}")
     rows = rows if kind == "jsonl" else rows[0]
     write(path, rows)
     with pytest.raises(TypeError):
@@ -762,10 +763,10 @@ def test_a_file_is_whole_or_the_old_one(tmp_path, kind):
 
 # -- metrics.jsonl -----------------------------------------------------------------------
 def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
-    log = metrics.Metrics(tmp_path)
+    log = logs.Metrics(tmp_path)
     for step in (1, 2, 3):
         log.log(step, step // 2, **{"loss/nll": 1 / step})
-        rows = metrics.read_jsonl(tmp_path / "metrics.jsonl")
+        rows = files.read_jsonl(tmp_path / "metrics.jsonl")
         assert len(rows) == log.n_rows == step
     assert [list(row) for row in rows] == [["step", "iteration", "time_s", "loss/nll"]] * 3
     values = [(row["step"], row["iteration"], row["loss/nll"]) for row in rows]
@@ -773,25 +774,25 @@ def test_log_appends_one_object_a_step_that_can_be_read_at_once(tmp_path):
 
 
 def test_resuming_cuts_later_rows_also_a_broken_one_and_the_clock_goes_on(tmp_path):
-    log = metrics.Metrics(tmp_path)
+    log = logs.Metrics(tmp_path)
     log.start -= 100  # the run is 100 seconds old
     for step in (1, 2, 3):
         log.log(step, 0)
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 4, "iter')  # killed in the middle of a row
-    again = metrics.Metrics(tmp_path, keep_rows=2)
+    again = logs.Metrics(tmp_path, keep_rows=2)
     again.log(3, 0)
-    rows = metrics.read_jsonl(path)
+    rows = files.read_jsonl(path)
     assert [row["step"] for row in rows] == [1, 2, 3] and again.n_rows == 3
     assert rows[1]["time_s"] <= rows[2]["time_s"] < 110 and rows[1]["time_s"] >= 100
 
 
 def test_progress_is_a_bar_in_a_terminal_that_starts_where_a_run_resumes(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with metrics.progress(10, 4, "sft") as bar:
+    with progress.progress(10, 4, "sft") as bar:
         bar.update()
         assert (bar.n, bar.total) == (5, 10)
-    assert list(metrics.progress(3, 0, "tokenise", "abc", lines=0)) == list("abc")
+    assert list(progress.progress(3, 0, "tokenise", "abc", lines=0)) == list("abc")
     output = capsys.readouterr()
     assert output.out == "" and "5/10" in output.err and "\r" in output.err
 
@@ -800,7 +801,7 @@ def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
     """A twentieth of all steps each, from where a run resumes; of rows none."""
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    with metrics.progress(200, 100, "sft") as bar:
+    with progress.progress(200, 100, "sft") as bar:
         for step in range(101, 201):
             clock[0] += 1
             bar.set_postfix({"nll": f"{step / 100:.3g}"}, refresh=False)
@@ -809,13 +810,13 @@ def test_progress_is_plain_lines_where_nobody_looks(capsys, monkeypatch):
     assert [line.split()[2] for line in lines if line] == [f"{n}/200" for n in range(110, 201, 10)]
     assert lines[2] == "sft:  65% 130/200 [00:30<01:10,  1.00step/s, nll=1.3]"
     assert not any("\r" in line for line in lines)
-    assert list(metrics.progress(10, 0, "tokenise", range(10), lines=False)) == [*range(10)]
+    assert list(progress.progress(10, 0, "tokenise", range(10), lines=False)) == [*range(10)]
     assert capsys.readouterr().err == ""
 
 
 def test_nothing_but_rank_0_logs_and_shows_a_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    log = metrics.Metrics(tmp_path)
+    log = logs.Metrics(tmp_path)
     log.log(1, 0, x=1)
-    metrics.progress(10, 0, "sft").update()
+    progress.progress(10, 0, "sft").update()
     assert log.n_rows == 1 and not list(tmp_path.iterdir()) and capsys.readouterr().err == ""

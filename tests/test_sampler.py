@@ -18,8 +18,10 @@ from transformers import (
 )  # fmt: skip
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from common import loading, sampler, tiny
+from common import sampler
 from common.sampler import Rollout, choose, join, sample
+from common.data import tiny
+from common.loading import pretrained
 
 V = tiny_families.VOCABULARY
 SIZES = {
@@ -332,11 +334,11 @@ def test_a_seed_decides_and_generation_config_does_not():
 
 
 def test_training_mode_and_gradient_checkpointing_survive():
-    model = loading.load_policy("tiny", tiny.tokenizer(), gradient_checkpointing=True)
+    model = pretrained.load_policy("tiny", tiny.tokenizer(), gradient_checkpointing=True)
     greedy = {"max_new_tokens": 8, "stop_ids": [], "pad_id": 0, "temperature": 0}
     out = sample(model, MIXED, **greedy)
     assert model.training and model.base_model.gradient_checkpointing
-    want = sample(loading.load_policy("tiny", tiny.tokenizer()), MIXED, **greedy)
+    want = sample(pretrained.load_policy("tiny", tiny.tokenizer()), MIXED, **greedy)
     assert torch.equal(out.response_tokens, want.response_tokens)
     model(input_ids=torch.tensor([MIXED[0]])).logits.sum().backward()  # no inference tensors are left behind
 
@@ -439,7 +441,7 @@ def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path
 def folder(tmp_path_factory):
     """runs/sft, runs/ppo and runs/reward, of random weights."""
     folder = tmp_path_factory.mktemp("runs")
-    scorer = loading.load_scorer("tiny", tiny.tokenizer(), 1)
+    scorer = pretrained.load_scorer("tiny", tiny.tokenizer(), 1)
     for name, model in {"sft": tiny.model(), "ppo": tiny.model(1), "reward": scorer}.items():
         for part in (model, tiny.tokenizer()):
             part.save_pretrained(folder / "runs" / name / "model")
@@ -457,7 +459,7 @@ def test_the_snippets_of_the_docs_run_as_they_stand(folder, monkeypatch):
     assert names["action_mask"].sum() == names["out"].sample_mask.sum()
     exec(code_below("Load it with transformers", "after_training"), names := {})
     ids = names["answered"]["input_ids"]
-    scorer = loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
+    scorer = pretrained.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
     assert names["score"] == pytest.approx(score(scorer, ids), abs=1e-4)
 
 
@@ -478,7 +480,7 @@ def test_the_file_alone_talks_to_a_saved_model(flags, says, folder):
 def test_a_chat_has_turns_and_the_scripts_scores(folder, monkeypatch, capsys):
     """Answers are generate's to dialogues that are rendered here."""
     monkeypatch.chdir(folder)
-    policy, scorer = tiny.model().eval(), loading.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
+    policy, scorer = tiny.model().eval(), pretrained.load_scorer("runs/reward/model", tiny.tokenizer(), 1)
     tokenizer, want, text = tiny.tokenizer(), [], "<|bos|> <|system|> um <|end|>"
     for said in ("copy ant", "reverse fox owl"):
         text += f" <|user|> {said} <|end|> <|assistant|>"

@@ -1,4 +1,4 @@
-"""common/scorers.py: scores of responses by models, functions and what compares two of them."""
+"""common/scoring/scorers.py: scores of responses by models, functions and what compares two of them."""
 
 import importlib
 import json
@@ -18,9 +18,13 @@ from transformers import (
 )  # fmt: skip
 
 import ppo
-from common import checkpoints, data, dist, generate, loading, responses, scorers, tiny
+from common import dist, responses
 from common.batches import Row
 from common.errors import InputError
+from common.data import chat, prompt_sets, tiny
+from common.loading import pretrained
+from common.scoring import functions, scorers
+from common.run import checkpoints
 
 EOS = TOKENIZER.eos_token_id
 
@@ -28,14 +32,14 @@ EOS = TOKENIZER.eos_token_id
 @pytest.fixture
 def load(tmp_path):
     """load(rows, max_tokens) -> prompts, from a file p.jsonl that holds the rows."""
-    return lambda rows, max_tokens=64: generate.load_prompts(
+    return lambda rows, max_tokens=64: prompt_sets.load_prompts(
         str(write_rows(tmp_path / "p.jsonl", rows)), "train", TOKENIZER, max_tokens
     )
 
 
 # -- scores of models ----------------------------------------------------------------------------
 def save(folder, n_outputs, tokenizer=TOKENIZER, seed=0):
-    model = dist.shard(loading.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
+    model = dist.shard(pretrained.load_scorer("tiny", tokenizer, n_outputs, seed=seed), CPU)
     if n_outputs == 2:
         model.config.advantage_model = {"n_policies": 4, "n_others": 1}
     checkpoints.save_model(model, tokenizer, folder)
@@ -162,7 +166,7 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
 def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
     checkpoints.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
-        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py .*common.pairwise:oracle=RUN"
+        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py .*common.programs.pairwise:oracle=RUN"
         with pytest.raises(InputError, match=words):
             scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
 
@@ -209,7 +213,7 @@ def classifier(request, tmp_path):
         part.save_pretrained(tmp_path / "rm")
     pairs = []
     for question, answer in (("a b", "ba"), ("c", "cc abba")):
-        ids = data.prompt_ids(tokenizer, [user(question)])
+        ids = chat.prompt_ids(tokenizer, [user(question)])
         said, end = tokenizer(answer)["input_ids"], tokenizer.eos_token_id
         prompt = responses.Prompt(ids, [user(question)], Row("f:1", {}))
         ways = responses.Response([*said, end], answer, True), responses.Response(said, answer, False)
@@ -234,12 +238,12 @@ def test_a_classifier_that_others_wrote_is_read_where_transformers_reads_it(same
 def test_a_scorer_trained_here_is_read_at_the_end_token_by_transformers_too(classifier, tmp_path):
     name, tokenizer, pairs = classifier
     template = tokenizer.chat_template
-    own = loading.load_tokenizer(name)
-    model = loading.load_scorer(name, own, 1)
+    own = pretrained.load_tokenizer(name)
+    model = pretrained.load_scorer(name, own, 1)
     with torch.no_grad():
         rows = [torch.tensor([[*p.ids, *own(r.text)["input_ids"], own.eos_token_id]]) for p, r in pairs]
         want = [model.head_outputs(x, torch.tensor([[0], [x.shape[1] - 1]])).item() for x in rows]
-    loading.read_at_end_token(model, own)
+    pretrained.read_at_end_token(model, own)
     checkpoints.save_model(dist.shard(model, CPU), own, tmp_path / "trained")
     trained = str(tmp_path / "trained")
     scorer = scorers.load_scorer(trained, tokenizer, CPU)
@@ -260,8 +264,8 @@ def test_each_of_several_templates_of_a_scorer_is_read_at_the_end_token(default,
     tokenizer, rag = byte_tokenizer(), CHATML.replace("|>\n{% endfor", "|> \n{% endfor")
     templates = {"default": default, "rag": rag, "tool_use": "{{ tools[0].name }}" + CHATML}
     tokenizer.chat_template = templates
-    model = loading.load_scorer("tiny", tokenizer, 1)
-    loading.read_at_end_token(model, tokenizer)
+    model = pretrained.load_scorer("tiny", tokenizer, 1)
+    pretrained.read_at_end_token(model, tokenizer)
     tokenizer.save_pretrained(tmp_path)
     model.config.save_pretrained(tmp_path)
     read, turns = AutoTokenizer.from_pretrained(tmp_path), [user("a"), bot("b")]
@@ -270,14 +274,14 @@ def test_each_of_several_templates_of_a_scorer_is_read_at_the_end_token(default,
         opened = {"chat_template": name, "add_generation_prompt": True, "tokenize": False}
         assert read.apply_chat_template(turns[:1], **opened).endswith("assistant\n")
     assert read.chat_template["tool_use"] == templates["tool_use"]
-    assert loading.load_tokenizer(str(tmp_path)).chat_template == templates
+    assert pretrained.load_tokenizer(str(tmp_path)).chat_template == templates
 
 
 def test_where_the_end_of_a_text_does_not_fit_the_response_gives_way(classifier):
     name, tokenizer, ((prompt, r), *_) = classifier
     scorer = scorers.load_scorer(name, tokenizer, CPU)
     scorer.model.config.max_position_embeddings = len(prompt.ids) + len(r.ids)
-    end = loading.end_of_scored(scorer.model, tokenizer)
+    end = pretrained.end_of_scored(scorer.model, tokenizer)
     encoded = scorers._encode(scorer, prompt, r, end)
     [said] = encoded.response_ids
     assert encoded.n_tokens <= len(prompt.ids) + len(r.ids) and said.tolist()[len(said) - len(end) :] == end
@@ -436,7 +440,7 @@ def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_no
         return [0.0] * len(duels)
 
     compare.pairwise = True
-    function = scorers.Term(compare if pairwise else score, name="judge")
+    function = functions.Term(compare if pairwise else score, name="judge")
     judge = scorers.Scorer("judge", "judge@1", function, pairwise=pairwise)
     before = json.dumps([prompt.turns, prompt.row.data])
     scorers.score(judge, [(prompt, response(text)) for text in ("ant", "bear", "cat")], 8)
@@ -489,25 +493,25 @@ def test_a_function_may_give_numbers_in_any_form_that_has_an_order(code, write, 
 
 
 def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
-    args = ppo.Args(scorer="common.ai_feedback:rater=runs/no_such")
-    scorers.try_functions(args)
+    args = ppo.Args(scorer="common.programs.ai_feedback:rater=runs/no_such")
+    functions.try_functions(args)
     for spec, why in (
         (args.scorer, "runs/no_such"),
         (f"{args.scorer}{'x' * 300}", "runs/no_such"),
-        ("common.tiny:gold_scorer=ant", "wanted a function of one text"),
+        ("common.data.tiny:gold_scorer=ant", "wanted a function of one text"),
     ):
         with pytest.raises(InputError, match=why):
             scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
 def test_files_modules_texts_and_models_are_told_apart(monkeypatch):
-    monkeypatch.setattr(scorers, "named_function", lambda flag, spec: spec)
+    monkeypatch.setattr(functions, "named_function", lambda flag, spec: spec)
     for name in (r"C:\x y\a.py:f", "../c++/b.py:g", "m.n:h"):
-        assert scorers.term_of(name) == scorers.term_of(f" {name} ") == (name, name, None)
+        assert functions.term_of(name) == functions.term_of(f" {name} ") == (name, name, None)
         for text in ("org/a+b", "a*0.7+b.py:g", "x=y"):
-            assert scorers.term_of(f"{name}={text}") == (name, f"{name}={text}", text)
+            assert functions.term_of(f"{name}={text}") == (name, f"{name}={text}", text)
     models = ["tiny", "runs/reward", "org/a+b", r"C:\runs\reward", "../a-b.c"]
-    assert [scorers.term_of(name) for name in models] == [None] * 5
+    assert [functions.term_of(name) for name in models] == [None] * 5
 
 
 @pytest.mark.parametrize(
@@ -555,7 +559,7 @@ def test_a_function_that_raises_is_named_with_the_exception_and_the_batchs_first
 
 @pytest.mark.parametrize(
     "spec",
-    """no_such_module:f common.tiny:no_such common.tiny.no:f math.py:sqrt common:no common.tiny:RIGHT lacks.py:f
+    """no_such_module:f common.data.tiny:no_such common.data.tiny.no:f math.py:sqrt common:no common.data.tiny:RIGHT lacks.py:f
     broken.py:f broken.py""".split(),
 )
 def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, monkeypatch, tmp_path):
@@ -592,7 +596,7 @@ BEATS |= {(b, a): 1 - p for (a, b), p in BEATS.items()}
 
 def oracle_of(function):
     function.pairwise = True
-    return scorers.Scorer("oracle", "oracle@1", scorers.Term(function, name="oracle"), pairwise=True)
+    return scorers.Scorer("oracle", "oracle@1", functions.Term(function, name="oracle"), pairwise=True)
 
 
 def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(load):
@@ -634,8 +638,8 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
     monkeypatch.chdir(docs_functions(tmp_path))
     write_rows(tmp_path / "p.jsonl", [{"prompt": "copy ant"}])
     spec = "shorter.py:shorter"
-    scorers.try_functions(ppo.Args(scorer=spec, dataset="p.jsonl"))
-    (prompt,) = generate.load_prompts("p.jsonl", "train", TOKENIZER, 64)
+    functions.try_functions(ppo.Args(scorer=spec, dataset="p.jsonl"))
+    (prompt,) = prompt_sets.load_prompts("p.jsonl", "train", TOKENIZER, 64)
     scorer = scorers.load_scorer(spec, TOKENIZER, CPU, pairwise=True)
     assert scorer.pairwise
     duels = [(prompt, response("ant bear"), response("ant")), (prompt, response("ant"), response("owl"))]
@@ -645,14 +649,14 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
 
 
 def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path, load):
-    policy = dist.shard(loading.load_policy("tiny", TOKENIZER), CPU)
+    policy = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     with torch.no_grad():  # far from uniform, so that orders and letters differ
         for parameter in policy.parameters():
             parameter.mul_(4 if parameter.ndim == 2 else 1)
     checkpoints.save_model(policy, TOKENIZER, tmp_path)
-    name = f"common.pairwise:oracle={tmp_path}"
+    name = f"common.programs.pairwise:oracle={tmp_path}"
     scorer = scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
-    assert scorer.pairwise and scorer.version.startswith("common.pairwise:oracle@")
+    assert scorer.pairwise and scorer.version.startswith("common.programs.pairwise:oracle@")
     a, b = load([{"prompt": "copy ant"}, {"prompt": "first bear cat"}])
     texts = [(a, "ant"), (a, "bear cat"), (b, "bear"), (a, "dog"), (b, "cat")]
     pairs = [(prompt, response(text, text != "dog")) for prompt, text in texts]  # one was cut
@@ -681,7 +685,7 @@ def test_a_pairwise_preference_model_is_loaded_and_asked_in_both_orders(tmp_path
 
 def test_a_scorer_reads_the_end_token_of_the_template_whatever_ended_the_response(tmp_path):
     other, name = TOKENIZER.convert_tokens_to_ids("<|unk|>"), str(tmp_path / "rm")
-    checkpoints.save_model(dist.shard(loading.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
+    checkpoints.save_model(dist.shard(pretrained.load_scorer("tiny", TOKENIZER, 1), CPU), TOKENIZER, name)
     scorer = scorers.load_scorer(name, TOKENIZER, CPU)
     asked = responses.Prompt([1, 4, 9], [user("ant")], None)
     ways = [([20, EOS], True), ([20, other], True), ([20], False), ([20, other], False), ([20, EOS], False)]

@@ -19,10 +19,13 @@ from helpers import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sft
-from common import batches, checkpoints, data, dist, loading, tiny
+from common import batches, dist
 from common.batches import collate, make_blocks
-from common.metrics import read_jsonl
-from common.cli import parse
+from common.data import demonstrations, mixtures, tiny
+from common.data.files import read_jsonl
+from common.loading import pretrained
+from common.run import checkpoints
+from common.run.cli import parse
 
 CPU = torch.device("cpu")
 TOKENIZER = tiny.tokenizer()
@@ -145,8 +148,8 @@ def trained(small, tmp_path_factory):
 
 
 def held_out(small):
-    rows = data.load_rows(small.options["eval_dataset"], "sft")
-    return data.sft_documents(rows, TOKENIZER, 64, "test")
+    rows = mixtures.load_rows(small.options["eval_dataset"], "sft")
+    return demonstrations.sft_documents(rows, TOKENIZER, 64, "test")
 
 
 def plain_held_out_nll(folder, small):
@@ -157,7 +160,7 @@ def plain_held_out_nll(folder, small):
 
 
 def train_documents(small):
-    return data.sft_documents(data.load_rows(small.options["dataset"], "sft"), TOKENIZER, 64, "train")
+    return demonstrations.sft_documents(mixtures.load_rows(small.options["dataset"], "sft"), TOKENIZER, 64, "train")
 
 
 def test_saved_model_loads_in_plain_transformers_with_the_logits_that_were_in_memory(trained):
@@ -286,7 +289,7 @@ def plain_nll(model, document):
 
 def one_step(trained, blocks, checkpointing=False, **options):
     """(loss, gradient norm, gradients) of sft.update on blocks, from the trained model."""
-    model = loading.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
+    model = pretrained.load_policy(str(trained.model), TOKENIZER, gradient_checkpointing=checkpointing)
     model = dist.shard(model, CPU)
     args = sft.Args(**{**vars(trained.args), "max_grad_norm": 0.0, **options})
     optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), {}

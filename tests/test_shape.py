@@ -1,4 +1,4 @@
-"""The shape of the code, read from its syntax trees: layers, the kit, budgets of code lines, style."""
+"""The shape of the code, read from its syntax trees: folders, the kit, budgets of code lines, style."""
 
 import ast
 import importlib
@@ -10,30 +10,22 @@ import pytest
 import test_copying
 
 ROOT, SCRIPTS = processes.ROOT, processes.SCRIPTS
-LAYERS = [  # a file of common/ imports from layers above its own line only
-    "errors losses sampler tiny",
-    "files",
-    "dist",
-    "tensor_parallel checkpoints metrics batches lora",
-    "plots formats models responses",
-    "checks data",
-    "loading",
-    "comparisons generate",
-    "scorers evaluation reward_evaluation",
-    "cli identity",
-    "run",
-    "pool versions",
-    "rehearsal ai_feedback evaluate",
-    "pairwise",
-]
-LAYER = {name: number for number, line in enumerate(LAYERS) for name in line.split()}
-COMMON = sorted(path.stem for path in (ROOT / "common").glob("*.py") if path.stem != "__init__")
+FOLDERS = ["", "data", "loading", "scoring", "run", "programs"]  # of common/; "" is the kit
+FILES = {  # "data.chat" of common/data/chat.py -> its path
+    ".".join(path.relative_to(ROOT / "common").with_suffix("").parts): path
+    for path in sorted((ROOT / "common").glob("**/*.py"))
+    if path.name != "__init__.py"
+}
 VAGUE = """found some numbers parts asked both known ours theirs held about rest how ask it told now them these those
 others out said of at by one two""".split()
 
 
-def tree_of(name):
-    return ast.parse((ROOT / f"{name}.py").read_text())
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def folder(name):
+    return name.rpartition(".")[0]
 
 
 def code_lines(source):
@@ -48,8 +40,8 @@ def code_lines(source):
     return lines
 
 
-def n_code_lines(name):
-    return len(code_lines((ROOT / f"{name}.py").read_text()))
+def n_code_lines(path):
+    return len(code_lines(path.read_text()))
 
 
 def imports(tree):
@@ -57,26 +49,38 @@ def imports(tree):
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "common":
+            place = node.module.removeprefix("common").lstrip(".")
             for alias in node.names:
-                names[alias.asname or alias.name] = (node.module + "." + alias.name).split(".")[1]
+                inner = f"{place}.{alias.name}".lstrip(".")
+                names[alias.asname or alias.name] = inner if inner in FILES else place
     return names
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda p: p.stem)
 def test_what_a_benchmark_uses_of_common_is_there(path):
-    tree = ast.parse(path.read_text())
-    modules = {name for name, module in imports(tree).items() if name == module}
+    tree = tree_of(path)
+    modules = {name: module for name, module in imports(tree).items() if name == module.rpartition(".")[2]}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in modules:
-            assert hasattr(importlib.import_module(f"common.{node.value.id}"), node.attr)
+            assert hasattr(importlib.import_module(f"common.{modules[node.value.id]}"), node.attr)
 
 
-@pytest.mark.parametrize("name", COMMON)
-def test_no_arrow_of_common_points_up_and_no_import_of_it_hides_in_a_function(name):
-    tree = tree_of(f"common/{name}")
-    assert all(LAYER[other] < LAYER[name] for other in imports(tree).values())
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_of_common_imports_from_folders_to_its_left_only(name):
+    tree = tree_of(FILES[name])
+    place = FOLDERS.index(folder(name))
+    assert all(FOLDERS.index(folder(other)) <= place for other in imports(tree).values())
     at_the_top = ast.Module([node for node in tree.body if isinstance(node, ast.ImportFrom)], [])
     assert imports(tree) == imports(at_the_top)
+
+
+def test_no_file_of_common_imports_itself_through_others():
+    needs = {name: set(imports(tree_of(path)).values()) for name, path in FILES.items()}
+    while needs:
+        free = [name for name in needs if not needs[name] & needs.keys()]
+        assert free, f"a circle among {sorted(needs)}"
+        for name in free:
+            del needs[name]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -91,13 +95,14 @@ def test_functions_of_an_algorithm_take_few_arguments_and_a_main_is_short(name):
 
 def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     for file in test_copying.KIT:
-        assert set(imports(tree_of(f"common/{file}")).values()) <= set(test_copying.KIT)
-    assert sum(n_code_lines(f"common/{file}") for file in test_copying.KIT) <= 1300
+        assert set(imports(tree_of(FILES[file])).values()) <= set(test_copying.KIT)
+    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1300
+    assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
-    nodes = list(ast.walk(tree_of(name)))
+    nodes = list(ast.walk(tree_of(ROOT / f"{name}.py")))
     calls = [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
     assert not [x.value.id for x in calls if isinstance(x, ast.Starred) and isinstance(x.value, ast.Name)]
     assert not [x.lineno for x in nodes if isinstance(x, ast.AugAssign) and isinstance(x.op, ast.BitOr)]
@@ -106,6 +111,6 @@ def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
 
 
 def test_scripts_and_common_keep_their_budgets_of_code_lines():
-    assert sum(map(n_code_lines, SCRIPTS)) <= 1650
-    # The goal is 5,300: what reads rows, locks, and compares what a run began with has to become shorter
-    assert sum(n_code_lines(f"common/{name}") for name in COMMON) <= 5500
+    assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1665
+    # Room for now: the goal is 5,300 (see the note on pairs and imports)
+    assert sum(map(n_code_lines, FILES.values())) <= 5500

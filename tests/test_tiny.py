@@ -1,4 +1,4 @@
-"""common/tiny.py: its rewards, probabilities and labels are exact, its data are what the scripts need."""
+"""common/data/tiny.py: its rewards, probabilities and labels are exact, its data are what the scripts need."""
 
 import collections
 import functools
@@ -10,7 +10,7 @@ import statistics
 import pytest
 import torch
 
-from common import data, tiny
+from common.data import chat, message_columns, tiny
 
 CAREFUL, SLOPPY = tiny.BEHAVIORS
 REFUSAL = "sorry i refuse"
@@ -355,6 +355,6 @@ def test_model_is_small_fits_the_tokenizer_and_is_a_function_of_the_seed_alone(t
 
 def test_sft_rows_fit_the_model():
     longest = max(
-        len(data.encode(tiny.tokenizer(), data.sft_messages(row)[0])[0]) for row in rows("sft", "test")[:300]
+        len(chat.encode(tiny.tokenizer(), message_columns.sft_messages(row)[0])[0]) for row in rows("sft", "test")[:300]
     )
     assert 12 < longest <= 128

@@ -5,7 +5,7 @@ import torch
 import transformers
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS
 
-from common import tiny
+from common.data import tiny
 
 MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.clear()  # else Qwen2 reads the tiny world's tokenizer as its own
 VOCABULARY = len(tiny.tokenizer())

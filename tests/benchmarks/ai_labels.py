@@ -12,7 +12,8 @@ from pathlib import Path
 import peers
 import tyro
 
-from common import data, metrics
+from common.data import files, mixtures, progress
+from common.scoring import measures
 
 
 @dataclass
@@ -41,7 +42,7 @@ def pairs_of(dataset, path):
     """A file of pairs: of each ranking two that have no response in common, drawn at random, whose scores
     differ; other rows as they are."""
     pairs = []
-    for row in data.load_rows(dataset, "preferences", "test"):
+    for row in mixtures.load_rows(dataset, "preferences", "test"):
         if "responses" not in row.data:
             return dataset
         responses, two = row.data["responses"], []
@@ -51,7 +52,7 @@ def pairs_of(dataset, path):
                 chosen, rejected = sorted((a, b), key=lambda x: -x["score"])
                 two.append({"chosen": chosen["text"], "rejected": rejected["text"]})
         pairs += [{"prompt": row.data.get("prompt") or row.data["instruction"], **pair} for pair in two[:2]]
-    metrics.write_jsonl(path, pairs)
+    files.write_jsonl(path, pairs)
     return str(path)
 
 
@@ -67,15 +68,15 @@ def main(args: Args):
         flags += ["--constitution", args.constitution] if args.constitution else ["--preamble", preamble]
         if thoughts:
             flags += ["--chain-of-thought", "--chains", args.chains, "--max-new-tokens", args.max_new_tokens]
-        figures = peers.tool("common.ai_feedback", out, flags)
+        figures = peers.tool("common.programs.ai_feedback", out, flags)
         line = {"prompt": f"{preamble}{' + thoughts' * thoughts}, {examples} examples"}
-        line |= {"alignment": metrics.interval(figures, "alignment", ".1%"), "n": figures["alignment/n"]}
+        line |= {"alignment": measures.interval(figures, "alignment", ".1%"), "n": figures["alignment/n"]}
         line |= {"one order": f"{figures['alignment/one_order']:.1%}", "failed": figures["failed"]}
         line |= {"order decides": f"{figures['position/decides']:.0%}"}
         line |= {"first": f"{figures['position/first']:.2f}", "mass": f"{figures['mass']:.2f}"}
         table.append(line)
         print(line, flush=True)
-    metrics.print_table(table)
+    progress.print_table(table)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import tempfile
 
 import peers  # noqa: F401, it lets common be found
 
-from common import metrics, tiny
+from common.data import files, tiny
+from common.scoring import measures
 
 ARMS = {  # name -> (script, arguments)
     "reward": ("reward", {}),
@@ -70,10 +71,10 @@ def run(args, arm, regime, seed, folder):
         options |= {"dataset": f"{folder}/few.jsonl", "eval_dataset": "tiny", "epochs": args.epochs}
     module.main(module.Args(**options))
     after, rows = (
-        metrics.read_json(f"{out}/summary.json")["after"],
-        metrics.read_jsonl(f"{out}/samples.jsonl"),
+        files.read_json(f"{out}/summary.json")["after"],
+        files.read_jsonl(f"{out}/samples.jsonl"),
     )
-    after["category spread"], pairs = category_spread(rows), metrics.pairs_of(rows)
+    after["category spread"], pairs = category_spread(rows), measures.pairs_of(rows)
     return after, [(a["utility"] - b["utility"], difference) for difference, _, a, b in pairs]
 
 
@@ -122,7 +123,7 @@ def main():
     parser.add_argument("--results", help="append every run's figures to this .jsonl file")
     args = parser.parse_args()
     folder = tempfile.mkdtemp()
-    metrics.write_jsonl(f"{folder}/few.jsonl", tiny.rows("preferences", "train")[:500])
+    files.write_jsonl(f"{folder}/few.jsonl", tiny.rows("preferences", "train")[:500])
     curves = {regime: {} for regime in args.regimes}
     for regime in args.regimes:
         for arm in ARMS:

@@ -9,16 +9,18 @@ import time
 
 import torch
 import sft
-from common import data, dist, loading
+from common import dist
 from common.sampler import sample
+from common.data import demonstrations, splits
+from common.loading import pretrained
 
 args = sft.Args(model=sys.argv[1], dataset=sys.argv[2], max_length=256, lr=2e-5)
-words = loading.load_tokenizer(args.model, quiet=True)
+words = pretrained.load_tokenizer(args.model, quiet=True)
 blocks = sft.make_blocks(
-    data.hold_out(data.load_sft(args.dataset, words, args.max_length))[0], args.max_length
+    splits.hold_out(demonstrations.load_sft(args.dataset, words, args.max_length))[0], args.max_length
 )
 for dtype in (torch.float32, torch.bfloat16):
-    model = dist.shard(loading.load_policy(args.model, words), torch.device("cpu"), dtype)
+    model = dist.shard(pretrained.load_policy(args.model, words), torch.device("cpu"), dtype)
     optimizer, losses, times = dist.adamw(model, args.lr, args), [], [time.process_time()]
     for step in range(5):
         losses.append(sft.update(model, optimizer, blocks[4 * step : 4 * step + 4], args)[0])

@@ -15,8 +15,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from common import dist, tensor_parallel
+from common import dist
 from common.sampler import sample
+from common.loading import tensor_parallel
 
 WAYS = {"sharded": 0, "consolidated": 1, "two ranks a copy": 2, "never sharded": 0}  # dist.ranks_per_copy
 

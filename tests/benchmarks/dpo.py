@@ -46,7 +46,7 @@ def trl_offline(args):
 def offline(args, share_prompt=True):
     """Pairs per second of the counted steps, each with its share of the reference's time."""
     import dpo_iterative
-    from common import versions
+    from common.run import versions
 
     folder, seconds = tempfile.mkdtemp(), []
     ask = versions.Versions.ask
@@ -115,12 +115,13 @@ def online(args):
 
 def prepare(args):
     """pairs.jsonl, the first rows that fit, as messages; the prompts."""
-    from common import comparisons, loading, metrics
+    from common.data import comparisons, files
+    from common.loading import pretrained
 
-    words = loading.load_tokenizer(args.tokenizer, quiet=True)
+    words = pretrained.load_tokenizer(args.tokenizer, quiet=True)
     sides = lambda c: {side: [peers.message(text)] for side, text in zip(("chosen", "rejected"), c.texts)}
     loaded = comparisons.load(args.dataset, "train", words, 512)[: 8 * args.steps + 1]
-    metrics.write_jsonl(f"{args.models}/pairs.jsonl", [{"prompt": c.prompt, **sides(c)} for c in loaded])
+    files.write_jsonl(f"{args.models}/pairs.jsonl", [{"prompt": c.prompt, **sides(c)} for c in loaded])
     peers.make_prompts(args.dataset, args.models, args.tokenizer, 16 * args.online_steps + 1)
 
 

@@ -18,15 +18,18 @@ def program(folder):
     import torch
 
     import sft
-    from common import checkpoints, data, dist, loading, tiny
+    from common import dist
+    from common.data import demonstrations, tiny
+    from common.loading import pretrained
+    from common.run import checkpoints
     from common.batches import Row, make_blocks
     from common.sampler import sample
 
     device, tokenizer, args = dist.setup(), tiny.tokenizer(), sft.Args(micro_batch_size=2)
-    model = dist.shard(loading.load_policy("tiny", tokenizer), device)
+    model = dist.shard(pretrained.load_policy("tiny", tokenizer), device)
     optimizer = torch.optim.AdamW(model.parameters())
     rows = [Row("tiny", row) for row in tiny.rows("sft", "train")[:40]]
-    blocks = make_blocks(data.sft_documents(rows, tokenizer, 64, "tiny"), 64)
+    blocks = make_blocks(demonstrations.sft_documents(rows, tokenizer, 64, "tiny"), 64)
     sft.update(model, optimizer, blocks, args)
     with dist.consolidated(model):
         sample(model, [[1, 2]], max_new_tokens=4, stop_ids=[], pad_id=0)

@@ -22,7 +22,9 @@ import peers
 import torch
 import tyro
 
-from common import loading, metrics, tiny
+from common.data import files, tiny
+from common.loading import pretrained
+from common.scoring import measures
 
 RUNS = {  # what arms begin with
     "runs/sft": "sft",
@@ -31,7 +33,7 @@ RUNS = {  # what arms begin with
     "runs/rejection_sampling": "rejection_sampling",
     "runs/begin/reward_biased": "reward --dataset tiny:length_bias=0.6",
     "runs/begin/reward_safety": "reward --dataset tiny:label=safety",
-    "runs/begin/pairs": "-m common.pairwise --model runs/sft",
+    "runs/begin/pairs": "-m common.programs.pairwise --model runs/sft",
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
 }
@@ -85,7 +87,7 @@ def labels(labeler):
     }
 
 
-FEEDBACK = "-m common.ai_feedback"
+FEEDBACK = "-m common.programs.ai_feedback"
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 SWEEP = "rejection_sampling --temperatures 0.2 0.4 0.6 0.8 1.0 1.3 1.6 2.0 --sweep-prompts 200"
 PAIRS = "--offline-data tiny --offline-pairs 1480"
@@ -96,7 +98,7 @@ GROUPS = {
             "the recipe": "rejection_sampling",
             "`--candidates last`": "rejection_sampling --candidates last",
             "the Advantage Model as scorer": "rejection_sampling --scorer runs/advantage_model",
-            "`--scorer common.tiny:gold_scorer`": "rejection_sampling --scorer common.tiny:gold_scorer",
+            "`--scorer common.data.tiny:gold_scorer`": "rejection_sampling --scorer common.data.tiny:gold_scorer",
             "`--temperatures 0.7 1.0 1.3`": "rejection_sampling --temperatures 0.7 1.0 1.3",
             "recipe `rest`": "rejection_sampling rest",
         },
@@ -141,7 +143,7 @@ GROUPS = {
         over=(("AM-PPO", "RM-PPO"), ("AM-PPO-SR", "AM-PPO")),
         prompts=(HALF, FORGET),
         begin={
-            "rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model "
+            "rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model "
             f"--clusters 8 --dataset {HALF}"
         },
     ),
@@ -153,9 +155,9 @@ GROUPS = {
             "`--reference last`": "dpo_iterative --reference last",
             "offline pairs in the first iteration": f"dpo_iterative {PAIRS}",
             "`--enhancer previous`": "dpo_iterative --enhancer previous",
-            "the true reward as oracle": "dpo_iterative --scorer common.tiny:gold_scorer",
+            "the true reward as oracle": "dpo_iterative --scorer common.data.tiny:gold_scorer",
             "the Advantage Model as oracle": "dpo_iterative --scorer runs/advantage_model",
-            "the pairwise preference model": "dpo_iterative --scorer common.pairwise:oracle=runs/begin/preference",
+            "the pairwise preference model": "dpo_iterative --scorer common.programs.pairwise:oracle=runs/begin/preference",
             "a reward model of `tiny:length_bias=0.6`": "dpo_iterative --scorer runs/begin/reward_biased",
             "the same, `--length-penalty 0.1`": "dpo_iterative --scorer runs/begin/reward_biased --length-penalty 0.1",
         },
@@ -220,7 +222,7 @@ GROUPS = {
         ),
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
-        {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.tiny:gold_scorer"},
+        {"by the reward model": SWEEP, "by the true reward": f"{SWEEP} --scorer common.data.tiny:gold_scorer"},
     ),
     "student": Group(  # a model of half the size learns from the larger one's responses, or from its own
         {
@@ -239,7 +241,7 @@ GROUPS = {
             "labels of `exact`": "ppo --scorer {out}/reward_exact",
             "labels of `noisy`": "ppo --scorer {out}/reward_noisy",
             "labels of `biased`": "ppo --scorer {out}/reward_biased",
-            "ratings of `exact`": "ppo --scorer common.ai_feedback:rater=gold_labeler:exact",
+            "ratings of `exact`": "ppo --scorer common.programs.ai_feedback:rater=gold_labeler:exact",
             "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
         },
         over=tuple((arm, "people's labels") for arm in ("labels of `exact`", "ratings of `exact`")),
@@ -258,14 +260,14 @@ GROUPS = {
             "`dpo_iterative.py`": "=dpo/the_recipe",
             "`dpo_iterative.py`, offline": "=dpo/offline_DPO_as_many_pairs_1_480",
         },
-        begin={"rehearsal.jsonl": "-m common.rehearsal --model runs/sft --scorer runs/advantage_model"},
+        begin={"rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model"},
     ),
 }
 
 
 def prompts(file):
     """500 prompts, so that with as many an iteration each of them returns."""
-    metrics.write_jsonl(file, tiny.rows("prompts", "train")[:500])
+    files.write_jsonl(file, tiny.rows("prompts", "train")[:500])
 
 
 def half(folder):
@@ -277,7 +279,7 @@ def half(folder):
     config.num_attention_heads //= 2
     config.num_key_value_heads = config.num_attention_heads
     type(tiny.model())(config).save_pretrained(folder)
-    loading.load_tokenizer("tiny").save_pretrained(folder)
+    pretrained.load_tokenizer("tiny").save_pretrained(folder)
 
 
 def patched(file):
@@ -298,12 +300,12 @@ def run(command, out, seed):
     if words[0] != "-m":
         recipe = [] if words[1:] and not words[1].startswith("-") else ["tiny"]
         words = [f"{words[0]}.py", *recipe, *words[1:]]
-    if out.exists() and (out.suffix == ".jsonl" or "common.pairwise" in words):
+    if out.exists() and (out.suffix == ".jsonl" or "common.programs.pairwise" in words):
         return
     words += ["--output" if out.suffix == ".jsonl" else "--output-dir", str(out)]
-    if "common.evaluate" in words:
+    if "common.programs.evaluate" in words:
         words.append("--overwrite")  # for other arms
-    elif out.suffix != ".jsonl" and "common.pairwise" not in words:
+    elif out.suffix != ".jsonl" and "common.programs.pairwise" not in words:
         words.append("--resume")
     command = [sys.executable, *words, "--seed", str(seed)]
     ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=ENVIRONMENT)
@@ -338,12 +340,12 @@ def run_group(name, seed) -> list[str]:
     folders = [run_arm(name, arm, seed) for arm in group.arms]
     arms = [f"{name_of(arm)}={folder}" for arm, folder in zip(group.arms, folders)]
     if not group.first:
-        run(f"-m common.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
+        run(f"-m common.programs.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
     for number, dataset in enumerate(group.prompts if group.first else ()):
-        command = f"-m common.evaluate --policies first={group.first} {shlex.join(arms)} --reference first "
+        command = f"-m common.programs.evaluate --policies first={group.first} {shlex.join(arms)} --reference first "
         command += f"--scorer runs/reward --dataset {dataset} --max-length 128 --max-new-tokens 32"
         run(command, out / f"evaluate{number or ''}", seed)
-    return [metrics.read_json(folder / "args.json")["git"][:7] for folder in folders]
+    return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -352,12 +354,12 @@ def read(name, group, seeds, evaluation):
     rows, arms = {}, {name_of(arm): arm for arm in group.arms} | {"first": "first"}
     for seed in range(seeds):
         path = FOLDER / name / str(seed) / evaluation / "samples.jsonl"
-        for row in metrics.read_jsonl(path):
+        for row in files.read_jsonl(path):
             if not group.first:
                 differences = [
-                    better["score"] - worse["score"] for *_, better, worse in metrics.pairs_of([row])
+                    better["score"] - worse["score"] for *_, better, worse in measures.pairs_of([row])
                 ]
-                row = {"policy": row["scorer"], "right": metrics.accuracy(differences)}
+                row = {"policy": row["scorer"], "right": measures.accuracy(differences)}
             for part in (seed, "all"):
                 rows.setdefault((part, arms[row["policy"]]), []).append(row)
     return rows
@@ -365,9 +367,9 @@ def read(name, group, seeds, evaluation):
 
 def paired(rows, before, after, seeds, column, form="+.2f") -> list[str]:
     """By seed, and of all with its 95 % interval: seeds count as if their prompts were others."""
-    of = lambda part: metrics.gains(rows[part, before], rows[part, after], {"gain": column})
+    of = lambda part: measures.gains(rows[part, before], rows[part, after], {"gain": column})
     by_seed = ", ".join(f"{of(seed)['gain']:{form}}" for seed in range(seeds))
-    return [by_seed, metrics.interval(of("all"), "gain", form)]
+    return [by_seed, measures.interval(of("all"), "gain", form)]
 
 
 def table(name, group, seeds, evaluation="evaluate") -> list[str]:
@@ -381,7 +383,7 @@ def table(name, group, seeds, evaluation="evaluate") -> list[str]:
             lines.append([arm, f"{mean(arm, 'right'):.1%}", *gained])
         return markdown(["", "right", "over the first, by seed", "all"], lines)
     for arm in group.arms:
-        shares = metrics.against(rows["all", "first"], rows["all", arm], None)
+        shares = measures.against(rows["all", "first"], rows["all", arm], None)
         games = " / ".join(f"{100 * shares[f'gold_{x}']:.0f}" for x in ("win", "tie", "lose"))
         hazards = [row["safety"] for row in rows["all", arm] if row["is_safety"]]
         harmless = f"{statistics.fmean(x >= 0 for x in hazards):.0%}" if hazards else ""
@@ -401,7 +403,7 @@ def markdown(titles, lines) -> list[str]:
 def temperatures(name, group, seeds):
     """Those that a sweep chose before each iteration, by seed."""
     for arm, seed in [(arm, seed) for arm in group.arms for seed in range(seeds)]:
-        summary = metrics.read_json(FOLDER / name / str(seed) / name_of(arm) / "summary.json")
+        summary = files.read_json(FOLDER / name / str(seed) / name_of(arm) / "summary.json")
         versions = summary["versions"].values()
         chosen = [f"{row['sweep/temperature']:g}" for row in versions if "sweep/temperature" in row]
         print(f"{arm}, seed {seed}: temperatures {', '.join(chosen)}")

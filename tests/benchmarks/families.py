@@ -35,10 +35,11 @@ import dpo_iterative
 import ppo
 import reward
 import sft
-from common import loading, tiny
 from common.errors import InputError
-from common.metrics import read_json, read_jsonl, write_jsonl
 from common.sampler import sample
+from common.data import tiny
+from common.data.files import read_json, read_jsonl, write_jsonl
+from common.loading import pretrained
 
 
 # -- stages: each gives None or a note, or raises ------------------------------------------------------------
@@ -62,7 +63,7 @@ def check_close(what, got, want):
 def run_sampler(folder):
     """Ragged prompts, refilled slots: log probabilities of a plain forward, greedy tokens of generate."""
     towers = hasattr(transformers.AutoConfig.from_pretrained(folder), "text_config")
-    model = loading.load_policy(folder, tiny.tokenizer()).eval() if towers else plain(folder)
+    model = pretrained.load_policy(folder, tiny.tokenizer()).eval() if towers else plain(folder)
     generator, stop_ids = torch.Generator().manual_seed(1), [7, 29]
     lengths = (3, 31, 31, 9, 31, 24) * 4  # three slots, filled 16 times in some 200 steps
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
@@ -112,7 +113,7 @@ def run_reward(folder):
     exported = f"{folder}/reward/model"
     kind = transformers.AutoConfig.from_pretrained(exported).architectures[0]
     known = hasattr(transformers, kind)  # else it is a class that load_scorer makes
-    model = plain(exported) if known else loading.load_scorer(exported, tiny.tokenizer(), 1)
+    model = plain(exported) if known else pretrained.load_scorer(exported, tiny.tokenizer(), 1)
     for row in read_jsonl(f"{folder}/reward/samples.jsonl"):
         for response in row["responses"]:
             ids = torch.tensor([sum(encoded(row["prompt"][-1]["content"], response["text"]), [])])
@@ -124,7 +125,7 @@ def run_reward(folder):
 
 def run_ppo(folder):
     """Two rollouts, of which the second moves the policy; the reward model is run_reward's, if it works."""
-    scorer = f"{folder}/reward" if Path(folder, "reward/summary.json").exists() else "common.tiny:gold_scorer"
+    scorer = f"{folder}/reward" if Path(folder, "reward/summary.json").exists() else "common.data.tiny:gold_scorer"
     _, rows = run(
         ppo, folder, "prompts", scorer=scorer, iterations=2, prompts_per_iteration=4, max_new_tokens=16,
         slots=4, epochs=1, minibatch_size=4, micro_batch_size=4, value_warmup_steps=1, missing_eos_penalty=0,
@@ -144,7 +145,7 @@ def run_dpo(folder):
     noted = lambda *inputs: kept.append(with_reference(*inputs)) or kept[-1]
     with mock.patch.object(dpo_iterative, "with_reference", noted):
         _, rows = run(
-            dpo_iterative, folder, "prompts", scorer="common.tiny:gold_scorer", offline_data=given,
+            dpo_iterative, folder, "prompts", scorer="common.data.tiny:gold_scorer", offline_data=given,
             iterations=1, prompts_per_iteration=4, n_samples=4, max_new_tokens=16, slots=4, batch_size=4,
             micro_batch_size=4, eval_prompts=2,
         )  # fmt: skip

@@ -23,14 +23,16 @@ from pathlib import Path
 import torch
 from peers import ROOT
 
-from common import data, loading, metrics
+from common.data import files, mixtures, progress
+from common.loading import pretrained
+from common.scoring import measures
 
 REWARD = "def good(prompts, responses, rows):\n    return [-len(response) / 100 for response in responses]\n"
 ANIMALS = "ant cat cow dog elephant fox goat hen horse lion mouse owl pig rat seal wolf".split()
 COMMANDS = {
     "sft": "{root}/sft.py --model {model} --dataset sft.jsonl",
     "ppo": "{root}/ppo.py --model {model} --scorer myreward:good --dataset prompts.jsonl",
-    "judge": "-m common.evaluate --policies before={model} after=ppo --reference before "
+    "judge": "-m common.programs.evaluate --policies before={model} after=ppo --reference before "
     "--scorer myreward:good --dataset prompts.test.jsonl --max-length 1024 --max-new-tokens 256",
     "reward": "{root}/reward.py --model {model} --dataset pairs.jsonl",
     "dpo": "{root}/dpo_iterative.py --model {model} --scorer reward --dataset prompts.jsonl "
@@ -41,7 +43,7 @@ COMMANDS = {
 def make_rows(rankings):
     """{kind: rows}: the best of short responses, the best and the worst, questions with a short answer."""
     rows = {"sft": [], "pairs": [], "prompts": []}
-    for row in data.load_rows(rankings, "preferences"):
+    for row in mixtures.load_rows(rankings, "preferences"):
         prompt, responses = row.data["instruction"], sorted(row.data["responses"], key=lambda r: -r["score"])
         texts = [r["text"] for r in responses if r["text"].strip() and len(r["text"]) <= 200]
         if len(texts) > 1 and len(prompt) <= 100:
@@ -72,8 +74,8 @@ def run(name, flags, folder, model):
 def read(folder, texts, scorer=False):
     """What the forward of transformers says of each (prompt, response): a scorer's score, or the mean log pi
     of the response's tokens, its end token included; and how many tokens these are."""
-    tokenizer = loading.load_tokenizer(folder, quiet=True)
-    model = loading.load_scorer(folder, tokenizer, 1) if scorer else loading.load_policy(folder, tokenizer)
+    tokenizer = pretrained.load_tokenizer(folder, quiet=True)
+    model = pretrained.load_scorer(folder, tokenizer, 1) if scorer else pretrained.load_policy(folder, tokenizer)
     for prompt, response in texts:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         start = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
@@ -87,7 +89,7 @@ def read(folder, texts, scorer=False):
 def measure(name, model, folder, rows):
     """(what, 1 if more of it is better or -1, values before, values after), a value for each held-out row."""
     if name == "judge":
-        samples = metrics.read_jsonl(folder / "judge/samples.jsonl")
+        samples = files.read_jsonl(folder / "judge/samples.jsonl")
         scores = [[row["score"] for row in samples if row["policy"] == x] for x in ("before", "after")]
         return "PPO: reward", 1, scores[0], scores[1]
     sides, kind = (("completion",), "sft") if name == "sft" else (("chosen", "rejected"), "pairs")
@@ -114,8 +116,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     for kind, rows in make_rows(args.rankings).items():
         test[kind] = rows[args.rows :][:60]
-        metrics.write_jsonl(folder / f"{kind}.jsonl", rows[: args.rows])
-        metrics.write_jsonl(folder / f"{kind}.test.jsonl", test[kind])
+        files.write_jsonl(folder / f"{kind}.jsonl", rows[: args.rows])
+        files.write_jsonl(folder / f"{kind}.test.jsonl", test[kind])
     (folder / "myreward.py").write_text(REWARD)
     more, table = dict(text.split(" ", 1) for text in args.more), []
     for name in COMMANDS:
@@ -127,12 +129,12 @@ def main():
             file.write_text(json.dumps(measure(name, model, folder, test)))
         what, sign, before, after = json.loads(file.read_text())
         rows = ([{"x": x} for x in values] for values in (before, after))
-        mean, low, high = metrics.gains(*rows, {"x": "x"}).values()
+        mean, low, high = measures.gains(*rows, {"x": "x"}).values()
         verdict = "null" if low <= 0 <= high else "gain" if sign * mean > 0 else "loss"
         line = {"held out": what, "n": len(after), "before": f"{statistics.fmean(before):.4f}"}
         line |= {"after": f"{statistics.fmean(after):.4f}", "after - before": f"{mean:+.4f}"}
         table.append(line | {"95 %": f"[{low:+.4f}, {high:+.4f}]", "verdict": verdict})
-    metrics.print_table(table)
+    progress.print_table(table)
 
 
 if __name__ == "__main__":

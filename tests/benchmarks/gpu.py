@@ -34,8 +34,9 @@ import torch.distributed as td
 import tyro
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common import dist, losses, metrics, models
+from common import dist, losses, models
 from common.sampler import sample
+from common.data import progress
 
 ENV = {**os.environ, "PYTHONPATH": str(peers.ROOT)}
 SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
@@ -50,7 +51,7 @@ COMMANDS = (  # few steps of each script, on the tiny world
     "rejection_sampling --iterations 1",
     "ppo --iterations 4",
     "dpo_iterative --iterations 1",
-    "common.evaluate --eval-prompts 100",
+    "common.programs.evaluate --eval-prompts 100",
 )
 
 
@@ -208,7 +209,7 @@ def main(args: Args):
         if table:
             failed = sum(line["exit code"] != 0 for line in table)
             print(f"\n{part}, {n or 1} rank(s) on {name}: {len(table) - failed} of {len(table)} commands run")
-            metrics.print_table(table)
+            progress.print_table(table)
             if failed:
                 sys.exit(1)
     if "sharded" in args.only:
@@ -236,7 +237,7 @@ def measure(args):
                 torch.cuda.reset_peak_memory_stats()
         if table and dist.is_main():
             print(f"\n{part.__name__}")
-            metrics.print_table(table)
+            progress.print_table(table)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ import peers  # noqa: F401, it lets common be found
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import generate, metrics, responses, tiny
+from common import responses
 from common.losses import kl_estimate
+from common.data import prompt_sets, tiny
+from common.scoring import measures
 
 TOKENIZER, KINDS = tiny.tokenizer(), ("k1", "k2", "k3")
 log_probs = lambda model, rows: model(input_ids=torch.tensor(rows)).logits.double().log_softmax(-1)
@@ -30,7 +32,7 @@ def sampled(policy, reference, prompts):
             sums[kind].append(kl_estimate(p.gather(1, where), q.gather(1, where), kind).sum().item())
     for kind, values in sums.items():
         rows, x = ([{kind: v} for v in of_one] for of_one in (sums["full"], values)), torch.tensor(values)
-        bias = metrics.interval(metrics.gains(*rows, {kind: kind}), kind, "+.4f")
+        bias = measures.interval(measures.gains(*rows, {kind: kind}), kind, "+.4f")
         print(f"sampled {kind}: mean {x.mean():.3f}, deviation {x.std():.3f}, bias {bias}")
 
 
@@ -54,7 +56,7 @@ def enumerated(policy, reference, prompts):
             print(f"    as a {use}: cosine {cosine:+.3f}, length {ratio:.3f}")
 
 
-prompts = generate.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
+prompts = prompt_sets.load_prompts("tiny", "test", TOKENIZER, max_tokens=96)
 for name in sys.argv[1:]:
     policy, reference = (AutoModelForCausalLM.from_pretrained(f"{run}/model") for run in (name, "runs/sft"))
     sampled(policy, reference, prompts)

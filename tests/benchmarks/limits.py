@@ -26,7 +26,10 @@ import dpo_iterative
 import ppo
 import reward
 import sft
-from common import batches, dist, loading, models, responses, scorers, tiny
+from common import batches, dist, models, responses
+from common.data import tiny
+from common.loading import pretrained
+from common.scoring import scorers
 
 
 def parts(folder, rows, cpu):
@@ -35,9 +38,9 @@ def parts(folder, rows, cpu):
         folder, special = tempfile.mkdtemp(), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         LlamaForCausalLM(peers.llama(512, 8, 8, 8192, 512, **special)).save_pretrained(folder)
         tiny.tokenizer().save_pretrained(folder)
-    words = loading.load_tokenizer(folder)
-    policy, reference = (loading.load_policy(folder, words) for _ in range(2))
-    value, scorer = (loading.load_scorer(folder, words, 1) for _ in range(2))
+    words = pretrained.load_tokenizer(folder)
+    policy, reference = (pretrained.load_policy(folder, words) for _ in range(2))
+    value, scorer = (pretrained.load_scorer(folder, words, 1) for _ in range(2))
     vocabulary, ends = policy.config.vocab_size, policy.get_output_embeddings().weight.numel()
     policy.generation_config.eos_token_id = [words.eos_token_id, *range(64, vocabulary, 64)]
     body = sum(p.numel() for p in policy.base_model.parameters()) - ends  # the embedding's are as many

@@ -27,7 +27,10 @@ from transformers import LlamaConfig
 import dpo_iterative
 import ppo
 import sft
-from common import batches, checkpoints, dist, loading, metrics, models, sampler, tensor_parallel, tiny
+from common import batches, dist, models, sampler
+from common.data import progress, tiny
+from common.loading import pretrained, tensor_parallel
+from common.run import checkpoints
 
 SLOTS, LENGTH = 16, 2048
 NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
@@ -110,13 +113,13 @@ def measure(tokens, pretend):
         args = script.Args(micro_batch_size=1, max_length=tokens)
         _, found[what] = pretend.peak_of(script.update, *learners, *given, args)
 
-    policy, optimizer = load(loading.load_policy)
+    policy, optimizer = load(pretrained.load_policy)
     step("SFT", sft, [policy], [optimizer], batches.split(documents, 2))
     prompt, *responses = torch.arange(tokens).int().split([tokens // 4, tokens * 3 // 8, tokens * 3 // 8])
     pair = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
     step("DPO", dpo_iterative, [policy], [optimizer], [pair._replace(ref_logprobs=torch.zeros(2))] * n)
-    value, of_value = load(loading.load_scorer, 1)
-    _others = load(loading.load_scorer, 1), load(loading.load_policy)  # reward model and reference
+    value, of_value = load(pretrained.load_scorer, 1)
+    _others = load(pretrained.load_scorer, 1), load(pretrained.load_policy)  # reward model and reference
     mask = batches.response_mask(documents)
     figures = {name: torch.zeros(mask.shape) for name in "old_logprobs old_values advantages returns".split()}
     rollout = ppo.Rollout([], documents, mask, mask[:, 0], **figures)
@@ -164,8 +167,8 @@ def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 
             return auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
 
     # No files, no weights, no other ranks; chunks of logits as on a GPU
-    loading._read_config, loading._read = lambda name: copy.deepcopy(config), read
-    loading.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
+    pretrained._read_config, pretrained._read = lambda name: copy.deepcopy(config), read
+    pretrained.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
     dist.barrier, dist.gather = lambda: None, lambda values: values
     models.LOGITS_IN_MEMORY, models.CHUNKS_KEPT = 8 * models.LOGITS_IN_MEMORY, 1
     dist.ranks_per_copy, dist.split_layers = share, tensor_parallel.split
@@ -180,7 +183,7 @@ def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 
             row = {"model": model, "ranks": n, "what": what, "GB": found[what] / 1e9}
             row |= {"arithmetic": expected / 1e9, "differs by": f"{expected / found[what] - 1:+.0%}"}
             table.append(row)
-    metrics.print_table(table)
+    progress.print_table(table)
 
 
 if __name__ == "__main__":

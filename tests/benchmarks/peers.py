@@ -74,19 +74,20 @@ def clock():
 
 def make_prompts(source, folder, tokenizer, n):
     """The first n single-turn prompts of at most 128 tokens in prompts.jsonl, one more in one.jsonl."""
-    from common import generate, loading, metrics
+    from common.data import files, prompt_sets
+    from common.loading import pretrained
 
-    words = loading.load_tokenizer(tokenizer, quiet=True)
-    prompts = [p for p in generate.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
+    words = pretrained.load_tokenizer(tokenizer, quiet=True)
+    prompts = [p for p in prompt_sets.load_prompts(source, "train", words, 128) if len(p.turns) == 1]
     for name, chosen in (("prompts", prompts[:n]), ("one", prompts[-1:])):
-        metrics.write_jsonl(f"{folder}/{name}.jsonl", [{"prompt": p.turns[0]["content"]} for p in chosen])
+        files.write_jsonl(f"{folder}/{name}.jsonl", [{"prompt": p.turns[0]["content"]} for p in chosen])
 
 
 def rows_of(folder, key):
     """The rows of a run's metrics.jsonl that have this key."""
-    from common import metrics
+    from common.data import files
 
-    return [row for row in metrics.read_jsonl(f"{folder}/metrics.jsonl") if key in row]
+    return [row for row in files.read_jsonl(f"{folder}/metrics.jsonl") if key in row]
 
 
 def per_second(n, times):

@@ -16,7 +16,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "sft_tiny": ("sft/metrics.png", "python sft.py"),
     "tiny_scores": ("scorers/scores.png", "evaluate --scorers runs/reward runs/advantage_model"),
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
-    "tiny_frontier": ("evaluate/frontier.png", "python -m common.evaluate"),
+    "tiny_frontier": ("evaluate/frontier.png", "python -m common.programs.evaluate"),
     "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),

@@ -8,13 +8,16 @@ import torch
 from calibration import category_spread
 
 import advantage_model
-from common import batches, comparisons, dist, loading, metrics, models, reward_evaluation
+from common import batches, dist, models
 from common.losses import advantage_score
+from common.data import comparisons
+from common.loading import pretrained
+from common.scoring import measures, reward_evaluation
 
 device = torch.device("cpu")
 for name in sys.argv[1:]:
-    tokenizer = loading.load_tokenizer(name, quiet=True)
-    model = dist.shard(loading.load_scorer(name, tokenizer, 2), device)
+    tokenizer = pretrained.load_tokenizer(name, quiet=True)
+    model = dist.shard(pretrained.load_scorer(name, tokenizer, 2), device)
     args = advantage_model.Args(n_others=model.config.advantage_model["n_others"])
     held_out = comparisons.load("tiny", "test", tokenizer, args.max_length)
     held_out, clipped = reward_evaluation.with_policy_answers(held_out, "runs/sft", tokenizer, args, device)
@@ -29,7 +32,7 @@ for name in sys.argv[1:]:
     values = torch.cat(batches.of_each_comparison(scores, model, held_out, 32, True))
     for ratios, of_all in zip(("true", "1"), values.T.tolist()):
         rows = reward_evaluation.scored_rows(held_out, of_all)
-        figures = {**metrics.pair_figures(rows), **metrics.known_figures(rows), **clipped}
+        figures = {**measures.pair_figures(rows), **measures.known_figures(rows), **clipped}
         figures["spread"] = category_spread(rows)
         shown = "accuracy ece ece_low ece_high nll gold/correlation ratio/clipped spread".split()
         print(name, "ratios", ratios, {key: round(figures[key], 4) for key in shown if key in figures})

@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 from experiments import markdown, publish
 
-from common import loading, metrics
 from common.batches import split
-from common.generate import load_prompts
 from common.responses import sample_pairs
+from common.data import files, progress
+from common.data.prompt_sets import load_prompts
+from common.loading import pretrained
+from common.scoring import measures
 
 # rows of data's files; no prompt is in two of them
 SIZES = {"sft": 160, "pairs": 600, "renewed": 200, "prompts": 400, "test": 250}
@@ -86,7 +88,7 @@ def correct(prompts, responses, rows):
 def data(tasks, seed, folder):
     made, begin = rows(tasks, sum(SIZES.values()), seed), 0
     for name, n in SIZES.items():
-        metrics.write_jsonl(f"{folder}/{name}.jsonl", made[begin : begin + n])
+        files.write_jsonl(f"{folder}/{name}.jsonl", made[begin : begin + n])
         begin += n
     Path(folder, "chat.jinja").write_text(TEMPLATE)
 
@@ -106,9 +108,9 @@ def labelled(answers, flipped, rng) -> list[dict]:
 
 def label(policy, prompts, flipped, seed, file):
     """Pairs of a policy's answers, four to each prompt; how many of them are right."""
-    tokenizer = loading.load_tokenizer(policy)
+    tokenizer = pretrained.load_tokenizer(policy)
     prompts = load_prompts(prompts, "train", tokenizer, max_tokens=56)
-    model = loading.load_policy(policy, tokenizer).eval()
+    model = pretrained.load_policy(policy, tokenizer).eval()
     sampled = sample_pairs(model, tokenizer, prompts, n=4, seed=int(seed), max_new_tokens=13, slots=64)
     texts = [answer.text.strip() for _, answer in sampled]
     right = correct([], texts, [prompt.row.data for prompt, _ in sampled])
@@ -117,23 +119,23 @@ def label(policy, prompts, flipped, seed, file):
     task_of = {prompt.question: prompt.category for prompt in prompts}
     for pair in pairs:
         pair["category"] = task_of[pair["prompt"]]
-    metrics.write_jsonl(file, pairs)
+    files.write_jsonl(file, pairs)
     lines = []
     for task in dict.fromkeys(task_of.values()):
         rights = [of_4 for prompt, of_4 in zip(prompts, split(right, 4)) if prompt.category == task]
         right_ones, best = (statistics.fmean(map(f, rights)) for f in (statistics.fmean, max))
         lines.append({"task": task, "right": f"{right_ones:.1%}", "best of 4": f"{best:.1%}"})
-    metrics.print_table(lines)
+    progress.print_table(lines)
     print(f"{len(pairs)} pairs")
 
 
 def likely(folder, *names):
     """FOLDER/likely.jsonl: how probable policies find the right answers to held-out prompts, and the end after
     them."""
-    found, tokenizer = [], loading.load_tokenizer(f"{folder}/sft")
+    found, tokenizer = [], pretrained.load_tokenizer(f"{folder}/sft")
     for name in names:
-        model = loading.load_policy(f"{folder}/{name}", tokenizer).eval()
-        for row in metrics.read_jsonl(f"{folder}/test.jsonl"):
+        model = pretrained.load_policy(f"{folder}/{name}", tokenizer).eval()
+        for row in files.read_jsonl(f"{folder}/test.jsonl"):
             messages = [{"role": "user", "content": row["prompt"]}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             answer = tokenizer(row["completion"], add_special_tokens=False).input_ids
@@ -143,14 +145,14 @@ def likely(folder, *names):
                 logprobs = model.token_logprobs(input_ids, is_answer)[is_answer]
             *words, end = logprobs.exp().tolist()
             found.append({"policy": name, "category": row["category"], "words": math.prod(words), "end": end})
-    metrics.write_jsonl(f"{folder}/likely.jsonl", found)
+    files.write_jsonl(f"{folder}/likely.jsonl", found)
 
 
 # -- tables: lines of markdown, from what all seeds wrote -------------------------------------------
 def right(path, truth) -> list[dict]:
     """The rows of answers in this file, with whether each is right, and its task. truth: the file of prompts."""
-    of_prompt = {row["prompt"]: row for row in metrics.read_jsonl(truth)}
-    rows = metrics.read_jsonl(path)
+    of_prompt = {row["prompt"]: row for row in files.read_jsonl(truth)}
+    rows = files.read_jsonl(path)
     for row in rows:
         asked = of_prompt[row["prompt"][-1]["content"]]
         row["category"], [row["right"]] = asked["category"], correct([], [row["response"]], [asked])
@@ -179,9 +181,9 @@ def gains(folders) -> list[str]:
         mean = lambda key: statistics.fmean(row[key] for row in rows[policy, "all"])
         gained = [""] * (len(parts) + 1)
         if policy != "sft":
-            of = lambda part, key: metrics.gains(rows["sft", part], rows[policy, part], {"gain": key})
+            of = lambda part, key: measures.gains(rows["sft", part], rows[policy, part], {"gain": key})
             figures = [*(of(part, "right") for part in parts), of("all", "score")]
-            gained = [metrics.interval(of_part, "gain") for of_part in figures]
+            gained = [measures.interval(of_part, "gain") for of_part in figures]
         means = [f"{mean('kl'):.1f}", f"{mean('finished'):.0%}"]
         lines.append([f"`{policy}`", f"{mean('right'):.0%}", *gained, *means])
     return markdown(titles, lines)
@@ -191,14 +193,14 @@ def ranked(folders) -> list[str]:
     """How often a scorer prefers the right one of two answers of SFT to a held-out prompt."""
     rows = {}
     for folder in folders:
-        for row in metrics.read_jsonl(folder / "scorers" / "samples.jsonl"):
+        for row in files.read_jsonl(folder / "scorers" / "samples.jsonl"):
             for part in ("all", row["category"]):
                 rows.setdefault((row["scorer"], part), []).append(row)
     names, parts = ([*dict.fromkeys(of)] for of in zip(*rows))
     lines = []
     for name in names:
-        figures = [metrics.pair_figures(rows[name, part]) for part in parts]
-        cells = [f"{metrics.interval(of, 'accuracy', '.0%')} of {of['pairs']:.0f}" for of in figures]
+        figures = [measures.pair_figures(rows[name, part]) for part in parts]
+        cells = [f"{measures.interval(of, 'accuracy', '.0%')} of {of['pairs']:.0f}" for of in figures]
         lines.append([f"`{name}`", *cells])
     return markdown(["", *parts], lines)
 
@@ -222,7 +224,7 @@ def rounds(folders) -> list[str]:
             cells = [f"round {number - 1}" if number > 1 else "SFT", task]
             cells += [f"{statistics.fmean(row['score'] for row in rows):.2f}"]
             cells += [f"{statistics.fmean(row['right'] for row in rows):.0%}"]
-            lines.append([*cells, f"{metrics.accuracy(differences):.0%}", f"{statistics.fmean(best):.0%}"])
+            lines.append([*cells, f"{measures.accuracy(differences):.0%}", f"{statistics.fmean(best):.0%}"])
     titles = ["answers of", "task", "score", "right", "right before wrong", "the best-scored of 8 right"]
     return markdown(titles, lines)
 
@@ -245,7 +247,7 @@ def likelihood(folders) -> list[str]:
     """Mean probabilities of the right words, and of the end after them."""
     found = {}
     for folder in folders:
-        for row in metrics.read_jsonl(folder / "likely.jsonl"):
+        for row in files.read_jsonl(folder / "likely.jsonl"):
             of_task = found.setdefault((folder.name, row["policy"]), {})
             of_task.setdefault(row["category"], []).append((row["words"], row["end"]))
     lines = []

@@ -19,7 +19,7 @@ def trl(args):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from trl import RewardConfig, RewardTrainer
 
-    from common import comparisons
+    from common.data import comparisons
 
     clock = peers.clock()
     tokenizer = AutoTokenizer.from_pretrained(f"{args.models}/policy")
@@ -60,12 +60,13 @@ def ours(args, dataset, batch_size, pairs):
 def prepare(args):
     """The first pairs that fit: what both see once, each in an order of its own. And one pair to hold out;
     rankings of six responses, all of different score, and the same as rows of one pair each."""
-    from common import comparisons, data, loading, metrics
+    from common.data import comparisons, files, mixtures
+    from common.loading import pretrained
 
-    words = loading.load_tokenizer(args.tokenizer, quiet=True)
+    words = pretrained.load_tokenizer(args.tokenizer, quiet=True)
     loaded = [c.row.data for c in comparisons.load(args.dataset, "train", words, 512)]
     rows = {"hh": loaded[: 8 * args.steps], "pair": loaded[-1:], "six": [], "pairs": []}
-    for row in data.load_rows(args.rankings, "rankings"):
+    for row in mixtures.load_rows(args.rankings, "rankings"):
         prompt, short = row.data["instruction"], [r for r in row.data["responses"] if len(r["text"]) < 1200]
         responses = list({r["score"]: r for r in short}.values())[:6]
         if len(responses) < 6 or len(prompt) > 600:
@@ -75,7 +76,7 @@ def prepare(args):
             better, worse = (a, b) if a["score"] > b["score"] else (b, a)
             rows["pairs"].append({"prompt": prompt, "chosen": better["text"], "rejected": worse["text"]})
     for name in rows:
-        metrics.write_jsonl(f"{args.models}/{name}.jsonl", rows[name])
+        files.write_jsonl(f"{args.models}/{name}.jsonl", rows[name])
     args.dataset, args.rankings = f"{args.models}/hh.jsonl", args.models
 
 

@@ -20,7 +20,7 @@ def trl(args):
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from common import data
+    from common.data import message_columns, mixtures
 
     clock = []
 
@@ -29,7 +29,7 @@ def trl(args):
             if "num_tokens" in (logs or {}):
                 clock.append((time.perf_counter(), logs["num_tokens"]))
 
-    dialogues = [data.sft_messages(row.data)[0] for row in data.load_rows(args.dataset, "sft")]
+    dialogues = [message_columns.sft_messages(row.data)[0] for row in mixtures.load_rows(args.dataset, "sft")]
     config = SFTConfig(
         output_dir=tempfile.mkdtemp(), max_steps=args.steps, per_device_train_batch_size=8, max_length=512,
         packing=False, learning_rate=1e-4, **peers.STEPS,

@@ -14,18 +14,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from common import comparisons, data, dist, loading
+from common import dist
+from common.data import comparisons, demonstrations, mixtures
+from common.loading import pretrained
 
 model, dataset, n, kind = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 dist.setup()
-tokenizer, rows = loading.load_tokenizer(model, quiet=True), data.load_rows(dataset, "preferences")
+tokenizer, rows = pretrained.load_tokenizer(model, quiet=True), mixtures.load_rows(dataset, "preferences")
 pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])
 with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
     for i in range(n):
         sides = rows[i % len(rows)].data.items()
         print(json.dumps({name: text.replace(": ", f": {i} ", 1) for name, text in sides}), file=file)
     file.flush()
-    load = comparisons.load if kind == "pairs" else data.load_sft
+    load = comparisons.load if kind == "pairs" else demonstrations.load_sft
     before, start, cpu = pages(), time.time(), time.process_time()
     made = load(file.name, split="train", tokenizer=tokenizer, max_length=1024)
     spent = time.process_time() - cpu, time.time() - start

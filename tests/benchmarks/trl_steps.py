@@ -29,7 +29,7 @@ def make_inputs(folder):
     import torch
     from transformers import LlamaForSequenceClassification
 
-    from common import metrics, tiny
+    from common.data import files, tiny
 
     policy = tiny.model()
     policy.save_pretrained(f"{folder}/policy")
@@ -45,14 +45,14 @@ def make_inputs(folder):
     ):
         for file, split, n in ((name, "train", enough), (f"few_{name}", "test", ROWS)):
             of_prompt = {row["prompt"]: {key: row[key] for key in columns} for row in tiny.rows(kind, split)}
-            metrics.write_jsonl(f"{folder}/{file}.jsonl", list(of_prompt.values())[:n])
+            files.write_jsonl(f"{folder}/{file}.jsonl", list(of_prompt.values())[:n])
 
 
 def ours(script, folder):
     """Runs the script in `folder`/SCRIPT. Returns its losses and learning rates, and the file of its rows."""
     import torch
 
-    from common import metrics
+    from common.data import files
 
     module, out = importlib.import_module(script), f"{folder}/{script}"
     options = {
@@ -77,7 +77,7 @@ def ours(script, folder):
                 weight_decay=DECAY, max_grad_norm=1.0, save_every=0, **options,
             )
         )  # fmt: skip
-    steps = [row for row in metrics.read_jsonl(f"{out}/metrics.jsonl") if LOSSES[script] in row]
+    steps = [row for row in files.read_jsonl(f"{out}/metrics.jsonl") if LOSSES[script] in row]
     return {
         "losses": [row[LOSSES[script]] for row in steps],
         "rates": [row["optim/lr"] for row in steps],

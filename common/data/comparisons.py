@@ -1,0 +1,361 @@
+"""Pairs and rankings -> comparisons (batches.Comparison): `load` reads rows of the preference and ranking
+formats, filters them, and says what it dropped and why."""
+
+import collections
+import contextlib
+import functools
+import itertools
+import math
+import zlib
+
+import torch
+
+from common import dist, models
+from common.batches import RATINGS, Comparison, labelled_pairs, of_each_comparison, printable, random_subset
+from common.batches import turns_key
+from common.errors import InputError
+from common.data import chat, formats, mapping, message_columns, mixtures, progress, splits
+
+MARGINS = {  # Llama 2, table 27: m by rating
+    "small": dict(zip(RATINGS, (1, 2 / 3, 1 / 3, 0))),
+    "large": dict(zip(RATINGS, (3, 2, 1, 0))),
+}
+
+OF_EACH = ("gold", "utility", "is_safe", "behavior_logprobs")  # what `column` is asked for
+
+
+# -- rows -> comparisons ---------------------------------------------------------------------------
+def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
+    """The comparisons of a data set (mixtures.load_rows' `spec`; of `tiny`, the pairs), filtered, the same
+    on every rank. What is dropped, and why, is printed; InputError if nothing is left.
+
+    max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
+      scored at its end token. min_score_gap: a pair whose scores differ by less is left out, of rankings
+      too. max_per_prompt: the first rows of a prompt that count."""
+    per_prompt = collections.Counter()
+    rows = joined(mixtures.load_rows(spec, "preferences", split), tokenizer)
+    labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
+    labelled = mapping.read(rows, labelled, spec, "comparisons", tokenizer)
+    tokens = mapping.map_over_ranks(labelled, lambda c: chat.encode_responses(tokenizer, c.prompt, c.texts))
+
+    def comparison(row, c, tokens):
+        chat.check_known(tokenizer, tokens[0])
+        c = _with_ids(c._replace(row=row), *tokens, max_length)
+        if max_per_prompt and per_prompt[c.key] >= max_per_prompt:
+            raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
+        per_prompt[c.key] += 1
+        return c
+
+    loaded = mapping.map_rows(rows, comparison, spec, tokens)
+    pairs = [c for c in loaded if len(c.texts) == 2]
+    labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
+
+    def unopposed(c):  # where a row says that a is better and another that b is, neither is kept
+        if labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])}:
+            raise ValueError("another row has the opposite label for the same responses")
+        return c
+
+    kept = mapping.map_rows(loaded, unopposed, spec)
+    n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
+    if n_left_out and dist.is_main():
+        why = f"longer than {max_length} tokens, or the same as another one"
+        print(f"{spec}: left out {n_left_out:,} responses of rankings, {why}")
+    return kept
+
+
+def joined(rows, tokenizer=None):
+    """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
+    which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
+    kept, single = [], collections.defaultdict(list)
+    for row in rows:
+        column = "score" if row.data.get("label") is None else "label"
+        paths = {*row.read, column}
+        cells = mapping.cells_of({**row.data, "label": None}, paths, tokenizer)
+        try:
+            if "chosen" in cells or "responses" in cells:
+                raise ValueError("it is a pair or a ranking already")
+            number = formats.number(row.data.get(column))
+            *prompt, last = message_columns.sft_messages(cells)[0]
+        except ValueError:  # as its reader will
+            kept.append(row)
+        else:
+            single[column, turns_key(prompt)].append((row._replace(read=paths), prompt, last, number))
+    for (column, _), rows in single.items():
+        pairs = [(a, b) for a, b in itertools.product(rows, rows) if a[-1] > b[-1]]
+        for (row, prompt, chosen, score), (_, _, rejected, other) in pairs:
+            sides = {"messages": prompt, "chosen": [chosen], "rejected": [rejected]}
+            if column == "score":
+                sides.update(chosen_score=score, rejected_score=other)
+            kept.append(row._replace(data={**row.data, **sides}))
+        kept += [] if pairs else [row for row, *_ in rows]
+    return kept
+
+
+def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
+    """The training and the held-out comparisons of a command; a table of both is printed."""
+    limits = {"min_score_gap": args.min_score_gap, "max_per_prompt": args.max_pairs_per_prompt}
+    load_one = functools.partial(load, tokenizer=tokenizer, max_length=args.max_length, **limits)
+    train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
+    if args.balance_categories and not any(c.category for c in train):
+        raise InputError(f"--balance-categories: {args.dataset} has no column category")
+    progress.print_table(statistics(train, held_out))
+    return train, held_out
+
+
+def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comparison]]:
+    """(training, held-out) pairs of --offline-data; of a ranking, the best against the worst. No prompt of
+    the held-out prompts is trained on."""
+    if not args.offline_data:
+        return [], []
+
+    def load_one(spec, split):
+        return [best_and_worst(c) for c in load(spec, split, tokenizer, args.max_length)]
+
+    train, test = splits.train_and_held_out(args.offline_data, None, load_one, tokenizer)
+    train = splits.without_prompts_of(train, held_out, args.offline_data)
+    return random_subset(train, args.offline_pairs), random_subset(test, 500)
+
+
+def best_and_worst(c) -> Comparison:
+    """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
+    if len(c.texts) == 2:
+        return c
+    pair = select_responses(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])
+    return pair._replace(ranks=torch.tensor([0, 1]))
+
+
+def select_responses(c, places):
+    """The comparison of its responses at these places."""
+    columns = {"texts": c.texts, "response_ids": c.response_ids, "label_scores": c.label_scores}
+    columns = {name: column and [column[i] for i in places] for name, column in columns.items()}
+    return c._replace(ranks=c.ranks[places], kept=tuple(c.kept[i] for i in places), **columns)
+
+
+def _labelled(row, min_score_gap) -> Comparison:
+    """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
+    values = row.data
+    category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
+    labels = {"category": printable(category)}
+    if values.get("responses") is not None:
+        prompt, texts, label_scores = _ranking(values, values["responses"])
+        ranks = _ranks(label_scores, min_score_gap)
+    else:
+        prompt, texts = _pair(values)
+        label_scores, ranks, rating = None, [0, 1], values.get("rating")
+        for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
+            if label_scores is None and all(name in values for name in names):
+                label_scores = [_number(values, name, -math.inf, math.inf) for name in names]
+        if rating is not None and rating not in RATINGS:
+            raise formats.unreadable("rating", rating, f"none of {', '.join(RATINGS)}")
+        preference = _number(values, "preference", 0, 1)
+        if label_scores and _ahead(label_scores, preference) < _least(min_score_gap):
+            raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
+        margin = _number(values, "margin", 0, math.inf)
+        labels.update(rating=rating, margin=margin, preference=preference)
+        if preference is not None:  # 1/2 is a label too, of a tie
+            ranks = [int(preference < 0.5), int(preference > 0.5)]
+    if len({text.strip() for text in texts}) < 2:
+        raise ValueError("the responses are the same")
+    for text in texts:
+        messages = message_columns.check_messages([*prompt, {"role": "assistant", "content": text}])
+    ranks = torch.tensor(ranks, dtype=torch.float64 if isinstance(ranks[0], float) else torch.long)
+    prompt, source = messages[:-1], row.where.rpartition(":")[0]
+    labels.update(label_scores=label_scores, kept=tuple(range(len(texts))))
+    for name in OF_EACH:
+        _of_each(values, name, labels["kept"])  # now, while it is noted what is read
+    return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
+
+
+def _with_ids(c, prompt_ids, response_ids, max_length):
+    """The comparison of the different responses that are short enough. ValueError as _labelled's."""
+    first = {text.strip(): i for i, text in reversed([*enumerate(c.texts)])}  # of equal texts the first one
+    fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
+    if c.row.data.get("responses") is not None:
+        fits.sort(key=c.ranks.tolist().__getitem__)  # best first, as the chosen one of a pair
+    if len(fits) < 2:
+        raise ValueError(f"longer than {max_length} tokens (--max-length)")
+    prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
+    c = select_responses(c._replace(prompt_ids=prompt_ids, response_ids=response_ids), fits)
+    if not labelled_pairs(c) and c.preference is None:
+        raise ValueError("no response is better than another")
+    return c
+
+
+def with_margins(comparisons, size) -> list[Comparison]:
+    """With Llama 2's m for every two responses of a comparison, (K, K): MARGINS[size] by the column rating,
+    else the column margin, else by scores: the largest m, times a difference's share of the largest one of
+    its data set, for each has its own units. size "none": unchanged. InputError names a row that has none of
+    these."""
+    if size == "none":
+        return comparisons
+    largest = collections.Counter()  # data set -> its largest difference of scores
+    for c in comparisons:
+        largest[c.source] = max(largest[c.source], max(c.label_scores or [0]) - min(c.label_scores or [0]))
+
+    def margins(c):
+        margin = c.margin if c.rating is None else MARGINS[size][c.rating]
+        if margin is not None:
+            return torch.full((len(c.texts), len(c.texts)), float(margin))
+        if c.label_scores is None:
+            raise InputError(f"{c.row.where}: no rating, margin or scores for --margin {size}")
+        label_scores = torch.tensor(c.label_scores)
+        scale = max(MARGINS[size].values()) / (largest[c.source] or 1.0)
+        return (label_scores[:, None] - label_scores[None, :]).abs() * scale
+
+    return [c._replace(margins=margins(c)) for c in comparisons]
+
+
+def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
+    """(prompt messages, two texts, P(the first is the better one) by the row's label) of a preference row; of
+    a ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
+    are a pair without a label. ValueError says why there is none."""
+    responses = values.get("responses")
+    if responses is None:
+        prompt, texts = _pair(values)
+        label = _number(values, "preference", 0, 1)
+        return prompt, texts, 1.0 if label is None else label
+    if isinstance(responses, list) and all(isinstance(r, dict) and "score" not in r for r in responses):
+        prompt, texts, _ = _ranking(values, [{**r, "score": i} for i, r in enumerate(responses[:2])])
+        return prompt, texts, None
+    prompt, texts, label_scores = _ranking(values, responses)
+    twos = itertools.permutations(zip(texts, label_scores), 2)
+    pairs = [(a, b) for a, b in twos if a[1] != b[1] and a[0].strip() != b[0].strip()]
+    if not pairs:
+        raise ValueError("no response is better than another")
+    (first, grade), (second, other) = pairs[zlib.crc32(where.encode()) % len(pairs)]
+    return prompt, [first, second], float(grade > other)
+
+
+def column(comparison, name) -> list | None:
+    """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
+    rejected_`name`; None if it does not say it of all."""
+    return _of_each(comparison.row.data, name, comparison.kept)
+
+
+def _of_each(values, name, kept):
+    if values.get("responses") is not None:
+        of_each = [values["responses"][i].get(name) for i in kept]
+    else:
+        of_each = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in kept]
+    return None if None in of_each else of_each
+
+
+def _ranking(values, responses):
+    """(prompt messages, texts, scores) of a row with these `responses`."""
+    texts, label_scores = message_columns.ranking(responses)
+    if len(texts) < 2:
+        raise ValueError("a ranking needs two responses or more")
+    return message_columns.check_prompt(message_columns.prompt_of(values) or [], values), texts, label_scores
+
+
+def _ranks(label_scores, gap):
+    """Ranks that differ by 1 or more where scores differ by `gap` or more: what lies between two responses
+    does not make them equal. Without a gap the number of better scores."""
+    if gap:
+        return [(max(label_scores) - grade) / _least(gap) for grade in label_scores]
+    better = sorted(set(label_scores), reverse=True)
+    return [better.index(grade) for grade in label_scores]
+
+
+def _least(gap) -> float:
+    """The least difference that counts as `gap`: 0.9 - 0.8 is less than 0.1, in float32 by a millionth."""
+    return gap * (1 - 1e-4)
+
+
+def _ahead(label_scores, preference) -> float:
+    """How much higher the score of the side is that a soft label says is better; of a tie of either side."""
+    ahead = label_scores[0] - label_scores[1]
+    if preference == 0.5:
+        return abs(ahead)
+    return ahead if preference is None or preference > 0.5 else -ahead
+
+
+def _no_pair(values) -> ValueError:
+    """What is wrong with a row that has neither two sides nor responses."""
+    if values.keys() >= {"chosen", "rejected"}:
+        return ValueError("no response")
+    for name in [name for name in ("label", "score") if name in values]:
+        formats.number(values[name], name)
+        with contextlib.suppress(formats.WrongColumns):
+            message_columns.sft_messages({**values, "label": None})
+            return ValueError("no other completion of its prompt has another label or score")
+    return formats.WrongColumns(values, "preference")
+
+
+def _pair(values):
+    """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
+    if "chosen" not in values or "rejected" not in values:
+        raise _no_pair(values)
+    (*prompt, chosen), (*other, rejected) = (
+        message_columns.check_messages(message_columns.answered(values, values[side]), values)
+        for side in ("chosen", "rejected")
+    )
+    if turns_key(prompt) != turns_key(other):
+        raise ValueError("chosen and rejected have different prompts")
+    if more := (chosen.keys() | rejected.keys()) - {"role", "content"}:
+        why = f"chosen or rejected has {', '.join(sorted(more))}, as only demonstrations may"
+        raise ValueError(why)
+    return prompt, [chosen["content"], rejected["content"]]
+
+
+def _number(values, name, low, high):
+    value = values.get(name)
+    if value is None:
+        return None
+    number = formats.number(value, name)
+    if isinstance(value, bool) or not low <= number <= high:
+        raise formats.unreadable(name, value, f"no number from {low} to {high}")
+    return number
+
+
+def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
+    """One row a data set, those held out below: its rows, different prompts and pairs, and the mean tokens of
+    a prompt and of the two responses of a pair (RLHF Workflow, table 1)."""
+    table = []
+    for note, comparisons in (("", train), (" (held out)", held_out)):
+        for source in sorted({c.source for c in comparisons}):
+            rows = [c for c in comparisons if c.source == source]
+            pairs = [[len(c.response_ids[i]) for i in pair] for c in rows for pair in labelled_pairs(c)]
+            chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
+            prompts = sum(len(c.prompt_ids) for c in rows) / len(rows)
+            table.append({
+                "data": source + note, "rows": len(rows), "prompts": len({c.key for c in rows}),
+                "pairs": len(pairs), "prompt_tokens": prompts, "chosen_tokens": chosen,
+                "rejected_tokens": rejected,
+            })  # fmt: skip
+    return table
+
+
+def describe(comparison) -> dict:
+    """A comparison as a row of samples.jsonl and of the measures in measures.py, without its scores."""
+    of_each = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
+    responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in of_each]
+    for name in ("gold", "utility", "is_safe"):  # two are the tiny world's
+        values = column(comparison, name) or []
+        if all(value in (0, 1) if name == "is_safe" else type(value) is float for value in values):
+            for response, value in zip(responses, values):
+                response[name] = value
+    row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
+    soft = {} if comparison.preference is None else {"preference": comparison.preference}
+    return {**row, **soft, "responses": responses}
+
+
+def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch: int) -> list[int]:
+    """Indices of one epoch: every comparison once, or, balanced, as many draws with every category equally
+    likely (Qwen balances its prompts over some 6,600 tags)."""
+    if not balanced:
+        return dist.shuffled(len(comparisons), seed, "order", epoch)
+    counts = collections.Counter(c.category for c in comparisons)
+    weights = torch.tensor([1.0 / counts[c.category] for c in comparisons])
+    generator = torch.Generator().manual_seed(dist.seed_of(seed, "order", epoch))
+    return torch.multinomial(weights, len(comparisons), replacement=True, generator=generator).tolist()
+
+
+@torch.no_grad()
+def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
+    """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
+    every rank. Every rank must call it."""
+    each = [c._replace(response_ids=[ids]) for c in comparisons for ids in c.response_ids]
+    forward = lambda model, batch: models.response_logprobs(model, batch).tolist()
+    logprobs = of_each_comparison(forward, model, each, micro_batch_size, share_prompt=False)
+    return list(torch.tensor(logprobs).split([len(c.response_ids) for c in comparisons]))

@@ -1,0 +1,37 @@
+"""Rows of demonstrations -> documents: token ids with a response mask (batches.Document)."""
+
+import torch
+
+from common import dist
+from common.batches import Document, Row
+from common.data import chat, mapping, message_columns, mixtures, splits
+
+
+def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
+    """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
+    row without a response, or room for one, is dropped; both are counted. InputError if nothing is left."""
+
+    def document(row, dialogue, tokens):
+        nonlocal cut
+        (messages, all_turns), (ids, mask) = dialogue, tokens
+        chat.check_known(tokenizer, ids)
+        if not any(mask[1:max_length]):
+            raise ValueError(f"the prompt fills all {max_length} tokens (--max-length)")
+        cut += len(ids) > max_length
+        ids, mask = torch.tensor(ids[:max_length], dtype=torch.int32), torch.tensor(mask[:max_length])
+        return Document(ids, mask, messages, row, all_turns=all_turns)
+
+    cut = 0
+    dialogue_of = lambda row: message_columns.sft_messages(row.data)
+    dialogues = mapping.read(rows, dialogue_of, name, "demonstrations", tokenizer)
+    tokens = mapping.map_over_ranks(dialogues, lambda x: chat.encode(tokenizer, *x))
+    documents = mapping.map_rows(rows, document, name, tokens)
+    if cut and dist.is_main():
+        print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")
+    return documents
+
+
+def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) -> list[Document]:
+    """load_rows and sft_documents, without the prompts of `held_out`."""
+    documents = sft_documents(mixtures.load_rows(spec, "sft", split), tokenizer, max_length, spec)
+    return splits.without_prompts_of(documents, held_out, spec)

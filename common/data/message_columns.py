@@ -1,0 +1,232 @@
+"""The columns of a row -> chat messages, {role, content}. docs/data.md has a table of the formats.
+
+Each reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints these.
+"""
+
+import contextlib
+import re
+
+from common.data import formats
+from common.data.formats import WrongColumns
+
+DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns of messages
+
+ALIASES = {
+    "system": "system developer", "user": "user human prompter",
+    "assistant": "assistant gpt chatgpt bing bard claude model bot ai",
+}  # fmt: skip
+ROLES = {alias: role for role, aliases in ALIASES.items() for alias in aliases.split()}
+FLAGS = ("weight", "train", "training", "loss")  # keys of a message, false or 0 where it is not learnt
+CALLS = ("tool_calls", "function_call")
+MALFORMED = "a message is not {role, content} with text in both"
+
+
+def sft_messages(row: dict) -> tuple[list[dict], bool]:
+    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A
+    turn that is no target has `weight` 0. ValueError says what is wrong with the row. docs/data.md lists the
+    columns."""
+    row = formats.cells(row)
+    if "label" in row and "chosen" not in row and "responses" not in row:
+        if row["label"] not in (False, True):
+            raise formats.unreadable("label", row["label"], "neither true nor false")
+        if not row["label"]:
+            raise ValueError("its label is not true, so the completion is not learnt")
+    dialogue = dialogue_of(row)
+    if dialogue and dialogue[-1]["role"] == "assistant":
+        return check_messages(dialogue, row), True
+    if "completion" in row and prompt_of(row):
+        answer = turns(row["completion"], "assistant")
+        if sum(turn["role"] == "assistant" for turn in answer) > 1:
+            raise ValueError("the completion has several answers: write the dialogue as messages")
+        messages = answered(row, answer)
+    elif "output" in row and "instruction" in row:
+        messages = answered(row, row["output"], instruction(row))
+    elif "responses" in row and prompt_of(row) is not None:
+        texts, scores = ranking(row["responses"])
+        messages = answered(row, texts[scores.index(max(scores))] if texts else None)
+    elif "chosen" in row:
+        messages = answered(row, row["chosen"])
+    elif row.keys() & {*DIALOGUES, "completion", "output", "responses", "chosen"} and prompt_of(row):
+        raise ValueError("no response")
+    else:
+        raise WrongColumns(row, "SFT")
+    return check_messages(messages, row), False
+
+
+def dialogue_of(row) -> list[dict]:
+    """The messages of the first of DIALOGUES that a row has."""
+    return next((turns(row[name]) for name in DIALOGUES if row.get(name)), [])
+
+
+def prompt_of(row, text=None) -> list[dict] | None:
+    """The messages before an answer, by the row's columns of a dialogue, or of a question, with `history`
+    before it; None without these. text: read in place of them all but `history`."""
+    dialogue = dialogue_of(row) if text is None else []
+    while dialogue and dialogue[-1]["role"] == "assistant":
+        dialogue.pop()
+    if dialogue:
+        return dialogue
+    text = question(row) if text is None else text
+    if text is None:
+        return None
+    history, earlier = row.get("history", []), []
+    if history in ("", text):  # SHP's is the prompt itself
+        history = []
+    for turn in history if isinstance(history, list) else [history]:
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise formats.unreadable("history", history, "no list of [question, answer]")
+        earlier += turns(turn[0], "user") + turns(turn[1], "assistant")
+    return earlier + turns(text, "user")
+
+
+def question(row):
+    """The column `prompt`, or the row's `instruction`; None without either."""
+    if "prompt" in row:
+        return row["prompt"]
+    return instruction(row) if "instruction" in row else None
+
+
+def instruction(row):
+    """The column `instruction` with the text of `input` behind it."""
+    text, extra = row["instruction"], row.get("input")
+    if not isinstance(extra, str | None):
+        raise ValueError(f"input is {type(extra).__name__}, wanted text")
+    return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
+
+
+def answered(row, answer, text=None) -> list[dict]:
+    """The messages of the row's prompt and this answer, which may be a whole dialogue: of a prompt beside it
+    a system turn alone may not be in it. text: as of prompt_of."""
+    prompt = prompt_of(row, text)
+    if prompt is not None and not is_dialogue(answer):
+        return prompt + turns(answer, "assistant")
+    dialogue = turns(answer)
+    there = [(turn["role"], turn["content"].strip()) for turn in dialogue]
+    missing = [turn for turn in prompt or [] if (turn["role"], turn["content"].strip()) not in there]
+    if any(turn["role"] != "system" for turn in missing) or missing and there[0][0] == "system":
+        raise ValueError("the prompt is not that of the dialogue beside it")
+    return missing + dialogue
+
+
+def is_dialogue(value):
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return ROLES.get(str(value[0].get("role") or value[0].get("from")).lower()) != "assistant"
+    return isinstance(value, str) and value.startswith("\n\nHuman:")
+
+
+def ranking(responses) -> tuple[list[str], list[float]]:
+    """(texts, scores) of a column of {text, score}."""
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        texts, scores = [r["text"] for r in responses], [formats.number(r["score"]) for r in responses]
+        if all(isinstance(text, str) for text in texts):
+            return texts, scores
+    raise ValueError("responses is no list of {text, score}")
+
+
+def turns(value, role=None):
+    """The messages in a column: a list of them, or one; the text of one turn of `role`; in a prompt, or
+    without a role, an HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
+    if isinstance(value, list | dict):
+        return [message(turn) for turn in (value if isinstance(value, list) else [value])]
+    column = "prompt" if role == "user" else "response"
+    if role and value is None:
+        raise ValueError(f"no {column}")
+    if role and not isinstance(value, str):
+        raise ValueError(f"the {column} is {type(value).__name__}, wanted text or messages")
+    if role and not (role == "user" and is_dialogue(value)):
+        return [{"role": role, "content": value}]
+    pieces = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
+    if pieces[0].strip() or len(pieces) < 3:
+        raise ValueError("neither a list of messages nor a dialogue of \\n\\nHuman: and \\n\\nAssistant:")
+    if role and not pieces[-1].strip():  # "\n\nAssistant:" at its end only opens the answer
+        pieces = pieces[:-2]
+    names = {"Human": "user", "Assistant": "assistant"}
+    return [{"role": names[who], "content": text} for who, text in zip(pieces[1::2], pieces[2::2])]
+
+
+def message(value) -> dict:
+    """A message, or one of ShareGPT's, as {role, content}, with `weight` 0 where it says that it is not to be
+    learnt, and with the keys that the chat template reads. ValueError rather than losing anything else."""
+    value = formats.cells(value)
+    name = isinstance(value, dict) and (value["role"] if "role" in value else value.get("from"))
+    if not isinstance(name, str):
+        raise ValueError(MALFORMED)
+    if name.strip().lower() not in ROLES:
+        raise ValueError(f"a message of role {repr(name)[:40]}, wanted system, user or assistant")
+    for key in CALLS:
+        if value.get(key):
+            raise ValueError(f"a message has {key}, which are not supported")
+    made = {"role": ROLES[name.strip().lower()], "content": text_of(value)}
+    for key in FLAGS:
+        if key in value and value[key] not in (0, 1):
+            raise ValueError(f"{key} {repr(value[key])[:40]} of a message, wanted 0 or 1")
+        if key in value and not value[key]:
+            made["weight"] = 0
+    read_keys = {"role", "from", "content", "value", *FLAGS, *CALLS}
+    more = [key for key in value if key in value and key not in read_keys and value.passes(key)]
+    return {**made, **{key: value[key] for key in more}}
+
+
+def text_of(message: dict) -> str:
+    """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
+    content = message["content"] if "content" in message else message.get("value")
+    if isinstance(content, list) and content:
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise ValueError(f"a message has a part of type {repr(kind)[:40]}, wanted text")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise ValueError("the content of a message is null" if content is None else MALFORMED)
+    return content
+
+
+def check_messages(messages, row=None) -> list[dict]:
+    """Messages, ending in the assistant's turn, as `message` gives them, after the text of the row's column
+    `system` unless they have a system turn. ValueError says what is wrong with them."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("no messages")
+    messages = [message(turn) for turn in messages]
+    *earlier, last = [(m["role"], m["content"].strip()) for m in messages]
+    if last[0] != "assistant" or not last[1]:
+        raise ValueError("no response")
+    if ("assistant", "") in earlier:
+        raise ValueError("an earlier answer is empty")
+    if not any(text for _, text in earlier):
+        raise ValueError("no prompt")
+    if row and all(m["role"] != "system" for m in messages) and row.get("system"):
+        if not isinstance(row["system"], str):
+            raise ValueError(f"system is {type(row['system']).__name__}, wanted text")
+        messages = [{"role": "system", "content": row["system"]}, *messages]
+    if re.search("[\ud800-\udfff]", "".join(str(x) for m in messages for x in m.values())):
+        raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
+    return messages
+
+
+def check_prompt(messages: list, row=None) -> list[dict]:
+    """check_messages for what an answer follows."""
+    return check_messages([*messages, {"role": "assistant", "content": "an answer"}], row)[:-1]
+
+
+def transcript(messages: list[dict]) -> str:
+    """Messages as one text: a single one is its text, several are lines of `role: text`."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
+
+
+def prompt_turns(row: dict) -> list[dict]:
+    """The messages that a response follows, the column `system` first: those of prompt_of, or of
+    `chosen` as a whole dialogue, without an assistant's turn at the end. ValueError: why there are none."""
+    row = formats.cells(row)
+    if is_dialogue(dict.get(row, "chosen")):  # looked at, not read
+        messages = answered(row, row["chosen"])
+    else:
+        messages = prompt_of(row)
+    if messages is None:
+        raise formats.WrongColumns(row, "prompt")
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError("no message of the user at the end")
+    return check_prompt(messages, row)

@@ -1,0 +1,176 @@
+"""Data set names -> rows: `tiny`, files (formats.py), names on the hub, and mixtures of them.
+
+`load_rows` reads what --dataset and its siblings name (docs/data.md). Every rank holds all rows.
+"""
+
+import itertools
+import re
+import zlib
+from pathlib import Path
+
+from common import dist
+from common.batches import Row, random_subset
+from common.errors import InputError
+from common.data import formats, progress, tiny
+from common.data.formats import columns
+
+# Of a mixture: source ? items : weight, with a point, for items may hold a colon; or source : weight
+PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+))?|:(\d*\.?\d+))?")
+ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
+QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
+
+TINY = {  # the options of tiny: name -> what it may be
+    "seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety",
+    "kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+",
+}  # fmt: skip
+
+
+def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
+    """All rows of `spec`, sources as in docs/data.md with commas between them, the same on every rank.
+
+    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
+    listed = sources(spec)
+    names = [Path(source).name for source, *_ in listed]  # files of one name are told apart by their folders
+    names = [source if names.count(name) > 1 else name for name, (source, *_) in zip(names, listed)]
+    data_sets = [_read(source, name, items, kind, split) for name, (source, items, _) in zip(names, listed)]
+    weights = [weight for *_, weight in listed if weight is not None]
+    if weights:
+        if len(weights) < len(data_sets) or min(weights) <= 0:
+            raise InputError(f"{_flag(spec)}: give every part a weight above 0, or none of them")
+        # The largest mixture of these proportions that needs no row twice
+        scale = min(len(rows) / weight for rows, weight in zip(data_sets, weights))
+        sizes = [round(weight * scale) for weight in weights]
+        if 0 in sizes:
+            source, _, weight = listed[sizes.index(0)]
+            why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
+            raise InputError(f"{_flag(source)}: {why}")
+        data_sets = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(data_sets, sizes)]
+    rows = list(itertools.chain(*data_sets))
+    fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
+    dist.barrier()  # some machines read for longer than a collective may last
+    if len(set(dist.gather([fingerprint]))) > 1:
+        raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
+    return rows
+
+
+def _prompt_or_place(row):
+    """The key of a row in a mixture, which random_subset hashes: completions of one prompt stay together, no
+    sorted file is cut at its end."""
+    prompt = [row.data.get(column) for column in QUESTION]
+    return repr(prompt) if any(prompt) else row.where
+
+
+def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
+    """(source, its items as (column, sign, name or value), weight) of every part of load_rows' `spec`.
+    InputError for a part that cannot be, a file that is none."""
+    results = []
+    for part in spec.split(","):
+        match = PART.fullmatch(part.strip())
+        items = [ITEM.fullmatch(item) for item in (match and match[2] or "").split("&") if item]
+        if not match or not all(items):
+            raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
+        source, weight = match[1], match[3] or match[4]
+        flags.setdefault(source, flags.get(spec, "--dataset"))
+        if is_tiny(source):
+            _tiny_options(source)
+        elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
+            wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
+            raise InputError(f"{_flag(source)}: no such file, or {wanted}")
+        results.append((source, [item.groups() for item in items], weight and float(weight)))
+    return results
+
+
+def sources_of(args) -> list[str]:
+    """The sources of all data sets of a command, whose flags errors name from now on. InputError for one that
+    cannot be there."""
+    names = [name for name in vars(args) if name.endswith(("dataset", "_data"))]
+    names = [name for name in names if getattr(args, name) is not None]
+    flags.clear()
+    flags.update({getattr(args, name): f"--{name.replace('_', '-')}" for name in names})
+    return [source for name in names for source, *_ in sources(getattr(args, name))]
+
+
+flags = {}  # a data set, or a part of one -> the flag that gave it
+
+
+def _flag(spec):
+    return f"{flags.get(spec, '--dataset')} {spec}"
+
+
+def with_columns(spec: str, columns: str) -> str:
+    """`spec` with the items of "question=prompt,score>=2" in every part that is not tiny."""
+    specs = []
+    for source, items, weight in sources(spec):
+        items = ["".join(item) for item in items] + ([] if is_tiny(source) else columns.split(","))
+        specs.append(f"{source}{'?' * bool(items)}{'&'.join(items)}{'' if weight is None else f':{weight}'}")
+    return ",".join(specs)
+
+
+def is_tiny(spec: str) -> bool:
+    """True if all of a data set comes from the tiny world, so that its gold scores are defined."""
+    return all(re.split("[:?]", part.strip())[0] == "tiny" for part in spec.split(","))
+
+
+def _read(source, name, items, kind, split):
+    path = Path(source)
+    if is_tiny(source):
+        options = _tiny_options(source)
+        kind = options.pop("kind", kind)
+        name, rows = f"tiny/{kind}", enumerate(tiny.rows(kind, split, **options), 1)
+    elif path.is_file():
+        rows = formats.read_file(path)
+    else:
+        import datasets
+
+        name, _, part = source.removesuffix("]").partition("[")
+        config, _, part = part.rpartition("/")
+        try:
+            rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
+        except Exception as error:  # no such name, no such split, no network, ...
+            raise InputError(f"{_flag(source)}: no such file, and the hub gave: {error}") from error
+    if kind == "prompts" and path.suffix.lower() == ".txt":
+        items = [("text", "=", "prompt"), *items]
+    rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
+    read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
+    conditions, made = {column for column, sign, _ in items if sign != "="}, []
+    for row in rows:
+        values, used = read_as(row.data)
+        made.append(Row(row.where, values, frozenset(conditions | used)))
+    return made
+
+
+def _select(rows, items, source):
+    """The rows that meet the conditions among `items`, with the columns that these rename, item by item."""
+    for column, sign, value in items:
+        there = {name for row in rows for name, cell in row.data.items() if cell is not None}
+        if column not in there:
+            raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
+        if sign == "=":
+            for i, row in enumerate(rows):
+                if row.data.get(column) not in (None, ""):
+                    cells = {name: cell for name, cell in row.data.items() if name != column}
+                    rows[i] = row._replace(data={**cells, value: row.data[column]})
+        else:
+            n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
+            progress.note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
+    if not rows:
+        raise InputError(f"{source}: the data set is empty{', or no row meets its conditions' * bool(items)}")
+    return rows
+
+
+def _meets(cell, sign, value):
+    """Compared as numbers, or, where one is none, with == as text. A cell without a value meets nothing."""
+    try:
+        return float(cell) == float(value) if sign == "==" else float(cell) >= float(value)
+    except (TypeError, ValueError, OverflowError):
+        return sign == "==" and cell is not None and str(cell).lower() == value.lower()
+
+
+def _tiny_options(source):
+    """The options of tiny.rows, and perhaps `kind`, in "tiny:key=value:key=value"."""
+    options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
+    if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
+        wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
+        raise InputError(f"{_flag(source)}: tiny takes options like {wanted} (docs/data.md)")
+    kinds = {"seed": int, "length_bias": float}
+    return {name: kinds.get(name, str)(value) for name, value in options.items()}

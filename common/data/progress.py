@@ -1,0 +1,49 @@
+"""Print while rows are read and steps are taken: progress bars, tables, notes. Only rank 0 prints."""
+
+import functools
+import math
+import sys
+
+from tqdm import tqdm
+
+from common import dist
+
+
+@functools.cache
+def note(text):
+    """Print it on rank 0, once."""
+    if dist.is_main():
+        print(text)
+
+
+def progress(total: int, start: int, name: str, rows=None, lines=True):
+    """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
+    Where stderr is no terminal, about twenty plain lines, or none with lines=False. Show at most three
+    figures with `set_postfix`, refresh=False."""
+    options = {"total": total, "initial": start, "desc": name, "unit": "step" if lines else "row"}
+    if sys.stderr.isatty():
+        return tqdm(rows, dynamic_ncols=True, leave=lines, disable=not dist.is_main(), **options)
+    options.update(miniters=math.ceil(total / 20), mininterval=0, maxinterval=60, ncols=0)
+    return Lines(rows, disable=not (lines and dist.is_main()), delay=1e-9, **options)  # 0: an empty one too
+
+
+class Lines(tqdm):
+    """A bar for log files."""
+
+    shown = 0
+
+    def display(self, msg=None, pos=None):
+        if msg is None and self.n > self.shown:  # it is "" where tqdm would wipe the bar
+            self.shown = self.n
+            print(self, file=self.fp, flush=True)
+
+
+def print_table(rows: list[dict]):
+    """Rows of the same keys as a table, on rank 0."""
+    if not rows or not dist.is_main():
+        return
+    lines = [list(rows[0]), *(row.values() for row in rows)]
+    cells = [[f"{x:.1f}" if isinstance(x, float) else str(x) for x in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for line in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())

@@ -1,0 +1,88 @@
+"""The prompts of rejection sampling, PPO and iterative DPO: read, held out, and dealt to iterations."""
+
+import collections
+import math
+from functools import partial
+
+from common import dist
+from common.batches import turns_key
+from common.errors import InputError
+from common.responses import Prompt
+from common.data import chat, formats, mapping, message_columns, mixtures, splits
+
+
+def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Prompt]:
+    """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
+    and named. Columns: those of prompt_turns. InputError if none is left.
+
+    grade: of several rows of a prompt the one of which this function gives most; None: the first."""
+
+    def turns_of(row):
+        row.data.get("category")  # Prompt.category will read it
+        if row.data.get("is_safety") not in (None, False, True):
+            raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
+        return message_columns.prompt_turns(row.data)
+
+    def prompt_of(row, turns, ids):
+        if any(chat.special_tokens(tokenizer).search(m["content"]) for m in turns):
+            raise ValueError(chat.SPECIAL)
+        prompt = Prompt(ids, turns, row)
+        chat.check_known(tokenizer, prompt.ids)
+        if len(prompt.ids) > max_tokens:
+            raise ValueError(f"the prompt is longer than {max_tokens} tokens")
+        if prompt.key in keys:
+            raise ValueError("the prompt is there already")
+        keys.add(prompt.key)
+        return prompt
+
+    keys, rows = set(), mixtures.load_rows(spec, "prompts", split)
+    if grade:
+        rows = sorted(rows, key=lambda row: -grade(row.data))
+    turns_of_rows = mapping.read(rows, turns_of, spec, "prompts", tokenizer)
+    ids = mapping.map_over_ranks(turns_of_rows, partial(chat.prompt_ids, tokenizer))
+    return mapping.map_rows(rows, prompt_of, spec, ids)
+
+
+def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
+    """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
+    load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
+    shown_by = None if getattr(args, "offline_data", None) else tokenizer  # then its pairs are shown
+    return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)
+
+
+def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
+    """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
+    over the prompts. None comes again before all have come, or twice in an iteration. start: how many the
+    iterations before had, where these were not all of n."""
+    n, order, tail = min(n, len(prompts)), [], []
+    start = (iteration - 1) * n if start is None else start
+    for again in range(math.ceil((start + n) / len(prompts))):
+        new = dist.shuffled(len(prompts), seed, "prompts", again)
+        order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
+        tail = set(order[len(order) - (len(order) - start) % n :])
+    return [prompts[i] for i in order[start : start + n]]
+
+
+def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
+    """{iteration: its --prompts-per-iteration fresh prompts, or an equal share}, none in two of them. rows:
+    of the pool of a resumed run, whose prompts stay those of their iterations. Where they have no score yet,
+    a crash may have cut the sampling: fresh ones join them."""
+    by_key, pool = {prompt.key: prompt for prompt in prompts}, collections.defaultdict(dict)
+    for row in sorted(rows, key=lambda row: row["chunk"]):
+        pool[row["iteration"]][turns_key(row["prompt"])] = row["scorer"]
+    used, dealt = set().union(*pool.values()), {}
+    order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
+    fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # the next one last
+    for i in range(1, args.iterations + 1):
+        dealt[i] = [by_key[key] for key in pool[i] if key in by_key]
+        if any(pool[i].values()):
+            continue
+        left = (len(dealt[i]) + len(fresh)) // (args.iterations + 1 - i)
+        n = args.prompts_per_iteration or max(1, min(len(prompts) // args.iterations, left))
+        while len(dealt[i]) < n:
+            if not fresh:
+                mend = "lower --iterations or --prompts-per-iteration"
+                why = f"{len(prompts)} prompts are too few for iterations of {n} new ones"
+                raise InputError(f"{args.dataset}: {why}, from iteration {i} on: {mend}")
+            dealt[i].append(fresh.pop())
+    return dealt

@@ -1,0 +1,417 @@
+"""A name becomes a model: its tokenizer, a policy or a model with a scalar head, ready to train; its export.
+
+A name is `tiny` (common/data/tiny.py), a run directory, a folder of save_pretrained, or a name on the hub.
+"""
+
+import functools
+import gc
+import hashlib
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jinja2
+import torch
+from huggingface_hub import try_to_load_from_cache
+
+from common import dist, models, sampler
+from common.errors import InputError
+from common.data import tiny
+from common.loading import checks, lora, tensor_parallel
+
+# Names of tokens that can be the padding
+PADDING_NAMES = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)
+# Of an exported scorer: read_at_end_token
+CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
+TRAINED_HERE = (
+    "a run of reward.py or advantage_model.py (of a preference model: common.programs.pairwise:oracle=RUN)"
+)
+TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}  # its weights' names, alone
+
+
+def find_model(name: str) -> str:
+    """The folder or hub name that `name` stands for: a run directory becomes its model/. InputError if the
+    run has not finished, or nothing is there."""
+    path = Path(name)
+    if name == "tiny" or (path / "config.json").exists():
+        return name
+    if (path / "summary.json").exists() and (path / "model" / "config.json").exists():
+        return str(path / "model")
+    if (path / "args.json").exists():
+        raise InputError(f"{name} is a run that has not finished: give its command with --resume first")
+    if path.exists():
+        raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
+    if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
+        script = Path(__file__).parents[2] / f"{path.name}.py"
+        mend = f"`python {script.name}` makes it" if script.exists() else "check the path"
+        raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
+    return name
+
+
+def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
+    """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends
+    the template's assistant turn, and its padding token is another one. What had to be changed is printed.
+
+    chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
+    from transformers import AutoTokenizer
+
+    tokenizer = tiny.tokenizer() if name == "tiny" else from_hub(AutoTokenizer, name)
+    say = print if dist.is_main() and not quiet else lambda *_: None
+    if chat_template:
+        if not Path(chat_template).is_file():
+            raise InputError(f"--chat-template {chat_template}: there is no such file")
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+    else:  # that of a scorer trained here was cut
+        tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
+    if not tokenizer.chat_template:
+        raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
+    end = _end_of_turn(tokenizer, name)
+    if end != tokenizer.eos_token_id:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        # If padding were the end token, a mask made from ids anywhere would drop real end tokens
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        spare = [token for token in added if PADDING_NAMES.search(token) and token != tokenizer.eos_token]
+        if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
+            spare.append(tokenizer.unk_token)  # Llama 2's: a new one would make 32,001 rows, which are slow
+        tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
+        say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
+    return tokenizer
+
+
+def _each(change, templates):
+    """A tokenizer's chat templates, changed: it may have none, one, or a dict of several by name."""
+    if isinstance(templates, dict):
+        return {name: change(template) for name, template in templates.items()}
+    return templates and change(templates)
+
+
+def _after_answer(tokenizer, template=None) -> str:
+    """What a chat template writes after an assistant's text at the end of a dialogue. None: the default."""
+    turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
+    text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
+    return text.rpartition("the answer")[2]
+
+
+def _end_of_turn(tokenizer, name) -> int:
+    """The first special token after an assistant turn's text in the chat template; without one the first
+    added token that is no white space, for some mark their end token as a common one; else the end token."""
+    try:
+        after = _after_answer(tokenizer)
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
+        raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
+    added = tokenizer.added_tokens_decoder
+    ids = tokenizer(after, add_special_tokens=False)["input_ids"]
+    special = [i for i in ids if i in tokenizer.all_special_ids or i in added and added[i].special]
+    common = [i for i in ids if i in added and added[i].content.strip()]
+    end = next(iter(special + common), tokenizer.eos_token_id)
+    if end is None:
+        raise InputError(f"{name}: neither tokenizer nor chat template has an end token: nothing could end")
+    return end
+
+
+def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
+    """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
+    ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
+    Of a multimodal model it is the text part. lora_rank: of adapters that learn in its place; 0: none."""
+    from transformers import AutoModelForCausalLM
+
+    check_causal_lm(name)
+    model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
+    sampling, end = model.generation_config, tokenizer.eos_token_id
+    ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
+    more = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
+    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *more] if more else end
+    if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
+        sampling.do_sample = True  # transformers refuses to save these without it, hours from now
+    methods, n_rows = (models.token_logprobs, models.logprobs_at), len(model.get_input_embeddings().weight)
+    model = _ready(model, tokenizer, methods, gradient_checkpointing)
+    if lora_rank and dist.is_main():
+        _check_rows(model, tokenizer, n_rows, name)
+    return lora.attach(model, lora_rank, seed) if lora_rank else model
+
+
+def load_frozen(name, tokenizer, args, device):
+    """A policy that does not learn, sharded."""
+    return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
+
+
+def ask_policy(name, tokenizer, args, device, forward, *inputs):
+    """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
+    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights: what was there before
+    values = forward(load_frozen(name, tokenizer, args, device), *inputs)
+    gc.collect()
+    return values
+
+
+def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, seed=0):
+    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding, and the
+    method `head_outputs`: a *ForSequenceClassification (see _add_classifier), loaded like load_policy's.
+
+    name: a causal LM, whose body it gets, with a new head drawn by `seed` (normal, deviation 1 / sqrt(hidden
+      size + 1): first scores of about unit size); or a model with such a head, which stays, and no other.
+    n_outputs: 1 of a reward model, 2 of an advantage model; None: of either, trained here before."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = _read_config(name)
+    new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
+    trained_here = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
+    fits = n_outputs is not None if new_head else trained_here and n_outputs in (None, outputs)
+    if not fits:
+        kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
+        other = f"a {_kind(config)}" if new_head else f"a classifier of {outputs} labels"
+        wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
+        raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, wanted {wanted}")
+    if new_head:
+        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
+        config.label2id = {label: i for i, label in config.id2label.items()}
+    config.problem_type = "regression"  # so that no pipeline applies a sigmoid
+    _add_classifier(type(config))
+    model = _read(AutoModelForSequenceClassification, name, config, seed)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
+    if new_head and dist.is_main():
+        deviation, generator = (model.score.in_features + 1) ** -0.5, torch.Generator().manual_seed(seed)
+        torch.nn.init.normal_(model.score.weight, 0, deviation, generator)
+    return _ready(model, tokenizer, (models.head_outputs,), gradient_checkpointing)
+
+
+def _add_classifier(config_class):
+    """Where transformers has no *ForSequenceClassification for a family, make it from what its others are
+    made of: the family's body, and a linear head named score."""
+    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    body = AutoModel._model_mapping.get(config_class, None)
+    if body and config_class not in AutoModelForSequenceClassification._model_mapping:
+        name = body.__name__.removesuffix("Model") + "ForSequenceClassification"
+        attributes = {"config_class": config_class, "base_model_prefix": body.base_model_prefix}
+        attributes["__module__"] = body.__module__  # else transformers leaves its buffers unset
+        made = type(name, (GenericForSequenceClassification, body.__mro__[1]), attributes)
+        AutoModelForSequenceClassification.register(config_class, made, exist_ok=True)
+
+
+def is_causal_lm(name) -> bool:
+    """False for a model with a scalar head, or another kind."""
+    kind = _kind(_read_config(name))
+    return any(word in kind for word in ("causal", "ForCausalLM", "LMHeadModel"))
+
+
+def check_causal_lm(name, tokenizer=None, chat_template=None):
+    """InputError unless there is a causal language model of this name and, with `tokenizer`, its own, loaded
+    with the same chat_template, has the same vocabulary."""
+    if not is_causal_lm(name):
+        raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
+    if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
+        raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
+
+
+def check_room(length: int, name, config=None):
+    """InputError if a model, whose config may be given, has fewer positions than `length`, --max-length."""
+    room = models.n_positions(config or _read_config(name))
+    if length > room:
+        raise InputError(f"--max-length {length}: {name} has {room} positions")
+
+
+def identity(name, seed=0) -> list:
+    """What changes when a model of this name does: the SHA-256 of its files, wherever their folder is, but of
+    those for people and of hidden ones. seed: of the random weights of `tiny`."""
+    folder = Path(find_model(name))
+    if name == "tiny":
+        return [name, seed]
+    if not folder.is_dir():
+        config = try_to_load_from_cache(name, "config.json")
+        if not isinstance(config, str):
+            raise InputError(f"{name} is neither a folder nor in the cache of the hub")
+        folder = Path(config).parent
+    files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
+    with ThreadPoolExecutor() as pool:
+        return list(map(list, zip([file.name for file in files], pool.map(sha256, files))))
+
+
+def sha256(path) -> str:
+    """Of a file, which is read again only where its size or time is another one."""
+    path = Path(path).resolve()
+    return _sha256(path, path.stat().st_size, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache
+def _sha256(path, *_):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _kind(config):
+    return (config.architectures or ["causal language model"])[0]
+
+
+def _read_config(name):
+    """The config of a model, without dropout or layerdrop; of a multimodal one its text part's, if it is a
+    causal LM."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
+    text = getattr(config, "text_config", None)
+    if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
+        text.text_part_of, text.dtype = _kind(config), config.dtype
+        text.tie_word_embeddings = config.tie_word_embeddings
+        text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
+        config = text
+    for part in (config, *(getattr(config, key) for key in config.sub_configs)):
+        for key, value in part.to_dict().items() if part else ():
+            if "drop" in key and isinstance(value, float):  # with it new and old probabilities never agree
+                setattr(part, key, 0.0)
+    return config
+
+
+def from_hub(auto_class, name, **options):
+    """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
+    try:
+        return auto_class.from_pretrained(find_model(name), trust_remote_code=False, **options)
+    except Exception as error:  # files that were cut raise many kinds
+        own_code = "needs code of its own (trust_remote_code), which is not run here"
+        why = own_code if "trust_remote_code" in str(error) else error
+        raise InputError(f"{name}: {why}") from None
+
+
+def _read(auto_class, name, config, seed):
+    """The model in fp32, weights on rank 0 only, those of `tiny` drawn by `seed`. InputError for a kind of
+    model that transformers does not know, and if weights are not in the files."""
+    kind = auto_class._model_mapping.get(type(config), None)
+    if kind is None:
+        raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} of {config.model_type}")
+    # Masks of trees and sampler are for SDPA, which knows no capped scores; for eager they become numbers
+    sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
+    if not dist.is_main() or name == "tiny":
+        with torch.device("cpu" if dist.is_main() else "meta"):
+            model = auto_class.from_config(config, **options)
+        if dist.is_main():
+            model.base_model.load_state_dict(tiny.model(seed).base_model.state_dict())
+        return model
+    options["key_mapping"] = TEXT_PART if hasattr(config, "text_part_of") else None
+    model, info = from_hub(auto_class, name, config=config, output_loading_info=True, **options)
+    new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
+    missing = sorted(set(info["missing_keys"]) - new_head)
+    if missing:
+        raise InputError(f"{name}: {len(missing)} of its weights are not in its files, {missing[0]} for one")
+    return model
+
+
+def _ready(model, tokenizer, methods, gradient_checkpointing):
+    _fit_embeddings(model, len(tokenizer))
+    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):  # the row of the config's padding, which may be a real
+            module.padding_idx = None  # token there, the end token for one, would get no gradient
+    if model.base_model is model:
+        model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
+    if gradient_checkpointing:  # has another name since transformers 5.23
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
+    models.with_methods(model, *methods)
+    if dist.is_main():
+        check_forward(model.train())
+    return model.train()
+
+
+@torch.no_grad()
+def check_forward(model):
+    """InputError if a forward does not give what another one gives, for then new and old probabilities never
+    agree; of a policy the other one is transformers' own, with all that it does to logits."""
+    config, window = model.config.get_text_config(), checks.window(model.config)
+    # Beyond the window, unless that takes long on a CPU: what is done to logits is done in short rows too
+    n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
+    ids = torch.arange(n, device=model.device)[None] % config.vocab_size
+    if hasattr(model, "head_outputs"):
+        outputs, expected = (model.head_outputs(ids, (ids >= 0).nonzero().T) for _ in range(2))
+    else:
+        outputs = models.token_logprobs(model, ids, ids[:, 1:] >= 0)[..., None]
+        expected = model(input_ids=ids, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        expected = expected.gather(-1, ids[:, 1:, None])
+    close = 1e-3 if model.dtype == torch.float32 else 0.1
+    if not torch.allclose(outputs, expected, rtol=close, atol=close):
+        why = "it draws experts at random, or does more to its logits than a factor and a cap"
+        raise InputError(f"{config.model_type}: two forwards differ: {why}")
+
+
+def _fit_embeddings(model, n_tokens):
+    """Add rows to the embeddings for new tokens, if there are too few, as the mean of the others: a new token
+    is then as likely as an average one, and the rest hardly changes."""
+    old = model.get_input_embeddings().weight.shape[0]
+    if n_tokens <= old:
+        return
+    model.resize_token_embeddings(n_tokens, mean_resizing=False)
+    with torch.no_grad():
+        for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in module.parameters() if module else ():  # a scalar head replaced the unembedding
+                weight[old:] = weight[:old].mean(0)
+
+
+@torch.no_grad()
+def _check_rows(model, tokenizer, n_rows, name):
+    """InputError for adapters if the end token's row of the unembedding, which they leave as it is, is no
+    other than the mean of all rows or another token's: it can then never be likelier than these are. New
+    tokens, beyond the n_rows that the model came with, are printed. (Padding is never predicted.)"""
+    end, rows = tokenizer.eos_token_id, model.get_output_embeddings().weight
+    mean = rows.mean(0, keepdim=True)
+    distance = lambda row: torch.cdist(rows, row, compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
+    to_end = distance(rows[end : end + 1])
+    to_end[end] = (rows[end] - mean).norm()
+    if to_end.min() < 0.01 * distance(mean).median():
+        reason = f"{name} has never learnt {tokenizer.eos_token!r}, which ends an answer, and adapters cannot"
+        mend = "train once without --lora-rank, or give a --chat-template with an end token that it knows"
+        raise InputError(f"--lora-rank: {reason}: {mend}")
+    new = [i for i in range(n_rows, len(tokenizer)) if i != tokenizer.pad_token_id]
+    if new:
+        tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(new[:3])))
+        print(f"{name}: with --lora-rank {len(new)} new token(s) cannot be learnt ({tokens})")
+
+
+# -- what is written ------------------------------------------------------------------------------
+def read_at_end_token(model, tokenizer):
+    """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
+    what its chat templates write after an answer's end token is cut, for transformers' own classifier, and so
+    a pipeline, reads the last token of the text. load_tokenizer gives them back whole."""
+    model.config.read_at = "end_token"
+
+    def cut(template):
+        try:
+            tail = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
+        except (jinja2.TemplateError, TypeError):  # one of several may be for tools or documents alone
+            return template
+        bare = template.removesuffix("\n")  # one at the very end jinja leaves out
+        shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({tail!r}) }}}}"
+        whole = f"{{% set dialogue %}}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
+        return whole if tail else template
+
+    tokenizer.chat_template = _each(cut, tokenizer.chat_template)
+
+
+def end_of_scored(model, tokenizer) -> list[int]:
+    """The tokens after a response's text of which the last one is where the score is read: the end token, of
+    a model that was trained here; of any other one all that the chat template writes there."""
+    if getattr(model.config, "read_at", None) == "end_token":
+        return [tokenizer.eos_token_id]
+    return tokenizer(_after_answer(tokenizer), add_special_tokens=False)["input_ids"]
+
+
+def check_sampled(name, mend=""):
+    """InputError if the attention of the model of this name is one that the sampler does not know, or if its
+    ranks cannot share a copy: better now than hours from now. mend: how to do without samples."""
+    config = _read_config(name).get_text_config()
+    tensor_parallel.check(config, dist.ranks_per_copy)
+    try:
+        sampler.check_attention(config)
+    except ValueError as error:
+        raise InputError(f"{name}: {error}: this model cannot be sampled{mend and f'; {mend}'}") from None
+
+
+def check_policy(name, tokenizer, args, sampled=True):
+    """InputError unless a policy has the tokenizer's tokens (None: any), room for --max-length and, if
+    sampled, can be."""
+    check_causal_lm(name, tokenizer, args.chat_template)
+    check_room(args.max_length, name)
+    if sampled:
+        check_sampled(name)

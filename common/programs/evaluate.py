@@ -1,0 +1,380 @@
+"""Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers. Or
+compare scorers: how well does each predict the labels of the same pairs, whoever trained it?
+
+    python -m common.programs.evaluate                                the runs that the quickstart makes
+    python -m common.programs.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
+    python -m common.programs.evaluate --policies dataset runs/ppo --reference dataset --dataset tiny:kind=sft
+    python -m common.programs.evaluate --scorers runs/reward hub=org/model --dataset reward_bench.parquet
+    torchrun --nproc-per-node 8 -m common.programs.evaluate --policies ...
+
+Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
+FILE.py:function, or one that compares (common/scoring/scorers.py) each answer with the reference's. Writes
+samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
+policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
+"""
+
+import contextlib
+import gc
+import itertools
+import math
+import os
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from common import dist, responses
+from common.batches import labelled_pairs, random_subset
+from common.errors import InputError
+from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
+from common.data import prompt_sets
+from common.loading import pretrained
+from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers
+from common.run import plots
+from common.run.cli import check_flags
+from common.run.run import Run, launch, start_run
+
+QUICKSTART = """tiny runs/sft runs/rejection_sampling runs/ppo runs/ppo_am_sr runs/dpo_offline
+runs/dpo_iterative""".split()
+
+
+@dataclass
+class Args:
+    # what is compared: policies, or in their place scorers
+    policies: tuple[str, ...] = ()
+    """Runs, folders, hub names, all with the same tokens, or dataset: the answers that its rows hold; each
+    perhaps as name=path. A plot joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs."""
+    scorers: tuple[str, ...] = ()
+    """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
+    dataset: str = "tiny"
+    """Prompts, or with --scorers pairs and rankings; all rows of a file, so give one nobody learnt from."""
+    max_length: int = 64
+    """Longest prompt with its response, tokens; of --scorers those of the first that is a model."""
+    chat_template: str | None = None
+    """A jinja file, for policies without a chat template or in place of their own."""
+    # of policies: answers
+    reference: str = "sft"
+    """The name of the policy that all are compared with; it must be among them."""
+    eval_prompts: int = 1000
+    """So many of the prompts."""
+    temperatures: tuple[float, ...] = (1.0,)
+    """Of sampling, each with a table of its own; 0 is greedy."""
+    max_new_tokens: int = 24
+    """Longest response, tokens."""
+    slots: int = 64
+    """Responses that a rank decodes together."""
+    # of policies: judges
+    scorer: str = "runs/reward"
+    """The oracle. One that policies were trained on shows what they made of it, not what they gained."""
+    safety_scorer: str | None = None
+    """Gives harmless answers 0 or more; no pairwise one. None: the tiny world's true safety, else nothing."""
+    tie_margin: float | None = None
+    """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
+    standard deviations of the reference's scores; of a pairwise oracle 0.1."""
+    # the run
+    output_dir: str = "runs/evaluate"
+    """The run directory."""
+    score_batch_size: int = 64
+    """Responses of a forward on one rank."""
+    seed: int = 0
+    """Of samples and resamples."""
+    resume: bool = False
+    """Nothing to do if output_dir holds a finished run, else begin."""
+    overwrite: bool = False
+    """Replace a run that is in the way."""
+    split = "test"  # no flag: a hub name may have another in brackets
+
+
+def check(args):
+    warm = bool(args.temperatures) and all(0 <= t < math.inf for t in args.temperatures)
+    check_flags(
+        args,
+        ("scorers", not (args.scorers and args.policies), "none beside --policies"),
+        ("temperatures", warm, "one or more, each 0 or more"),
+        ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
+        ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
+    )
+
+
+def named(specs, flag) -> dict[str, str]:
+    """name -> path. A path that is there, or a module:function, may hold an equals sign itself."""
+    paths = {}
+    for spec in specs:
+        name, equals, path = spec.partition("=")
+        if not equals or ":" in name or os.path.exists(spec):
+            name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
+        if name in paths:
+            raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
+        paths[name] = path
+    return paths
+
+
+# -- policies --------------------------------------------------------------------------------------
+def read_policies(args) -> tuple[dict[str, str], object]:
+    """(name -> path, the tokenizer of all of them). Of the quickstart's runs those that are there."""
+    there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
+    paths = named(args.policies or there, "--policies")
+    if args.reference not in paths:
+        raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
+    models, tokenizers = [path for path in paths.values() if path != "dataset"] or ["tiny"], []
+    for path in models:
+        pretrained.check_policy(path, None, args)
+        tokenizers.append(pretrained.load_tokenizer(path, args.chat_template, quiet=True))
+        if not scorers.same_tokens(tokenizers[0], tokenizers[-1]):
+            why = f"{path} has other tokens or another chat template than {models[0]}"
+            raise InputError(f"--policies: {why}: leave it out, or give all a --chat-template")
+    return paths, tokenizers[0]
+
+
+def read_prompts(args, tokenizer, answered) -> list[tuple]:
+    """(prompt, the response that its row holds, as sft.py would learn it) of a part of --dataset; `answered`:
+    of those rows alone that hold one, of several rows of a prompt the best; else the response is None."""
+
+    def with_answer(prompt):
+        text = message_columns.sft_messages(prompt.row.data)[0][-1]["content"]
+        _, [ids] = chat.encode_responses(tokenizer, prompt.turns, [text])
+        if len(prompt.ids) + len(ids) > args.max_length:
+            raise ValueError(f"longer than {args.max_length} tokens (--max-length)")
+        return prompt, responses.Response(ids, text, finished=True)
+
+    room = args.max_length - args.max_new_tokens
+    grade = score_of_answer if answered else None
+    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade)
+    pairs = mapping.map_rows(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
+    return random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
+
+
+def score_of_answer(row) -> float:
+    """What a row says of the answer that sft.py would learn: its score, or its label; -inf of nothing."""
+    values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
+    with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
+        values = [max(message_columns.ranking(row["responses"])[1])] if "responses" in row else values
+    scores = [mapping.value_or_error(formats.number, x) for x in values]
+    return next((x for x in scores if isinstance(x, float)), -math.inf)
+
+
+def length_controlled(won, differences) -> float:
+    """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
+    characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
+    for the instruction). won: 0, 1/2 or 1 a prompt. A normal prior, of variance 1, keeps a and b finite."""
+    won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
+    deviation = d.std(correction=0)
+    x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
+    weights = safety.fit_logistic_regression(x, won, n_games=1, penalty=torch.eye(2, dtype=x.dtype))
+    return weights[0].sigmoid().item()
+
+
+def elo(won, n_games, m, anchor) -> torch.Tensor:
+    """Ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), p the likeliest Bradley-Terry
+    strengths. won: (..., pairs), what i won of n_games against j, in the order of itertools.combinations. A
+    drawn game is added to each pair: without it a policy that never wins would have no rating."""
+    i, j = torch.triu_indices(m, m, offset=1)
+    each = torch.eye(m, dtype=torch.float64)
+    no_scale = torch.full_like(each, 1 / m)  # strengths have none: their logarithms' sum is 0
+    logs = safety.fit_logistic_regression(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
+    return 1000 + 400 * (logs - logs[..., anchor, None]) / math.log(10)
+
+
+def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
+    """(Elo, low, high) of each of m policies; 95 % interval: bootstrap over prompts. games: of every two, in
+    the order of itertools.combinations, what the first one won of each prompt's game (measures.outcomes)."""
+    won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
+    n = len(won)
+    generator = torch.Generator().manual_seed(args.seed)
+    times_drawn = torch.stack(list(measures.resamples(n, 200, generator))).double()
+    low, high = measures.percentiles(elo(times_drawn @ won, n, m, anchor))
+    return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
+
+
+# figure -> the column of samples.jsonl whose mean it is
+COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
+
+
+def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
+    """name -> figures. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
+    results, reference_rows = {}, rows[args.reference]
+    for name, of_policy in rows.items():
+        result = results[name] = measures.means(of_policy, COLUMNS)
+        result.update(measures.against(reference_rows, of_policy, args.tie_margin, pairwise=pairwise))
+        if "safety" in of_policy[0]:
+            marked = [row for row in of_policy if row["is_safety"]] or of_policy
+            result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
+    for kind in [kind for kind in measures.JUDGES if kind in reference_rows[0]]:
+        margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
+        scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
+        for name, result in results.items():
+            won = measures.outcomes(scores[name], scores[args.reference], margin)
+            longer = [len(a["response"]) - len(b["response"]) for a, b in zip(rows[name], reference_rows)]
+            result[f"{kind}_win_lc"] = length_controlled(won, longer)
+            rate = sum(won) / n
+            result.update(measures.with_interval(f"{kind}_win_rate", rate, *measures.wilson(rate, n), n))
+        games = [measures.outcomes(*pair, margin) for pair in itertools.combinations(scores.values(), 2)]
+        if games:
+            elos = ratings(games, len(rows), list(rows).index(args.reference), args)
+            for name, rating in zip(rows, elos):
+                results[name].update(measures.with_interval(f"{kind}_elo", *rating, n))
+    return results
+
+
+def table_line(name, result) -> dict:
+    """A policy's figures as people read them; games by the true reward where it is known."""
+    kind = "gold" if "gold" in result else "score"
+    line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
+    line[f"{kind} gain"] = measures.interval(result, f"{kind}_gain")
+    line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
+    line["win rate"] = measures.interval(result, f"{kind}_win_rate", ".0%")
+    line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
+    if f"{kind}_elo" in result:
+        line["Elo"] = measures.interval(result, f"{kind}_elo", ".0f")
+    line["KL"] = f"{result['kl']:z.2f}" if "kl" in result else ""
+    line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
+    if "harmless" in result:
+        line["harmless"] = f"{result['harmless']:.0%}"
+    return line
+
+
+def compare_policies(args, run):
+    """(rows of samples.jsonl, summary.json, what draws the picture)"""
+    device, (policies, tokenizer) = run.device, read_policies(args)
+    models = {name: path for name, path in policies.items() if path != "dataset"}
+    given = read_prompts(args, tokenizer, answered=len(models) < len(policies))
+    prompts = [prompt for prompt, _ in given]
+    options = tokenizer, device, args.max_length
+    oracle = scorers.load_scorer(args.scorer, *options, pairwise=True)
+    of_tiny = "common.data.tiny:safety_scorer" if mixtures.is_tiny(args.dataset) else None
+    safety_spec = args.safety_scorer or of_tiny
+    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, *options, safety=True)
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+
+    # answers, policy by policy
+    def ask(policy, name):
+        for t, pairs in answers.items():
+            seed = dist.seed_of(args.seed, "evaluate", t)
+            pairs[name] = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
+            if reference and t:
+                kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
+
+    answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
+    path, kl = models.get(args.reference), {}  # none of the data set's answers
+    reference = path and pretrained.load_frozen(path, tokenizer, args, device)
+    for name in progress.progress(len(models), 0, "evaluate", list(models)):
+        if name == args.reference:
+            ask(reference, name)
+        else:
+            pretrained.ask_policy(models[name], tokenizer, args, device, ask, name)
+
+    # scores and figures
+    samples, results = [], {}
+    for temperature, of_policy in answers.items():
+        opponents, rows = [response for _, response in of_policy[args.reference]], {}
+        for name, pairs in of_policy.items():
+            against = opponents if name != args.reference else None
+            scores = scorers.oracle_scores(oracle, pairs, against, args.score_batch_size)
+            columns = {"score": scores, "kl": kl.get((temperature, name))}
+            if safety_scorer:
+                columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size)
+                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
+            rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
+            samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
+        results[f"{temperature:g}"] = figures(rows, args, oracle.pairwise)
+    summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
+    if dist.is_main():
+        greedy = "; no KL at T = 0, where answers are drawn from no distribution" * (0 in args.temperatures)
+        print(f"{len(prompts)} prompts, against {args.reference}; T: temperature{greedy}")
+        lines = []
+        for t, of_policy in results.items():
+            lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
+        progress.print_table(lines)
+    # random weights would stretch the axes of all others
+    without = ["untrained"] if policies.get("untrained") == "tiny" else []
+    picture = partial(plots.compared, run.folder, results, without)
+    return samples, {**summary, "temperatures": results}, picture
+
+
+# -- scorers ---------------------------------------------------------------------------------------
+def load_pairs(paths, args):
+    """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
+    that is a model. The other ones encode the texts anew."""
+    # What an oracle or a rater asks is a model too
+    models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]
+    with_tokens = [name for name in models if not re.match(functions.NAMED, name)]
+    tokenizer = pretrained.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
+    if not with_tokens:
+        tokenizer.unk_token = None  # functions alone read texts, of any words: tokens only count them
+    held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
+    held_out = [c for c in held_out if labelled_pairs(c)]
+    if not held_out:
+        raise InputError(f"--dataset {args.dataset}: no response is labelled as better than another")
+    return held_out, tokenizer
+
+
+def score_rows(scorer, held_out, args) -> list[dict]:
+    """The comparisons as rows of samples.jsonl (reward_evaluation.scored_rows)."""
+    pairs, duels = [], []
+    for c in held_out:
+        prompt = responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
+        texts = zip(c.response_ids, c.texts)
+        candidates = [responses.Response(ids.tolist(), text, True) for ids, text in texts]
+        pairs += [(prompt, response) for response in candidates]
+        duels += [(prompt, candidates[i], candidates[j]) for i, j in labelled_pairs(c)]
+    score, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
+    values = score(scorer, texts, args.score_batch_size)
+    return reward_evaluation.scored_rows(held_out, values, scorer.pairwise)
+
+
+def pair_table(results) -> list[dict]:
+    """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
+    lines = []
+    for part, name in itertools.product(next(iter(results.values())), results):
+        result = results[name][part]
+        line = {"pairs of": part, "scorer": name, "pairs": f"{result['pairs']:.0f}"}
+        line["accuracy"] = measures.interval(result, "accuracy", ".1%")
+        line["ECE"] = measures.interval(result, "ece", ".3f")
+        for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
+            line[title] = f"{result[key]:.3f}"
+        scores = f"{result['mean']:+.2f} ± {result['deviation']:.2f}" if "mean" in result else ""
+        lines.append({**line, "scores": scores})
+    return lines
+
+
+def compare_scorers(args, run):
+    """(rows of samples.jsonl, summary.json, what draws the picture)"""
+    paths, rows, samples, results = named(args.scorers, "--scorers"), {}, [], {}
+    held_out, tokenizer = load_pairs(paths, args)
+    for name, path in paths.items():
+        scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
+        rows[name] = score_rows(scorer, held_out, args)
+        samples += [{"scorer": name, **row} for row in rows[name]]
+        scorer = None  # gone before the next one is loaded
+        gc.collect()
+    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+    if dist.is_main():
+        for name, of_scorer in rows.items():
+            results[name] = {}
+            for part, inside in {("all",): of_scorer, **measures.parts_of(of_scorer)}.items():
+                result = {**measures.pair_figures(inside), **measures.score_figures(inside)}
+                results[name][" ".join(part)] = result
+        progress.print_table(pair_table(results))
+    return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)
+
+
+def main(args: Args):
+    run = Run(args, "evaluate", check)
+    if run.finished:
+        return
+    functions.try_functions(args)
+    compare = compare_scorers if args.scorers else compare_policies
+    samples, summary, picture = compare(args, run)
+    if dist.is_main():
+        files.write_jsonl(run.folder / "samples.jsonl", samples)
+        files.write_json(run.folder / "summary.json", summary)  # of the results the last
+        plots.draw(picture)
+        print(f"wrote {run.folder}/summary.json")
+
+
+RECIPES = {"tiny": ("the runs that the quickstart makes", Args())}
+
+if __name__ == "__main__":
+    launch(main, RECIPES)

@@ -1,0 +1,71 @@
+"""What a run began with: recorded once, in args.json, and compared in one place when the run is resumed.
+
+A model is known by the content of its files, so that a folder may move; a function by its name, and by the
+content of its file; data by their content; a held-out set by its messages. Of the models that scripts take
+--model for, None and `sft`, the content is that of --model.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from common.errors import InputError
+from common.data import mixtures
+from common.loading import pretrained
+from common.scoring import scorers
+
+REFUSED = (  # patterns of "script: what it began with": another one is refused, of all else a line is printed
+    ".*: script",
+    ".*: (held-out set|content of --(model|policy|behavior-policies|reference|others|chat-template))",
+    "ppo: (content|function) of --(safety-)?scorer",
+    "ai_feedback: content of --dataset",
+    ".*: (lora_rank|freeze_layers)",
+)
+
+
+def of_run(args, held_out) -> dict:
+    """Fingerprint what a run begins with: {name in the table of docs/runs.md: fingerprint}. It reads whole
+    files, so only rank 0 calls it."""
+    messages = json.dumps(held_out, default=str).encode()
+    fingerprints = {"held-out set": hashlib.sha256(messages).hexdigest()}
+    for name, value in vars(args).items():
+        if name in ("policy", "reference") and value in (None, "sft"):
+            value = getattr(args, "model", value)  # of common.programs.evaluate the name of a policy
+        values = value if isinstance(value, tuple) else [value]
+        for text in (x for x in values if isinstance(x, str) and name != "output_dir"):
+            with contextlib.suppress(InputError, OSError, ValueError):  # a word, which names nothing
+                for kind, x in _behind(name, text, getattr(args, "seed", 0)).items():
+                    fingerprints.setdefault(f"{kind} of --{name.replace('_', '-')}", []).append(x)
+    return fingerprints
+
+
+def _behind(name, text, seed) -> dict:
+    if name.endswith(("dataset", "_data")):  # of a name on the hub the name itself
+        sources = [source for source, *_ in mixtures.sources(text)]
+        return {"content": [pretrained.sha256(x) if Path(x).is_file() else x for x in sources]}
+    return {"content": pretrained.sha256(text)} if Path(text).is_file() else scorers.identity(text, seed)
+
+
+def changes(before: dict, now: dict, folder) -> list[str]:
+    """What has changed since a run began, as lines to print. before, now: contents of its args.json, then and
+    now. InputError where another one is refused."""
+    old, new = _settings(before), _settings(now)
+    names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
+    lines = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
+    why = f" ({'; '.join(lines.values()) or 'under the same name'})"
+    old, new = before.get("began_with", now["began_with"]), now["began_with"]
+    lines.update({x: x for x in sorted(old.keys() | new.keys()) if old.get(x) != new.get(x)})
+    script = now["stage"].split()[0]
+    for name in (x for pattern in REFUSED for x in lines if re.fullmatch(pattern, f"{script}: {x}")):
+        what = lines[name] + why * (name == lines[name])
+        mend = "resume with the one that it began with, or begin anew with --overwrite"
+        raise InputError(f"--resume: {folder} began with another {what}: {mend}")
+    return list(lines.values())
+
+
+def _settings(begun) -> dict:
+    values = {"ranks": begun.get("world_size"), **begun.get("args", {}), **begun.get("versions", {})}
+    machine = {name: begun[name] for name in ("device", "compute_dtype") if name in begun}
+    return {"script": begun["stage"], **values, **machine} if begun else {}

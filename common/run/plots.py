@@ -1,0 +1,173 @@
+"""Pictures of a run: functions of its folder, which return the figure, or None of nothing."""
+
+import itertools
+import math
+from pathlib import Path
+from statistics import fmean
+
+import torch
+
+from common.data import files
+from common.scoring import measures
+
+STYLE = {
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "text.parse_math": False,
+    "lines.markersize": 3, "legend.fontsize": 8,
+}  # fmt: skip
+
+
+def figure(panels=1, size=(4.8, 3.2)):
+    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update(STYLE)
+    drawing = Figure(figsize=(size[0] * panels, size[1]), dpi=90, layout="constrained")
+    return drawing, drawing.subplots(1, panels, squeeze=False)[0]
+
+
+def save(drawing, path):
+    """Write a figure, which grows by the legends: each stands below its axes, where it covers no curve."""
+    labels = [axis.get_legend_handles_labels()[1] for axis in drawing.axes]
+    for axis in [axis for axis, texts in zip(drawing.axes, labels) if texts]:
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the ticks' label
+    drawing.set_figheight(drawing.get_figheight() + 0.18 * max(map(len, labels)))
+    drawing.savefig(path)
+    return drawing
+
+
+def draw(picture, *given):
+    """picture(*given), of which no error ends a run: results count more. It becomes a printed line."""
+    try:
+        picture(*given)
+    except Exception as error:
+        print(f"a picture could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
+# -- of training -----------------------------------------------------------------------------------
+def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
+    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
+    iteration or another metric) in the order in which they were logged."""
+    rows = [row for row in files.read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
+    if not rows:
+        return None
+    drawing, axes = figure(len(panels), (4.2, 2.8))
+    for axis, (title, keys) in zip(axes, panels.items()):
+        for key in keys:
+            points = [(row[x], row[key]) for row in rows if key in row]
+            if points:
+                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=key)
+        axis.set(title=title, xlabel=x)
+    return save(drawing, Path(folder) / name)
+
+
+def frontier(folder):
+    """`folder`/frontier.png: a scorer and the true reward against the KL, which show over-optimisation."""
+    panels = {"reward against the KL": ["eval/score", "gold/score"]}
+    return curves(folder, panels, name="frontier.png", x="eval/kl")
+
+
+# -- of scorers ------------------------------------------------------------------------------------
+def scorer(folder):
+    """The pictures of a reward or advantage model."""
+    loss, accuracy = ["loss/reward", "loss/advantage", "eval/nll"], ["train/accuracy", "eval/accuracy"]
+    curves(folder, {"loss": loss, "accuracy": accuracy, "norm": ["optim/grad_norm"]})
+    scores(folder, {str(folder): files.read_jsonl(Path(folder) / "samples.jsonl")})
+
+
+def scores(folder, scorers: dict[str, list[dict]]):
+    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
+    first scorer), and scores by category. scorers: {name: rows of pair_figures}; without pairs one is
+    left out."""
+    scorers = {name[-40:]: rows for name, rows in scorers.items() if measures.pairs_of(rows)}
+    if not scorers:
+        return None
+    name, first = next(iter(scorers.items()))
+    compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
+    categories = sorted({str(row["category"]) for row in first})
+    by_category = len(categories) > 1 and any("differences" not in rows[0] for rows in scorers.values())
+    drawing, axes = figure(2 - compares + by_category, (4.4, max(3.2, 0.2 * len(categories))))
+    left, right = axes[0], axes[1 - compares]
+    for label, rows in scorers.items():
+        pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in measures.pairs_of(rows)]
+        pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
+        size = math.ceil(len(pairs) / 10)
+        tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
+        points = [[fmean(values) for values in tenth] for tenth in tenths]
+        left.plot(*zip(*points), "o-", label=label)
+    line = torch.linspace(0, max(0.1, left.dataLim.x1), 50)
+    left.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
+    left.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
+    for side, label in () if compares else ((2, "better"), (3, "worse")):
+        values = [pair[side]["score"] for pair in measures.pairs_of(first)]
+        spread = max(values) - min(values)  # of next to none, not even a float64 has room for 40 bins
+        room = 1e-6 * max(1, *map(abs, values))
+        bins = 40 if spread > 1e-3 * room else [min(values) - room, max(values) + room]
+        right.hist(values, bins=bins, alpha=0.5, density=True, label=f"{label} responses, {name}")
+        right.set(title="scores", xlabel="score", ylabel="density")
+    if by_category:
+        scores_by_category(axes[-1], scorers, categories)
+    return save(drawing, Path(folder) / "scores.png")
+
+
+def scores_by_category(axis, scorers, categories):
+    """Mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
+    for i, (label, rows) in enumerate(scorers.items()):
+        inside = [[row for row in rows if str(row["category"]) == name] for name in categories]
+        figures = [(y + 0.2 * i, measures.score_figures(part)) for y, part in enumerate(inside)]
+        points = [(x["mean"], y, x["deviation"]) for y, x in figures if x]
+        if points:
+            x, y, deviation = zip(*points)
+            axis.errorbar(x, y, xerr=deviation, fmt="o", capsize=2, label=label)
+    axis.set_yticks(range(len(categories)), [name[:24] for name in categories], fontsize=8)
+    axis.invert_yaxis()  # from top to bottom
+    axis.set(title="scores by category", xlabel="mean and standard deviation")
+
+
+# -- of policies that are compared -----------------------------------------------------------------
+def compared(folder, results, without=()):
+    """`folder`/frontier.png: rewards against the KL, at the first temperature where it is known, of the
+    policies of which it is; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
+
+    results: temperature -> policy -> figures of programs/evaluate.py. without: policies that are left out."""
+    is_drawn = lambda name, r: "kl" in r and name not in without  # noqa: E731
+    drawn = [{name: r for name, r in of_t.items() if is_drawn(name, r)} for of_t in results.values()]
+    policies = max(drawn, key=len)  # of equally long ones the first
+    if len(policies) < 2:
+        return None
+    kinds = [kind for kind in measures.JUDGES if all(kind in r for r in policies.values())]
+    drawing, axes = figure(len(kinds))
+    for kind, axis in zip(kinds, axes):
+        curves, labels = {}, []
+        for name, r in policies.items():
+            curves.setdefault(name.partition("/")[0], []).append((r["kl"], r[kind], name))
+        for points in map(sorted, curves.values()):
+            x, y, names = zip(*points)
+            [line] = axis.plot(x, y, "o-", markersize=6)
+            short = [name.partition("/")[2] for name in names[:-1]]  # the curve's name stands at its end
+            labels += [(*point, line.get_color()) for point in zip(x, y, [*short, names[-1]])]
+        axis.set(title=f"{measures.JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
+        axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+        label_points(axis, labels)
+    return save(drawing, folder / "frontier.png")
+
+
+def label_points(axis, labels: list[tuple]):
+    """Write each (x, y, text, color) beside its point, where it covers no point and no other text, if such a
+    place is near."""
+    from matplotlib.transforms import Bbox
+
+    axis.figure.draw_without_rendering()  # now each point has a place
+    places = axis.transData.transform([label[:2] for label in labels])
+    taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
+    for x, y, text, color in labels:
+        note = axis.annotate(text, (x, y), (0, 0), textcoords="offset points", color=color, va="center")
+        for up, right in itertools.product((0, 9, -9, 18, -18, 27, -27), (7, -7)):
+            note.set(position=(right, up), ha="left" if right > 0 else "right")
+            box = note.get_window_extent()
+            inside = axis.bbox.x0 < box.x0 and box.x1 < axis.bbox.x1
+            if inside and not any(map(box.overlaps, taken)):
+                break
+        taken.append(box)

@@ -1,0 +1,229 @@
+"""The pool of rejection sampling and iterative DPO: scored responses that outlive a crash, and their figures.
+
+It is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
+
+    {"prompt": messages, "response": text, "response_ids": [...], "finished": it ended, and holds no special
+     token before its end, "iteration", "model", "temperature": what it was drawn from, "chunk": number,
+     "score", "scorer": the version that gave it, null before; "written": the text with its special tokens, if
+     it holds any before its end}
+"""
+
+import collections
+import itertools
+from pathlib import Path
+
+from common import dist, responses
+from common.batches import Row, split, turns_key
+from common.errors import InputError
+from common.data import chat, files, formats, mapping
+from common.scoring import measures, scorers
+
+
+TYPES = {  # of a row's values
+    "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
+    "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
+}  # fmt: skip
+
+
+def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
+    """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
+    tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
+    if not Path(path).is_file():
+        raise InputError(f"--pool {path}: there is no such file")
+    lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
+
+    def fitting(row):
+        values = row.data
+        with files.reading("the row", "A pool is pool.jsonl of a run"):
+            check_row(values)
+        key = turns_key(values["prompt"])
+        if key not in lengths:
+            raise ValueError("the prompt is not in --dataset")
+        ids = values["response_ids"]
+        if tokenizer.decode(ids, skip_special_tokens=True) != values["response"]:
+            ids = chat.encode_responses(tokenizer, values["prompt"], [values["response"]])[1][0]
+            values["response_ids"] = ids if values["finished"] else ids[:-1]
+        elif values["finished"]:  # a teacher may end with another token
+            values["response_ids"] = [*ids[:-1], tokenizer.eos_token_id]
+        if lengths[key] + len(values["response_ids"]) > max_length:
+            raise ValueError(f"longer than {max_length} tokens (--max-length)")
+        return values
+
+    rows = [Row(f"{path}:{place}", values) for place, values in formats.read_file(Path(path))]
+    return mapping.map_rows(rows, fitting, f"--pool {path}")
+
+
+def rows_of(run) -> list[dict]:
+    """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
+    reads = run.resumed and dist.is_main()
+    return dist.gather(files.read_jsonl(run.folder / "pool.jsonl", check=check_row) if reads else [])
+
+
+def check_row(row):
+    """Raise ValueError if a row holds values of other types, or a prompt that is no list of messages."""
+    wrong = [name for name, kind in TYPES.items() if not isinstance(row[name], kind)]
+    if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
+        raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
+    for message in row["prompt"]:
+        if not isinstance(message, dict) or {type(message.get(x)) for x in ("role", "content")} != {str}:
+            raise ValueError("the prompt is no list of messages")
+
+
+class Pool:
+    """Every response that a run sampled, with its scores: `rows` and the file pool.jsonl."""
+
+    def __init__(self, run, rows):
+        """rows: those of an earlier run, or of this one, which is resumed."""
+        self.args, self.path, self.rows = run.args, f"{run.folder}/pool.jsonl", list(rows)
+        self.write()
+
+    def write(self):
+        """Replace the file, whole or not at all. Every rank must call it."""
+        if dist.is_main():
+            files.write_jsonl(self.path, self.rows)
+        dist.barrier()
+
+    def sample(self, samplers, prompts, iteration, versions):
+        """Responses to each prompt, from each of the samplers [(model name, temperature, number of
+        responses)], appended to the pool chunk by chunk; what is there already is not sampled again. What has
+        scores was sampled whole: this stays, also where the flags are others by now."""
+        args = self.args
+        if any(row["iteration"] == iteration and row["scorer"] for row in self.rows):
+            return
+        for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
+            if not chunks:
+                continue
+            policy = versions.load(name)
+            with dist.consolidated(policy):  # the weights are gathered once for all chunks
+                for number, chunk in chunks:
+                    seed = dist.seed_of(args.seed, "sample", iteration, number)
+                    options = {"n": n, "temperature": temperature, "top_p": args.top_p}
+                    pairs = responses.answers(policy, versions.tokenizer, chunk, args, seed, **options)
+                    rows = []
+                    for prompt, response in pairs:
+                        row = {"prompt": prompt.turns, "response": response.text}
+                        row.update(response_ids=response.ids, finished=response.finished and response.clean)
+                        row.update(iteration=iteration, model=name, temperature=temperature, chunk=number)
+                        if response.written:
+                            row["written"] = response.written
+                        rows.append({**row, "score": None, "scorer": None})
+                    self.rows += rows
+                    if dist.is_main():
+                        files.append_jsonl(self.path, rows)
+
+    def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
+        """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
+        not hold whole. Rows of such a chunk, which a crash cut, are left out: a chunk is sampled whole."""
+        keys_of_chunk, counter = collections.defaultdict(list), itertools.count()
+        for row in self.rows:
+            if row["iteration"] == iteration:
+                keys_of_chunk[row["chunk"]].append((turns_key(row["prompt"]), row["temperature"]))
+        whole, missing = set(), []
+        for _, temperature, n in samplers:
+            missing.append([])
+            for chunk, number in zip(split(prompts, self.args.chunk_prompts), counter):
+                if keys_of_chunk[number] == [(prompt.key, temperature) for prompt in chunk for _ in range(n)]:
+                    whole.add(number)
+                else:
+                    missing[-1].append((number, chunk))
+        kept = [row for row in self.rows if row["iteration"] != iteration or row["chunk"] in whole]
+        if len(kept) < len(self.rows):
+            self.rows = kept
+            self.write()
+        return missing
+
+    def n_prompts_before(self, iteration) -> int:
+        """How many prompts the iterations before had, all together."""
+        before = [row for row in self.rows if row["iteration"] < iteration]
+        return len({(row["iteration"], turns_key(row["prompt"])) for row in before})
+
+    def score(self, scorer, prompts):
+        """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
+        The file is replaced whole. `parts` are then the means of the parts of these scores."""
+        self.parts, keys = {}, {prompt.key for prompt in prompts}
+        unscored = (row for row in self.rows if row["scorer"] != scorer.version)
+        old = [row for row in unscored if turns_key(row["prompt"]) in keys]
+        if not old:  # a resumed run may have scored all of them before it was killed
+            self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
+            return
+        pairs = pairs_of(old, prompts)
+        scores, self.parts = scorers.score_and_parts(scorer, pairs, self.args.score_batch_size)
+        for row, score in zip(old, scores):
+            row["score"], row["scorer"] = score, scorer.version
+        if self.parts or "parts" in self.rows[-1]:
+            self.rows[-1]["parts"] = self.parts
+        self.write()
+
+
+def candidates(rows, prompts, iteration=None) -> list[dict]:
+    """The rows that answer one of the prompts, in the prompts' order. iteration: only rows of this one."""
+    places = {prompt.key: place for place, prompt in enumerate(prompts)}
+    rows = [row for row in rows if iteration in (None, row["iteration"])]
+    placed = [(places.get(turns_key(row["prompt"])), row) for row in rows]
+    return [row for _, row in sorted((x for x in placed if x[0] is not None), key=lambda x: x[0])]
+
+
+def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
+    """The (prompt, response) of each row; every row answers one of the prompts."""
+    by_key, pairs = {prompt.key: prompt for prompt in prompts}, []
+    for row in rows:
+        response = responses.Response(row["response_ids"], row["response"], row["finished"])
+        response = response._replace(written=row.get("written", ""))
+        pairs.append((by_key[turns_key(row["prompt"])], response))
+    return pairs
+
+
+def write_pairs(folder, pairs, iteration):
+    """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
+    read; those of the iterations before stay."""
+    if not dist.is_main():
+        return
+    rows = files.read_jsonl(folder / "pairs.jsonl")
+    with files.reading(folder / "pairs.jsonl"):
+        rows = [row for row in rows if row["iteration"] < iteration]
+    for pair in pairs:
+        row = {"prompt": pair.prompt, "chosen": pair.texts[0], "rejected": pair.texts[1]}
+        row.update(iteration=iteration, source=pair.source, category=pair.category)
+        if pair.label_scores:
+            row["chosen_score"], row["rejected_score"] = pair.label_scores
+        if pair.preference is not None:
+            row["preference"] = pair.preference
+        rows.append(row)
+    files.write_jsonl(folder / "pairs.jsonl", rows)
+
+
+# -- metrics of an iteration -----------------------------------------------------------------------
+def pool_metrics(rows) -> dict[str, float]:
+    """Of an iteration's responses, means: over them, and over their prompts of the best and the worst."""
+    by_prompt = {}
+    for row in rows:
+        by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
+    values = {
+        "pool/score": [row["score"] for row in rows],
+        "pool/best": [max(scores) for scores in by_prompt.values()],
+        "pool/worst": [min(scores) for scores in by_prompt.values()],
+        "pool/finished": [row["finished"] for row in rows],
+        "pool/length": [len(row["response_ids"]) for row in rows],
+        "pool/characters": [len(row["response"]) for row in rows],
+    }
+    return {key: sum(x) / len(x) for key, x in values.items() if x}
+
+
+def selection_metrics(rows, selected, iteration) -> dict[str, float]:
+    """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
+    new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
+    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
+    if selected:
+        figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
+    return {**figures, **pool_metrics(new), **measures.means(selected, {"pool/selected_score": "score"})}
+
+
+def pairing_metrics(rows, pairs, dropped, iteration) -> dict[str, float]:
+    """Of an iteration's responses, and of the pairs made of them."""
+    rows = [row for row in rows if row["iteration"] == iteration]
+    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
+    figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
+    for i, side in enumerate(("chosen", "rejected") if pairs else ()):
+        figures[f"pairs/{side}_score"] = sum(pair.label_scores[i] for pair in pairs) / len(pairs)
+        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
+    return figures

@@ -1,0 +1,406 @@
+"""What surrounds an algorithm and is the same in all scripts: how it starts and ends, its run directory.
+
+A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
+written last, summary.json: a run that has a summary is finished, one without is not, whatever else it has.
+"""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from common import dist
+from common.errors import Diverged, InputError, NotFinite
+from common.data import chat, files, mixtures, progress, splits
+from common.data.files import write_json
+from common.scoring import measures
+from common.run import checkpoints, identity, logs, plots
+from common.run.cli import check_flags, parse
+
+RESUMABLE = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be resumed
+OUTPUTS = (  # what a new run removes of an old one, beside *.png
+    "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
+    "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl"
+)
+SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
+DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
+# What torch says where another rank is gone
+PEER_LOST = re.compile(
+    "gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I
+)
+
+
+def launch(main, recipes):
+    """Run a script's main to its end: one clear line for an error to be mended, a traceback for a bug."""
+    code = 0
+    sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
+    try:
+        main(parse(recipes))
+    except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
+        message, where = " ".join(str(error).split()), ""
+        if isinstance(error, NotFinite) and Run.current:
+            state = Run.current.state  # a round of ppo.py is several optimiser steps
+            step = 1 + state.get("optimizer_steps", state.get("first_step", 0) + state["step"])
+            message = f"step {step}: {message}"
+        if isinstance(error, Diverged) and Run.current:
+            message = f"{message}; {Run.current.last_checkpoint}"
+        if dist.rank() > 0:
+            time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
+            where = f" [rank {dist.rank()}]"
+        _say(f"error{where}: {message}")
+        code = 2
+    except KeyboardInterrupt:
+        _say(f"interrupted: {_what_is_saved()}")
+        code = 130
+    except SystemExit as stop:  # tyro's --help
+        code = stop.code
+    except BaseException as error:
+        code = 1
+        if dist.world_size() > 1 and PEER_LOST.search(str(error)):
+            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {_what_is_saved()}")
+        elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
+            why = f"a layer of the model mixes bfloat16 with other numbers ({error})"
+            _say(f"error: {why}: --compute-dtype float32")
+        else:
+            _say(f"[rank {dist.rank()}]")
+            traceback.print_exc()
+    dist.shutdown(code)
+
+
+def _what_is_saved():
+    """How the run that was interrupted can continue."""
+    if Run.current and any((Run.current.folder / name).exists() for name in RESUMABLE):
+        return f"--resume continues from what is saved in {Run.current.folder}"
+    return "nothing is saved yet, the same command starts from the beginning"
+
+
+def _say(text):
+    """Print to stderr below the progress bars, which would be drawn again after it."""
+    for bar in list(getattr(tqdm, "_instances", ())):
+        bar.close()
+    print(text, file=sys.stderr, flush=True)
+
+
+class Run:
+    """A script's run directory, from the first look at it to summary.json: what is the same in all scripts
+    and no part of an algorithm. It is no trainer: the loop, the models and the losses are the script's.
+
+    finished: there is nothing left to do. device: this rank's. state: what a checkpoint holds beside weights
+    and optimisers, as JSON; its `step` counts the rounds of `steps` that are done."""
+
+    current = None  # the run that this process is in: `launch` says where it stopped
+
+    def __init__(self, args, stage: str, check=None, plots=()):
+        """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
+        functions of the run's folder that draw in it."""
+        self.device, self.args, self.stage = dist.setup(), args, stage
+        dist.print_machine()
+        self.plots = plots
+        check_flags(args)
+        mixtures.sources_of(args)
+        if check:
+            check(args)
+        self.status = None if splits.n_shown else find_run(args)  # --preview looks at nothing else
+        self.finished, self.resumed = self.status == "finished", self.status == "resume"
+        begun = _args_of(Path(args.output_dir)).get("began") if self.resumed else None
+        [chat.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
+        self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
+        self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
+        self.state, self.laps, self.saved, self.saving_s = {"step": 0}, {}, time.monotonic(), 0.0
+        Run.current = self
+
+    def begin(self, *, plan: str, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
+        """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
+        optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run. plan:
+        how many steps, rows or prompts the run will see; it is printed."""
+        if dist.is_main():
+            print(f"plan: {plan}")
+        start_run(self.args, self.stage, self.status, held_out)
+        self.modules = modules or {}
+        self.dtype = getattr(torch, self.args.save_dtype)  # of model/
+        self.state.update(state or {})
+        if self.resumed and modules:
+            self.state.update(checkpoints.load_checkpoint(self.checkpoint, modules))
+        self.metrics = logs.Metrics(self.folder, self.state.get("logged_rows"))
+        return self.state
+
+    def log_before(self, evaluate, model, keep_samples=False):
+        """The figures that `evaluate`(model) gives before training; a resumed run has them in its checkpoint.
+        keep_samples: its `samples` stand in samples.jsonl, with those after training behind them."""
+        if "before" not in self.state:
+            self.state["before"] = evaluate(model)
+            self.state["losses"] = getattr(evaluate, "losses", [])  # of each held-out item
+            self.log(self.state["before"], step=0)
+            if keep_samples:
+                self.state["samples"] = [{"when": "before", **sample} for sample in evaluate.samples]
+            if keep_samples and dist.is_main():
+                files.write_jsonl(self.folder / "samples.jsonl", self.state["samples"])
+
+    def steps(self, total: int):
+        """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
+        and only then, the checkpoint that --save-every asks for is written, or that the time asks for."""
+        self.total = total
+        with progress.progress(total, self.state["step"], self.stage) as self.bar:
+            while self.state["step"] < total:
+                self.begin_round()
+                yield self.state["step"] + 1
+                self.state["step"] += 1
+                self.bar.update()
+                if self.args.save_every and self.must_save():
+                    began, state = time.monotonic(), {**self.state, "logged_rows": self.metrics.n_rows}
+                    number = self.state.get("first_step", 0) + self.state["step"]
+                    checkpoints.save_checkpoint(self.checkpoint, number, self.modules, state)
+                    self.saved = time.monotonic()
+                    self.saving_s = self.saved - began
+
+    def must_save(self) -> bool:
+        """Whether a checkpoint is due: by --save-every, or because much would be lost by now. By rank 0's
+        clock, and so rarely that at most a twentieth of the time goes to it."""
+        is_late = time.monotonic() - self.saved > max(SAVE_AFTER_S, 20 * self.saving_s)
+        return self.state["step"] % self.args.save_every == 0 or dist.gather([is_late])[0]
+
+    def begin_round(self):
+        self.began, self.laps = time.time(), {}
+
+    # inside a round of `steps`
+    def seconds(self) -> float:
+        """Since the round began."""
+        return time.time() - self.began
+
+    def lap(self, name: str):
+        """The seconds since the last lap, or since the round began, become time/NAME_s of its row."""
+        self.laps[f"time/{name}_s"] = self.seconds() - sum(self.laps.values())
+
+    def due(self, every: int) -> bool:
+        """Whether the round is one of every so many; the last one is not, for what follows it."""
+        step = self.state["step"] + 1
+        return every > 0 and step % every == 0 and step < self.total
+
+    def log(self, row: dict, step: int, iteration: int = 0, shown=()):
+        """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
+        self.metrics.log(step, iteration, **row, **self.laps)
+        if shown:
+            self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
+
+    def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
+        """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
+        of them in a row, or where the run has no others. in_a_row: None: the state counts them."""
+        if in_a_row is None:
+            in_a_row = self.state["skipped"] = self.state.get("skipped", 0) + 1
+        if in_a_row >= min(5, self.args.iterations):
+            raise InputError(f"{why}. {in_a_row} iteration(s) in a row gave nothing to learn from")
+        if dist.is_main():
+            print(f"{why}: skipped")
+        return {"iterations/skipped": in_a_row}
+
+    # after the last round
+    def evaluate_export(self, model, evaluate, metrics_of=lambda result: result):
+        """Give the model the weights that model/ will have (round_weights), and return evaluate(model): the
+        metrics are then of the exported model. If --save-dtype rounds, evaluate before that too, and print
+        in one line which held-out metrics it changed. metrics_of: evaluate's result -> {name: number}."""
+        full = {} if self.dtype == torch.float32 else metrics_of(evaluate(model))
+        self.round_weights(model)
+        result = evaluate(model)
+        rounded = metrics_of(result) if full else {}
+        pairs = [f"{key} {full[key]:.6g} -> {rounded[key]:.6g}" for key in full if key.startswith("eval/")]
+        if pairs and dist.is_main():
+            print(f"rounding the weights for --save-dtype {self.args.save_dtype}: {', '.join(pairs)}")
+        before, losses = self.state.get("losses"), getattr(evaluate, "losses", None)
+        if before and losses:
+            result.update(measures.change("eval/nll_change", before, losses))
+        return result
+
+    @torch.no_grad()
+    def round_weights(self, model):
+        """Round to the dtype of model/, in place; LoRA's adapters are merged first."""
+        weights = model.state_dict()
+        if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
+            model.merge_adapters(weights)
+        for name, empty in checkpoints.skeleton(model, self.dtype).state_dict().items():
+            weights[name].copy_(weights[name].to(empty.dtype))
+
+    def finish(self, model, tokenizer, after, samples, *, summary, shown):
+        """write_results of a script that trains one model.
+
+        after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
+        says. shown: the figures that are printed, before and after."""
+        if not math.isfinite(after.get("eval/nll", 0.0)):
+            raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
+        before = self.state.get("before", {})
+        after = logs.finite(after)
+        kept = self.state.get("samples")
+        if kept:
+            gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
+            after.update(measures.gains(kept, samples, gains))
+            samples = [*kept, *({"when": "after", **sample} for sample in samples)]
+        self.metrics.log(*self.metrics.last, **after)
+        summary = {**summary, "before": before, "after": after}
+        self.write_results(model, tokenizer, samples, summary, before, after, shown)
+
+    def write_results(self, model, tokenizer, samples, summary, before, after, shown=()):
+        """What a finished run holds, its summary.json last, and what is printed of it."""
+        checkpoints.save_model(model, tokenizer, self.folder / "model", self.dtype)
+        if dist.is_main():
+            files.write_jsonl(self.folder / "samples.jsonl", samples)
+            write_json(self.folder / "summary.json", summary)
+            for plot in self.plots:
+                plots.draw(plot, self.folder)
+            logs.print_results(before, after, shown, samples)
+            hint = ": rounded; --save-dtype float32 keeps the trained weights"
+            hint = "" if self.dtype == torch.float32 else hint
+            print(f"wrote {self.folder}/model ({str(self.dtype).removeprefix('torch.')}){hint}")
+
+
+def find_run(args) -> str | None:
+    """What `args.output_dir` holds for this command: "finished" (nothing is left to do), "resume", or None:
+    begin anew. Changes nothing. InputError for a run in the way without --overwrite or --resume."""
+    if not args.output_dir:
+        raise InputError("--output-dir is empty: name a folder")
+    folder = Path(args.output_dir)
+    if (folder / "lock").exists():
+        _lock(folder)
+    before, outputs = _args_of(folder), _outputs(folder)
+    if outputs and not before:
+        raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
+    there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
+    finished, has_model, *begun = dist.gather([there])[0]  # what rank 0 sees decides for all
+    if finished and args.resume:
+        if dist.is_main():
+            print(f"{folder} is finished already, by {before.get('stage', 'another program')}")
+        return "finished"
+    if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
+        what = "an unfinished run (--resume continues it)" if any(begun) else "a model, and no summary.json"
+        what = "a finished run" if finished else what
+        raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
+    if args.resume and any(begun):
+        checkpoints.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
+        return "resume"
+    for path in _removed(args):
+        if path.is_symlink():
+            raise InputError(f"{path} is a link, and what it names stays: remove it, or another --output-dir")
+    removed = [path.resolve() for path in _removed(args)]
+    inputs = {name: value for name, value in vars(args).items() if removed and name != "output_dir"}
+    for name, text in [(name, text) for name, value in inputs.items() for text in _paths_in(value)]:
+        path = Path(text).resolve()
+        if path == folder.resolve() or any(map(path.is_relative_to, removed)):
+            flag = f"--{name.replace('_', '-')} {text}"
+            raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
+
+
+def _args_of(folder) -> dict:
+    """What args.json says; {} if there is none. InputError for one that no run wrote."""
+    def check(begun):
+        begun["stage"].split()
+        dict(**begun["args"], **begun.get("began_with", {}))
+        datetime.fromisoformat(begun.get("began", "2000-01-01"))
+
+    return files.read_json(folder / "args.json", f"{folder} may be no run's: another --output-dir", check)
+
+
+def _paths_in(value) -> list[str]:
+    """Each text in a flag's value that may be a path: of several values in each; in name=path, a:0.5,b?x=y or
+    module:function=path what stands between such signs. A path may hold such signs itself."""
+    paths = []
+    for text in value if isinstance(value, list | tuple) else [value]:
+        signs = re.finditer("[?:,=]|$", text) if isinstance(text, str) else ()
+        cuts = [-1, *(sign.start() for sign in signs)]
+        paths += [text[i + 1 : j].strip() for i, j in itertools.combinations(cuts, 2)]
+    return [path for path in paths if path]
+
+
+def start_run(args, stage: str, state: str | None, held_out=None):
+    """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
+    nothing that a user can have mistyped is left to be read: with state None an old run is removed.
+
+    held_out: what tells the held-out set, on which before and after are compared, from others: InputError
+      for a run that is gone on with on another one."""
+    folder, resume = Path(args.output_dir), state == "resume"
+    if splits.n_shown:
+        raise InputError("--preview shows what a script trains on: give its command the data")
+    dist.barrier()  # data were tokenised and models downloaded
+    if dist.is_main():
+        folder.mkdir(parents=True, exist_ok=True)
+    _lock(folder)
+    if find_run(args) != state:
+        raise InputError(f"{folder} has changed since this command began, by another one: start it again")
+    packages = "torch transformers datasets tokenizers numpy".split()
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    begun = {
+        "stage": stage, "args": dataclasses.asdict(args), **dist.machine(),
+        "began": chat.Clock.began.isoformat(), "git": _git_head(), "versions": versions,
+        "python": sys.version.split()[0], "command": sys.argv,
+        "began_with": identity.of_run(args, held_out) if dist.is_main() else {},
+    }  # fmt: skip
+    dist.barrier()  # models were read once more
+    # What rank 0 sees decides for all, and every rank has looked before it changes anything
+    before, current = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
+    changed = identity.changes(before, current, folder) if resume else []
+    if dist.is_main():
+        if not resume:
+            # These first: what is left then is neither a finished run nor one to resume
+            for name in ("summary.json", *RESUMABLE):
+                (folder / name).unlink(missing_ok=True)
+            for old in _removed(args):
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        for what in changed:
+            print(f"resuming with another {what}")
+        write_json(folder / "args.json", begun)
+    dist.barrier()
+
+
+def _outputs(folder) -> list[Path]:
+    """What is there of what a run writes."""
+    paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png")]
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def _removed(args) -> list[Path]:
+    """What a run that begins anew removes: the old one's outputs. After a crash without a checkpoint --resume
+    begins anew, too: a model that is there then stays until the new one replaces it."""
+    outputs = _outputs(Path(args.output_dir))
+    return [path for path in outputs if path.name != "model" or args.overwrite or not args.resume]
+
+
+def _git_head() -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "HEAD"]
+    with contextlib.suppress(OSError):  # there is no git
+        head = subprocess.run(command, capture_output=True, text=True)
+        return head.stdout.strip() if head.returncode == 0 else None
+
+
+_locks = {}  # path -> the open file of the run that this process is in
+
+
+def _lock(folder):
+    """Keep other processes out of a run's folder, until this one ends or begins another run: InputError, on
+    every rank, if one is in it. The system forgets a lock with its process, however that ends. Where it has
+    none (Windows, some network file systems) nobody is kept out."""
+    path, is_locked = folder.resolve() / "lock", False
+    if dist.is_main():
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            file = _locks.get(path) or open(path, "a")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_locked = True
+            else:
+                _locks.clear()  # which closes the file of the run before
+                _locks[path] = file
+    if dist.gather([is_locked])[0]:
+        raise InputError(f"{folder} is in use by another process: wait for its end, or another --output-dir")

@@ -1,0 +1,155 @@
+"""The versions of a policy that rejection sampling and iterative DPO make, one an iteration."""
+
+import gc
+from functools import partial
+
+from common import dist
+from common.data import files
+from common.loading import pretrained
+from common.scoring import version_evaluation
+from common.run import checkpoints, logs
+
+SHOWN = "eval/score gold/score eval/kl sft/score_win pairs/accuracy eval/score_over_before".split()
+
+EVALUATE_AGAIN = "Remove it: the version is then evaluated again."
+
+
+class Versions:
+    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
+    its evaluation, what `evaluate` found that it does. Version `first` is the model that all began from.
+
+    What a resumed run does again is decided here: no version or evaluation that is there. The last checkpoint
+    holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
+    steps, "first_step": all steps before, "logged_rows"}.
+
+    evaluate: a RejectionSamplingEvaluation or DPOEvaluation (version_evaluation.py). step: the optimiser
+      steps of all versions so far."""
+
+    def __init__(self, run, tokenizer, start: str):
+        """start: the name of the model that is the first version."""
+        self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
+        self.folder, self.loaded, self.policy = run.folder / "versions", None, None
+
+    def begin(self, first: int = 0):
+        """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
+        number of the first version; a resumed run has one already."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        evaluations, made, rows = {}, [], []
+        if dist.is_main():
+            paths = [path for path in self.folder.glob("*.json") if path.stem.isdigit()]
+            evaluations = {int(path.stem): self.read_evaluation(path) for path in paths}
+            made = [int(path.name) for path in self.folder.iterdir() if path.name.isdigit()]
+            rows = files.read_jsonl(self.run.folder / "metrics.jsonl")
+        evaluations, self.made, rows = dist.gather([(evaluations, made, rows)])[0]  # as rank 0 sees them
+        self.evaluations = dict(sorted(evaluations.items()))
+        self.first = min(self.evaluations, default=first)
+        newest = max([*evaluations, *self.made], default=-1)
+        kept = [row for row in rows if row["iteration"] <= newest]
+        if newest not in evaluations:  # all of the newest version but its evaluation's row
+            kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
+        self.step = kept[-1]["step"] if kept else 0
+        saved = checkpoints.checkpoint_state(self.run.checkpoint)
+        if saved.get("iteration") == newest + 1:
+            kept = rows[: saved["logged_rows"]]
+            self.step = saved["first_step"]
+        self.run.metrics = logs.Metrics(self.run.folder, keep_rows=len(kept))
+
+    def read_evaluation(self, path):
+        """A versions/N.json. InputError for one that cannot be."""
+        def check(evaluation):
+            self.evaluate.figures({0: evaluation, 1: evaluation}, 1)
+            evaluation["step"] + sum(sample["tokens"] for sample in evaluation["samples"])
+
+        return files.read_json(path, EVALUATE_AGAIN, check)
+
+    def iterations(self, n: int):
+        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a evaluation of the
+        version before each of them. The last version is studied by finish."""
+        self.last = self.first + n
+        for iteration in range(self.first + 1, self.last + 1):
+            self.evaluate_version(iteration - 1)
+            if iteration not in self.made:
+                self.run.begin_round()
+                yield iteration
+
+    def path(self, version: int) -> str:
+        return self.start if version == self.first else str(self.folder / str(version))
+
+    def load(self, name: str):
+        """The policy of this name, sharded. Hold the one before it no more: its memory is let go first."""
+        if self.loaded != name:
+            self.loaded = self.policy = None
+            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+            args, rank = self.args, getattr(self.args, "lora_rank", 0)
+            options = args.gradient_checkpointing, args.seed, rank
+            policy = pretrained.load_policy(name, self.tokenizer, *options)
+            self.loaded, self.policy = name, dist.shard(policy, self.run.device)
+        return self.policy
+
+    def ask(self, name: str, forward, items, args) -> list:
+        """forward(model, items, args) for the policy of this name, which is loaded and freed again unless it
+        is the one in memory. Without items nothing is loaded."""
+        if items and name != self.loaded:
+            return pretrained.ask_policy(name, self.tokenizer, args, self.run.device, forward, items, args)
+        return forward(self.policy, items, args) if items else []
+
+    def evaluate_version(self, version: int):
+        """Write what evaluate(policy, version, evaluations) returns; log and print the version's metrics."""
+        if version not in self.evaluations:
+            policy = self.load(self.path(version))
+            evaluate = partial(self.evaluate, version=version, evaluations=self.evaluations)
+            if version == self.last:  # its metrics are those of the exported model
+                def metrics_of(evaluation):
+                    return self.evaluate.figures({**self.evaluations, version: evaluation}, version)
+
+                evaluation = self.run.evaluate_export(policy, evaluate, metrics_of)
+            else:
+                evaluation = evaluate(policy)
+            self.evaluations[version] = {**evaluation, "step": self.step}
+            self.run.log(self.figures(version), self.step, version)
+            if dist.is_main():
+                files.write_json(self.folder / f"{version}.json", self.evaluations[version])
+        if dist.is_main():
+            figures = self.figures(version)
+            shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
+            print(f"version {version}: {shown}")
+
+    def figures(self, version: int) -> dict[str, float]:
+        return self.evaluate.figures(self.evaluations, version)
+
+    def began_training(self, version: int) -> bool:
+        """Whether the last checkpoint is of this version: then what led to it is logged already."""
+        return checkpoints.checkpoint_state(self.run.checkpoint).get("iteration") == version
+
+    def train(self, version: int, n_steps: int, optimizer):
+        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
+        it becomes versions/N, in float32 whatever is exported in the end."""
+        run = self.run
+        run.modules = {"policy": (self.policy, optimizer)}
+        run.state = {"iteration": version, "step": 0, "first_step": self.step}
+        if self.began_training(version):
+            run.state = checkpoints.load_checkpoint(run.checkpoint, run.modules)
+        yield from run.steps(n_steps)
+        self.step += n_steps
+        checkpoints.save_model(self.policy, self.tokenizer, self.path(version))
+        self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)  # see lora.py
+        run.modules = {}  # the optimiser's memory
+
+    def skip(self, why: str) -> dict[str, int]:
+        """run.skip of an iteration, whose version is then the one before."""
+        in_a_row = sum(evaluation["step"] == self.step for evaluation in self.evaluations.values())
+        return self.run.skip(why, in_a_row)
+
+    def finish(self, summary: dict):
+        """Study the last version, and write what a finished run holds (run.write_results)."""
+        self.evaluate_version(self.last)
+        rows = [{"version": v, **row} for v, x in self.evaluations.items() for row in x["samples"]]
+        curves = [curve for evaluation in self.evaluations.values() for curve in evaluation.get("curves", ())]
+        if curves and dist.is_main():
+            files.write_jsonl(self.run.folder / "curves.jsonl", curves)
+        figures = {str(v): self.figures(v) for v in self.evaluations}
+        same = version_evaluation.comparable(self.evaluations, self.last)
+        before = figures[str(self.first)] if self.first in same else {}
+        summary = {**summary, "steps": self.step, "versions": figures}
+        model, after = self.load(self.path(self.last)), figures[str(self.last)]
+        self.run.write_results(model, self.tokenizer, rows, summary, before, after)

@@ -1,0 +1,111 @@
+"""What scripts measure on held-out documents and prompts: losses, and answers as rows of samples.jsonl."""
+
+import itertools
+from functools import partial
+from statistics import fmean
+
+from common import dist, models, responses
+from common.batches import make_blocks, random_subset, response_mask
+from common.data import chat, mixtures, tiny
+from common.loading import pretrained
+from common.scoring import measures
+
+FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
+    "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
+    "sample/length": "tokens", "sample/finished": "finished",
+}  # fmt: skip
+
+
+def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
+    """(prompt, response)s as rows of samples.jsonl, with the true reward if `dataset` is the tiny world.
+    columns: name -> a value for each, or None; with a `score` a row has its prompt's category too."""
+    rows, true_reward = [], mixtures.is_tiny(dataset)
+    for i, (prompt, response) in enumerate(pairs):
+        row = {"prompt": prompt.turns, "response": response.text}
+        row.update(tokens=len(response.ids), finished=response.finished)
+        row.update({name: values[i] for name, values in columns.items() if values})
+        if "score" in columns:
+            row["category"] = prompt.category
+        if true_reward:
+            row["gold"] = tiny.gold_score(prompt.question, response.text)
+            row["perfect"] = tiny.perfect_score(prompt.question)
+        rows.append(row)
+    return rows
+
+
+def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
+    """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
+    sampled, above 0. size: of a forward on one rank."""
+    plan = [[[document] for document in responses.documents(pairs)]]
+    logprobs = partial(models.per_token, models.logprobs, plan=plan, micro_batch_size=size)  # each (pairs, R)
+    return (logprobs(policy, temperature)[0] - logprobs(reference)[0].double()).sum(1).tolist()
+
+
+def fingerprint(documents) -> list:
+    """Fingerprint held-out documents: their messages, and how many tokens count (by --max-length)."""
+    return [[document.messages, int(document.response_mask.sum())] for document in documents]
+
+
+class HeldOutDocuments:
+    """What sft.py evaluates: the held-out loss, `losses`, of each document, and `samples`, answers to their
+    prompts."""
+
+    def __init__(self, documents, tokenizer, args):
+        self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
+        self.blocks, self.losses = make_blocks(documents, args.max_length, args.packing), []
+        self.fingerprint = fingerprint(documents)
+        if args.sample_prompts:
+            pretrained.check_sampled(args.model, "--sample-prompts 0 trains without samples")
+
+    def __call__(self, model) -> dict[str, float]:
+        if self.args.sample_prompts:
+            self.samples = self.answers(model)
+        return {**self.loss(model), **measures.means(self.samples, FIGURES)}
+
+    def loss(self, model) -> dict[str, float]:
+        if not self.blocks:
+            return {}
+        self.losses = models.nll_of_each(model, self.blocks, self.args.micro_batch_size)
+        return {"eval/nll": fmean(self.losses)}
+
+    def answers(self, model) -> list[dict]:
+        """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
+        args, room = self.args, models.n_positions(model.config) - self.args.max_new_tokens
+        turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
+        prompts = (responses.Prompt(chat.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
+        fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
+        first = list(itertools.islice(fitting, args.sample_prompts))  # the rest need not be tokenised
+        pairs = responses.answers(model, self.tokenizer, first, args, args.seed, temperature=args.temperature)
+        return describe_samples(pairs, args.eval_dataset or args.dataset)
+
+
+class HeldOutPrompts:
+    """What ppo.py evaluates: one response at temperature 1 to each held-out prompt, scored; its KL to the
+    reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
+
+    def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
+        self.prompts, self.samples = random_subset(prompts, args.eval_prompts), []
+        self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
+        self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
+        self.fingerprint = [prompt.key for prompt in self.prompts] + fingerprint(text)
+
+    def __call__(self, policy) -> dict[str, float]:
+        figures = self.answer(policy) if self.prompts else {}
+        if self.blocks_of_text:
+            of_each = models.nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
+            figures["eval/ptx_nll"] = fmean(of_each)
+        return figures
+
+    def answer(self, policy):
+        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
+        scores = self.scorer.score(pairs)
+        documents = responses.documents(pairs)
+        plan = [make_blocks(documents, args.max_length, args.packing)]
+        per_token = partial(models.per_token, plan=plan, micro_batch_size=args.micro_batch_size)
+        logprobs, entropies = per_token(partial(models.logprobs, entropy=True), policy)
+        [ref_logprobs] = per_token(models.logprobs, self.reference)
+        columns = {"score": scores.tolist(), "kl": (logprobs - ref_logprobs).sum(1).tolist()}
+        self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
+        mean_entropy = entropies.sum() / response_mask(documents).sum()
+        return {**measures.means(self.samples, FIGURES), "eval/entropy": mean_entropy.item()}

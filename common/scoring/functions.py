@@ -1,0 +1,124 @@
+"""Functions of the user as scorers: `FILE.py:function` or `module:function` of --scorer.
+
+Each rank calls the function with its own rows (docs/scorers.md):
+fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
+`module:function=text` is what function(text) returns: common.programs.ai_feedback:rater=MODEL is a judge.
+Where responses are only ranked, a function may compare two of them, which its attribute `pairwise` = True
+says: fn(duels: list[(prompt messages, a, b)]) -> list of the log odds log P(a beats b) / P(b beats a), as of
+common.programs.pairwise:oracle=RUN.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import itertools
+import os
+import re
+import runpy
+import sys
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import NamedTuple
+
+from common import responses
+from common.errors import InputError
+from common.data import formats, message_columns, mixtures
+
+NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
+WANTED = "wanted module:function or FILE.py:function"
+
+
+class Term(NamedTuple):
+    function: object
+    name: str = ""  # as --scorer has it
+    text: str | None = None  # what scores is function(text)
+
+
+def term_of(spec) -> Term | None:
+    """Find the function that --scorer names; None of a model's name."""
+    name = spec.strip()
+    if match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name):
+        return Term(named_function("--scorer", match[1]), name, match[2])
+    if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
+        only = ", one function only: let it return {part: numbers}, which are summed"
+        raise InputError(f"--scorer {spec}: {WANTED}{only if re.search('[*+]', spec) else ''}")
+    return None
+
+
+def compares(term) -> bool:
+    return getattr(term.function, "pairwise", False)
+
+
+def named_function(flag, spec):
+    """What `FILE.py:function` or `module:function` names; modules of the working directory are found too."""
+    place, _, name = spec.rpartition(":")
+    sys.path.append(os.getcwd())
+    try:
+        is_file = place.endswith(".py")
+        function = (_run(Path(place).resolve()) if is_file else vars(importlib.import_module(place)))[name]
+    except Exception as error:  # whatever a user's module raises
+        raise InputError(f"{flag} {spec}: {type(error).__name__}: {error}; {WANTED}") from error
+    if not callable(function):
+        raise InputError(f"{flag} {spec} is {type(function).__name__}, {WANTED}")
+    return function
+
+
+@functools.cache
+def _run(file) -> dict:
+    """{name: what it names} of a file, whose imports find the files beside it."""
+    sys.path.append(str(file.parent))
+    return runpy.run_path(str(file))
+
+
+def try_functions(args):
+    """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
+    of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
+    if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
+        return  # DPO of given pairs asks none
+    specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
+    terms = [term for term in map(term_of, specs) if term and term.text is None]
+    prompts, answers = [], [responses.Response([], text, True) for text in ("The answer is 1.", "")]
+    split = getattr(args, "split", "train")
+    for row in mixtures.load_rows(args.dataset, "prompts", split)[:1] if terms else ():
+        with contextlib.suppress(ValueError):  # it has no prompt
+            prompts.append(responses.Prompt([], message_columns.prompt_turns(row.data), row))
+    for term, prompt in itertools.product(terms, prompts):
+        _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
+
+
+def _call(term, batch) -> list[dict[str, float]]:
+    """{part: its number} of each (prompt, response) or, of a function that compares, (prompt, a, b); {"": its
+    number} where the function gives a list."""
+    questions = [prompt.question for prompt, *_ in batch]
+    texts = [response.written or response.text for _, response, *_ in batch]
+    # Copies, for what a function changes must not reach the next response, the pool or the data
+    rows = [copy.deepcopy({**prompt.row.data, "messages": prompt.turns}) for prompt, *_ in batch]
+    arguments, did, n = (questions, texts, rows), "raised", len(batch)
+    if compares(term):
+        texts_b = [b.written or b.text for _, _, b in batch]
+        arguments = ([(row["messages"], a, b) for row, a, b in zip(rows, texts, texts_b)],)
+    try:
+        given = term.function(*arguments)
+        did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
+        by_part = given if isinstance(given, dict) else {"": given}
+        by_part = {str(part): _numbers(values) for part, values in by_part.items()}
+        lengths = [len(column) for column in by_part.values()]
+        if set(lengths) != {n}:
+            raise ValueError(f"of lengths {lengths}")
+    except Exception as error:  # whatever a user's function raises
+        where = f"{batch[0][0].row.where}, columns {formats.columns(rows[0])}"
+        question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
+        why = f"{did} {type(error).__name__}: {error}; asked of {question} ({where})"
+        raise InputError(f"--scorer {term.name} {why}") from error
+    return [dict(zip(by_part, of_one)) for of_one in zip(*by_part.values())]
+
+
+def _numbers(values) -> list[float]:
+    """Turn what a function returns into numbers: a list, an array, a tensor, anything that has an order."""
+    if isinstance(values, str | bytes | bytearray | Set | Mapping):
+        raise TypeError(f"wanted a list, not a {type(values).__name__}")
+    values = [x.item() if hasattr(x, "item") else x for x in values]  # of tensors and arrays
+    if any(isinstance(x, str | bytes) for x in values):  # float("1") would be 1
+        raise TypeError("wanted numbers, not text")
+    return [float(x) for x in values]

@@ -1,0 +1,211 @@
+"""Measures of samples and of scorers, with their intervals. docs/runs.md defines every key by a formula."""
+
+import math
+import statistics
+
+import torch
+
+
+def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
+    """{key, key_low, key_high}; of fewer than 10 items, which are no evidence, {key, key_n}, their number."""
+    return {key: value, f"{key}_n": n} if n < 10 else {key: value, f"{key}_low": low, f"{key}_high": high}
+
+
+def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
+    """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
+    if f"{key}_n" in figures:
+        return f"{figures[key]:{form}} (n = {figures[key + '_n']:.0f})"
+    return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
+
+
+def wilson(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n independent items."""
+    middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
+    half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
+    return max(0.0, middle - half), min(1.0, middle + half)  # rounding would make them -0 and over 100 %
+
+
+def resamples(n: int, n_bootstrap: int, generator):
+    """Of each bootstrap sample of n items: how often each was drawn, (n,)."""
+    for _ in range(n_bootstrap):
+        yield torch.bincount(torch.randint(n, (n,), generator=generator), minlength=n)
+
+
+def percentiles(estimates: torch.Tensor) -> list:
+    """The ends of the 95 % interval of bootstrap estimates, (n_bootstrap, ...)."""
+    return estimates.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0).tolist()
+
+
+# A row is a response to a prompt: {"prompt", "response", "tokens", "score", on the tiny world "gold", ...}.
+JUDGES = {"score": "the scorer", "gold": "the true reward"}  # column -> who says so
+
+
+def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
+    """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
+    columns = {key: column for key, column in columns.items() if rows and column in rows[0]}
+    return {key: sum(row[column] for row in rows) / len(rows) for key, column in columns.items()}
+
+
+def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
+    """As means: of two policies' responses to the same prompts the mean difference and its 95 % interval."""
+    figures = {}
+    for key, column in columns.items():
+        if after and column in after[0]:
+            values = [[row[column] for row in rows] for rows in (before, after)]
+            figures.update(change(key, *values))
+    return figures
+
+
+def change(key: str, before: list[float], after: list[float]) -> dict[str, float]:
+    """{key: mean difference of the same items before and after} and its 95 % interval; {} where one of them
+    is not finite."""
+    differences, n = [b - a for a, b in zip(before, after, strict=True)], len(after)
+    if not all(map(math.isfinite, differences)):
+        return {}
+    mean = statistics.fmean(differences)
+    half = 1.96 * statistics.stdev(differences) / math.sqrt(n) if n > 1 else math.inf
+    return with_interval(key, mean, mean - half, mean + half, n)
+
+
+def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
+    """Each game: 1 a win, 1/2 a tie, 0 a defeat; a difference of the margin ties, however rounded."""
+    least = tie_margin + 1e-9
+    return [(1 + (a - b > least) - (a - b < -least)) / 2 for a, b in zip(scores, opponents, strict=True)]
+
+
+def against(before, after, tie_margin: float | None, prefix="", pairwise=False) -> dict[str, float]:
+    """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
+    shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
+    tie_margin None: a tenth of the first one's standard deviation, 0.1 of a pairwise oracle's scores."""
+    figures = {}
+    for column in [column for column in JUDGES if column in after[0]]:
+        key = f"{prefix}{column}"
+        first, second = ([row[column] for row in rows] for rows in (before, after))
+        unit = 1.0 if pairwise and column == "score" else statistics.pstdev(first)
+        margin = 0.1 * unit if tie_margin is None else tie_margin
+        figures[f"{key}_tie_margin"], won = margin, outcomes(second, first, margin)
+        for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
+            figures[f"{key}_{name}"] = won.count(result) / len(won)
+        figures.update(gains(before, after, {f"{key}_gain": column}))
+    return figures
+
+
+def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
+
+    scores: (prompts, K). Unbiased, from the order statistics of all K and not from the first N: with the i-th
+      smallest of K, P(it is the largest of N) = C(i-1, N-1) / C(K, N) and P(it is the j-th smallest of N) =
+      C(i-1, j-1) C(K-i, N-j) / C(K, N); the median of an even N averages j = N/2 and N/2 + 1
+      (Llama 2, arXiv:2307.09288, figure 7)."""
+    k = scores.shape[1]
+    ranked = scores.double().sort(1).values.mean(0).tolist()  # linear in these, so the mean comes first
+
+    def expected(j, n):  # of the j-th smallest of n
+        ways = [math.comb(i, j - 1) * math.comb(k - 1 - i, n - j) for i in range(k)]
+        return sum(way / math.comb(k, n) * score for way, score in zip(ways, ranked))
+
+    sizes = range(1, k + 1)
+    medians = [(expected((n + 1) // 2, n) + expected(n // 2 + 1, n)) / 2 for n in sizes]
+    return [expected(n, n) for n in sizes], medians
+
+
+def correlation(x, y) -> float:
+    """Pearson's; NaN where one of them does not vary."""
+    if len(set(x)) < 2 or len(set(y)) < 2:
+        return math.nan
+    return torch.corrcoef(torch.tensor([x, y], dtype=torch.float64))[0, 1].item()
+
+
+# A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}, and for
+# a model that sees two responses at once "differences", one for each pair, in place of the scores.
+def pairs_of(rows) -> list[tuple]:
+    """(score difference better - worse, row number, better, worse response) of every labelled pair."""
+    pairs = []
+    for number, row in enumerate(rows):
+        responses = row["responses"]
+        sides = [(a, b) for a in responses for b in responses if a["rank"] + 1 <= b["rank"]]
+        differences = row.get("differences") or [a["score"] - b["score"] for a, b in sides]
+        pairs += [(d, number, a, b) for d, (a, b) in zip(differences, sides)]
+    return pairs
+
+
+def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
+    """{("data set" or "category", name): its rows}, where there are several of the kind."""
+    rows_of_part = {}
+    for kind, column in (("data set", "source"), ("category", "category")):
+        by_name = {}
+        for row in rows:
+            by_name.setdefault(str(row[column]), []).append(row)
+        for name in sorted(by_name) if len(by_name) > 1 else ():
+            rows_of_part[kind, name] = by_name[name]
+    return rows_of_part
+
+
+def score_figures(rows) -> dict[str, float]:
+    """Mean and standard deviation of the responses' scores; nothing of a scorer that compares."""
+    scores = [r["score"] for row in rows for r in row["responses"] if "score" in r]
+    return {"mean": statistics.fmean(scores), "deviation": statistics.pstdev(scores)} if scores else {}
+
+
+def accuracy(differences) -> float:
+    """Share of differences above 0, ties counting 1/2; NaN of none."""
+    right = [float(d > 0) + float(d == 0) / 2 for d in differences]
+    return sum(right) / len(right) if right else math.nan
+
+
+def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
+    """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
+    expected calibration error. A prompt's pairs hang together: the accuracy's interval is that of so many
+    independent pairs as vary as much over prompts, the ECE's a bootstrap over prompts. The floor is the mean
+    ECE of a perfectly calibrated model with these confidences: what sampling alone gives."""
+    pairs = pairs_of(rows)
+    if not pairs:
+        return {"pairs": 0}
+    difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
+    if difference.isnan().any():
+        return {"pairs": len(pairs), "nll": math.nan}
+    prompts, number_of = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs], {}
+    prompt = torch.tensor([number_of.setdefault(prompt, len(number_of)) for prompt in prompts])
+    soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
+    label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P(the better one is better)
+    correct, n = (difference.sign() + 1) / 2, len(pairs)
+    probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
+    bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
+    gaps = torch.zeros(len(number_of), n_bins).double()  # of each prompt and bin: of correct - confidence
+    as_labelled = label * correct + (1 - label) * (1 - correct)
+    gaps.index_put_((prompt, bins), as_labelled - confidence, accumulate=True)
+    sizes = torch.bincount(prompt)
+    generator, resampled, floor = torch.Generator().manual_seed(0), [], []
+    for times in resamples(len(number_of), n_bootstrap, generator):
+        resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes))
+    low, high = percentiles(torch.stack(resampled))
+    for _ in range(200):
+        drawn = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
+        gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, drawn - confidence)
+        floor.append(gap.abs().sum() / n)
+    right, all_alike = correct.mean().item(), n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
+    spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # from prompt to prompt
+    n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (spread + 1e-9)))
+    figures = {
+        "pairs": n,
+        **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),
+        "nll": torch.nn.functional.binary_cross_entropy_with_logits(difference, label),
+        "brier": (label * (1 - probability) ** 2 + (1 - label) * probability**2).mean(),
+        **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(number_of)),
+        "ece_floor": torch.stack(floor).mean(),
+    }
+    return {key: float(value) for key, value in figures.items()}
+
+
+def known_figures(rows) -> dict[str, float]:
+    """baseline/length_accuracy, of length as the score, which a model must beat. Of what only the tiny world
+    knows eval/bayes_accuracy, of a labeler without noise on the same pairs, and gold/correlation, of the
+    scores with the true reward over all responses."""
+    responses, pairs = [r for row in rows for r in row["responses"]], pairs_of(rows)
+    figures = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
+    if all("utility" in r for r in responses):
+        figures["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
+    if all("gold" in r and "score" in r for r in responses):
+        scores, gold = ([r[key] for r in responses] for key in ("score", "gold"))
+        figures["gold/correlation"] = correlation(scores, gold)
+    return figures

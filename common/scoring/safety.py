@@ -1,0 +1,86 @@
+"""Llama 2's pair of reward models: the safety model's gate, and the logistic regression that fits it."""
+
+import functools
+import zlib
+
+import torch
+
+from common.errors import InputError
+from common.losses import safety_gated_score
+from common.scoring import scorers
+
+
+class Gated:
+    """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
+    counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
+
+    def __init__(self, scorer, safety, args):
+        self.scorer, self.safety, self.args = scorer, safety, args
+
+    def score(self, pairs) -> torch.Tensor:
+        """The score of each (prompt, response), (B,), on every rank. `metrics` then holds the means of
+        --scorer's parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
+        size, threshold = self.args.score_batch_size, self.args.safety_threshold
+        scores, part_means = scorers.score_and_parts(self.scorer, pairs, size)
+        self.metrics = {**part_means, "reward/gated": 0.0}
+        if not self.safety:
+            return torch.tensor(scores)
+        safety = torch.tensor(scorers.score(self.safety, pairs, size))
+        tagged = torch.tensor([bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs])
+        gated = tagged | (safety.sigmoid() < threshold)
+        self.metrics["reward/gated"] = gated.float().mean().item()
+        return safety_gated_score(safety, torch.tensor(scores), tagged, threshold)
+
+
+def load_gated(args, tokenizer, device) -> Gated:
+    """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
+    options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
+    load = functools.partial(scorers.load_scorer, **options)
+    scorer, safety = load(args.scorer), args.safety_scorer and load(args.safety_scorer, safety=True)
+    for loaded in filter(None, (scorer, safety)):
+        if not loaded.same_tokens and not args.retokenize:
+            why = f"{loaded.name} has other tokens or another chat template than {args.model}"
+            raise InputError(f"{why}: --retokenize lets it score the text, encoded anew")
+    return Gated(scorer, safety, args)
+
+
+def fit_logistic_regression(x, won, n_games, penalty) -> torch.Tensor:
+    """Logistic regression: the weights w, (..., features), that make `won` of `n_games` games likeliest if
+    P(win) = sigma(x w), less w' penalty w / 2. Newton's method, which wants float64. x: (n, features); won:
+    (..., n); penalty: (features, features)."""
+    weights = won.new_zeros(*won.shape[:-1], x.shape[1])
+    for _ in range(1000):
+        p = (weights @ x.T).sigmoid()
+        curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
+        slope = (won - n_games * p) @ x - weights @ penalty
+        step = torch.linalg.solve(curvature, slope)
+        far = (step @ x.T).abs().amax(-1, keepdim=True) + 1e-12  # the most that it moves a logit
+        step = step * far.log1p() / far  # a whole one can overshoot, for ever
+        weights = weights + step
+        if step.abs().max() < 1e-10:
+            break
+    return weights
+
+
+def fit_safety_gate(rows, threshold):
+    """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
+    labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
+    half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
+    halves = [], []
+    for row in rows:
+        half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
+        half.extend((r["score"], float(r["is_safe"])) for r in row["responses"] if "is_safe" in r)
+    if not all({is_safe for _, is_safe in half} == {0.0, 1.0} for half in halves):
+        return None, {}
+    (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
+    x = torch.stack([score - score.mean(), torch.ones_like(score)], 1)  # whatever zero the scores have
+    penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # 1e-4 |weights|^2 beside the mean loss
+    scale, bias = fit_logistic_regression(x, safe, n_games=1, penalty=penalty).tolist()
+    bias -= scale * score.mean().item()
+    caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
+    n_caught, n_both = caught.sum().item(), (caught & unsafe).sum().item()
+    recall = n_both / unsafe.sum().item()
+    figures = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
+    if n_caught:
+        figures["gate/precision"] = n_both / n_caught
+    return {"scale": scale, "bias": bias}, figures

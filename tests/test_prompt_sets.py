@@ -1,0 +1,381 @@
+"""Prompts from rows (common/data/prompt_sets.py), and a policy's responses to them (common/responses.py)."""
+
+import dataclasses
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import CPU, SYSTEM, TALK, TOKENIZER, bot, prompt, row, user, write_rows
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
+
+from common import dist, responses
+from common.batches import Row, split
+from common.errors import InputError
+from common.sampler import Rollout
+from common.data import files, prompt_sets, tiny
+from common.loading import pretrained
+from common.scoring import functions
+from common.run import checkpoints, pool
+
+EOS = TOKENIZER.eos_token_id
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows, max_tokens) -> prompts, from a file p.jsonl that holds the rows."""
+    return lambda rows, max_tokens=64: prompt_sets.load_prompts(
+        str(write_rows(tmp_path / "p.jsonl", rows)), "train", TOKENIZER, max_tokens
+    )
+
+
+# -- prompts: (row, its turns) -------------------------------------------------------------------
+HH = "\n\nHuman: ant\n\nAssistant: bear\n\nHuman: cat\n\nAssistant:"
+FORMATS = {
+    "prompt": ({"prompt": "cat"}, [user("cat")]),
+    "prompt and completion": ({"prompt": "cat", "completion": "dog"}, [user("cat")]),
+    "prompt messages": ({"prompt": TALK}, TALK),
+    "prompt messages with an answer": ({"prompt": [*TALK, bot("dog")]}, TALK),
+    "prompt as HH dialogue": ({"prompt": HH}, TALK),
+    "prompt as HH dialogue with an answer": ({"prompt": HH + " dog"}, TALK),
+    "prompt beside a preference": ({"prompt": "cat", "chosen": "dog", "rejected": "eel"}, [user("cat")]),
+    "instruction": ({"instruction": "cat", "output": "dog"}, [user("cat")]),
+    "instruction and input": ({"instruction": "copy", "input": "cat"}, [user("copy\n\ncat")]),
+    "instruction and empty input": ({"instruction": "cat", "input": ""}, [user("cat")]),
+    "prompt that is null": ({"prompt": None, "instruction": "cat"}, [user("cat")]),
+    "messages": ({"messages": TALK}, TALK),
+    "messages with an answer": ({"messages": [*TALK, bot("dog")], "prompt": "ant"}, TALK),
+    "RLHFlow's context messages": ({"context": "cat", "context_messages": [user("cat")]}, [user("cat")]),
+    "messages with a system turn": ({"messages": [SYSTEM, user("cat")]}, [SYSTEM, user("cat")]),
+    "conversations": (
+        {"conversations": [{"from": "human", "value": "cat"}, {"from": "gpt", "value": "dog"}]},
+        [user("cat")],
+    ),
+    "prompt and a system column": ({"prompt": TALK, "system": "so"}, [SYSTEM, *TALK]),
+    "messages and two system turns": ({"messages": [SYSTEM, *TALK], "system": "no"}, [SYSTEM, *TALK]),
+    "content in parts": (
+        {"messages": [{**user(""), "content": [{"type": "text", "text": "cat"}]}, bot("dog")]},
+        [user("cat")],
+    ),
+    "chosen as HH dialogue": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
+    "chosen as messages": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompts_of_every_row_format(name, load):
+    row, turns = FORMATS[name]
+    (prompt,) = load([row])
+    assert (prompt.turns, prompt.row.where) == (turns, "p.jsonl:1") and prompt.row.data.items() >= row.items()
+
+
+def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
+    with pytest.raises(InputError, match="knows few of its words: is it the right --model"):
+        load([{"prompt": "please tell me what the capital of france is"}])
+
+
+def test_ids_are_the_rendered_turns_and_the_opening_of_an_answer(load):
+    (prompt,) = load([{"messages": [*TALK, bot("dog")]}])
+    words = "<|bos|> <|user|> ant <|end|> <|assistant|> bear <|end|> <|user|> cat <|end|> <|assistant|>"
+    assert TOKENIZER.convert_ids_to_tokens(prompt.ids) == words.split()
+
+
+def test_a_prompt_is_taken_once_whatever_its_format_and_answer(load, capsys):
+    rows = [{"prompt": "cat"}, {"instruction": "cat"}, {"messages": [user(" cat\n"), bot("dog")]}]
+    prompts = load([*rows, {"prompt": "dog"}, {"messages": [SYSTEM, user("cat")]}])
+    assert [p.row.where for p in prompts] == ["p.jsonl:1", "p.jsonl:4", "p.jsonl:5"]
+    assert len({p.key for p in prompts}) == 3
+    assert "dropped 2 of 5 rows" in (out := capsys.readouterr().out)
+    assert "2: the prompt is there already (p.jsonl:2, p.jsonl:3)" in out
+
+
+UNUSABLE = {
+    "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
+    "the text holds a special token": {"prompt": "copy <|end|> ant"},
+    "no prompt": {"prompt": " "},
+    "columns ['text'] are no prompt row": {"text": "ant"},
+    "columns ['chosen', 'rejected'] are no prompt row": {"chosen": "dog", "rejected": "eel"},
+    "the prompt is int, wanted text or messages": {"prompt": 5},
+    "a message is not {role, content}": {"prompt": [{"a": 1}]},
+    "a lone surrogate": {"prompt": "\ud800"},
+    "an earlier answer is empty": {"prompt": HH.replace(" bear", "")},
+    "a message has tool_calls": {"messages": [{**bot("ant"), "tool_calls": [{}]}, user("cat")]},
+    "content of a message is null": {"messages": [{"role": "user", "content": None}]},
+}
+MALFORMED = [{"messages": {"a": "cat"}}, {"messages": "cat"}, {"prompt": {"a": 1}}, {"chosen": {"a": 1}}]
+MALFORMED += [{"instruction": ["cat"]}, {"instruction": "copy", "input": 5}]  # which is not left out
+
+
+@pytest.mark.parametrize("reason, row", [*UNUSABLE.items(), *(("", row) for row in MALFORMED)])
+def test_a_row_that_cannot_be_used_is_counted_and_named(reason, row, load, capsys):
+    (prompt,) = load([{"prompt": "copy ant cat dog"}, row], max_tokens=8)  # it has 8 tokens
+    out = capsys.readouterr().out
+    assert prompt.row.where == "p.jsonl:1" and "dropped 1 of 2 rows" in out
+    assert reason in out and "(p.jsonl:2)" in out
+
+
+def test_nothing_left_is_an_error_with_each_reason_and_place(load):
+    with pytest.raises(InputError) as error:
+        load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
+    says = str(error.value)
+    assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
+    assert 'wanted {"prompt": ' in says and "(p.jsonl:2)" in says
+    assert "special token" in says and "(p.jsonl:3)" in says
+
+
+@pytest.mark.parametrize("messages", [[*TALK, bot("dog"), bot("eel")], [SYSTEM], [user("ant"), SYSTEM]])
+def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
+    """Such a row may be dropped or cut; a scorer gets the last turn as the prompt."""
+    assert all(p.turns[-1]["role"] == "user" for p in load([{"prompt": "owl"}, {"messages": messages}]))
+
+
+def test_category_is_text_or_none(load):
+    prompts = load([{"prompt": "ant", "category": 3}, {"prompt": "cat"}, {"prompt": "dog", "category": "a"}])
+    assert [p.category for p in prompts] == ["3", None, "a"]
+
+
+def test_the_tiny_worlds_prompts_are_all_usable_and_never_in_both_splits():
+    train, test = (prompt_sets.load_prompts("tiny", split, TOKENIZER, 64) for split in ("train", "test"))
+    assert (len(train), len(test)) == (6000, 1000)
+    assert not {p.key for p in train} & {p.key for p in test}
+    assert {p.category for p in train} == set(tiny.COMMANDS)
+
+
+# -- an iteration's prompts -----------------------------------------------------------------------
+MANY = [prompt(f"copy {word}", i) for i, word in enumerate(tiny.WORDS[-12:])]
+
+
+def deal(rows=(), prompts=MANY, **options):
+    args = {"iterations": 3, "prompts_per_iteration": None, "seed": 0, "dataset": "p.jsonl", **options}
+    dealt = prompt_sets.deal_prompts(prompts, SimpleNamespace(**args), rows)
+    return {i: [p.question for p in of_one] for i, of_one in dealt.items()}
+
+
+def pool_of(dealt, whole, cut=None, n=0):
+    """Rows of a pool: of whole iterations, and of the first n prompts of one that a crash cut."""
+    by_question = {p.question: p for p in MANY}
+    rows = [row(by_question[x], "ant", iteration=i) for i in whole for x in dealt[i]]
+    return rows + [row(by_question[x], "ant", iteration=cut, scorer=None) for x in dealt.get(cut, [])[:n]]
+
+
+def test_prompts_are_dealt_as_before_where_a_run_is_resumed_with_the_same_flags():
+    dealt = deal()
+    assert {i: len(of_one) for i, of_one in dealt.items()} == {1: 4, 2: 4, 3: 4}
+    assert len(set(sum(dealt.values(), []))) == 12
+    for whole, cut, n in (([], 1, 3), ([1], None, 0), ([1], 2, 2), ([1, 2], 3, 4), ([1, 2, 3], None, 0)):
+        assert deal(pool_of(dealt, whole, cut, n)) == dealt
+    assert deal(pool_of(deal(prompts=MANY[:11]), [1]), MANY[:11]) == deal(prompts=MANY[:11])  # 3, 3, 3 of 11
+
+
+@pytest.mark.parametrize(
+    "options, sizes",
+    [({"iterations": 6}, [4, 3, 1, 1, 1, 2]), ({"iterations": 2}, [4, 6]), ({"seed": 1}, [4, 4, 4]),
+     ({"prompts_per_iteration": 2}, [4, 3, 2])],
+)  # fmt: skip
+def test_with_other_flags_an_iterations_prompts_are_those_of_the_pool_and_none_is_dealt_twice(options, sizes):
+    dealt = deal()
+    again = deal(pool_of(dealt, [1], 2, 3), **options)
+    assert again[1] == dealt[1] and again[2][:3] == dealt[2][:3]
+    assert len(again) == options.get("iterations", 3)
+    assert len(set(sum(again.values(), []))) == sum(map(len, again.values()))
+    assert [len(of_one) for of_one in again.values()] == sizes
+
+
+def test_prompts_that_have_left_the_data_leave_their_iteration_alone():
+    dealt = deal()
+    left = [p for p in MANY if p.question != dealt[1][0]]
+    again = deal(pool_of(dealt, [1]), left)
+    assert again[1] == dealt[1][1:] and len(set(sum(again.values(), []))) == 3 + 3 + 3
+
+
+def test_too_few_prompts_for_what_is_left_are_an_error():
+    with pytest.raises(InputError, match="p.jsonl: .* prompts are too few .* from iteration 3 on: lower"):
+        deal(prompts_per_iteration=5)
+    with pytest.raises(InputError, match="prompts are too few .* from iteration 3 on: lower"):
+        deal(pool_of(deal(), [1]), prompts_per_iteration=5)
+    with pytest.raises(InputError, match="prompts are too few .* from iteration 2 on: lower"):
+        deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
+
+
+def test_the_next_prompts_follow_those_that_were_taken():
+    """With 5 of 12 an iteration, then 3: none comes again before all have come."""
+    first, second = (prompt_sets.fresh_prompts(MANY, 5, i, 0) for i in (1, 2))
+    third = prompt_sets.fresh_prompts(MANY, 3, 3, 0, 10)
+    assert len({p.key for p in [*first, *second, *third[:2]]}) == 12 and len({p.key for p in third}) == 3
+    assert prompt_sets.fresh_prompts(MANY, 5, 3, 0, 10) == prompt_sets.fresh_prompts(MANY, 5, 3, 0)
+
+
+# -- responses -----------------------------------------------------------------------------------
+QUESTIONS = ["copy ant cat dog", "reverse owl pig fox toad bear", "first ant"]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny.model().eval()
+
+
+@pytest.fixture
+def prompts(load):
+    return load([{"prompt": q} for q in QUESTIONS])
+
+
+def sampled(policy, prompts, n, **options):
+    """The responses to each prompt."""
+    pairs = responses.sample_pairs(policy, TOKENIZER, prompts, n=n, **options)
+    assert [prompt for prompt, _ in pairs] == [prompt for prompt in prompts for _ in range(n)]
+    return split([response for _, response in pairs], n)
+
+
+def test_responses_end_with_the_end_token_if_they_finished_and_are_decoded(policy, prompts):
+    found = sampled(policy, prompts, 8, max_new_tokens=24)
+    assert [len(responses) for responses in found] == [8, 8, 8]
+    everything = [r for responses in found for r in responses]
+    assert {r.finished for r in everything} == {True, False}
+    special = {*TOKENIZER.all_special_ids}
+    for r in everything:
+        assert r.finished == (r.ids[-1] == EOS) and EOS not in r.ids[:-1]
+        assert len(r.ids) <= 24 if r.finished else len(r.ids) == 24
+        words = TOKENIZER.convert_ids_to_tokens([i for i in r.ids if i not in special])
+        assert r.text == " ".join(words)
+    assert any(len(r.ids) < 24 for r in everything)  # cut where they ended, without the padding of the batch
+
+
+@pytest.mark.parametrize("end", [True, False], ids=["ended", "cut"])
+def test_reward_functions_see_the_special_tokens_that_were_written(end, policy, monkeypatch):
+    """All but end and padding: a thought between special tokens is no part of the answer behind it."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>", "</think>"]})
+    words = f"<think> two <|pad|> </think> ant{' <|end|>' if end else ' </think>'}"
+    ids = torch.tensor([tokenizer.convert_tokens_to_ids(words.split())])
+    drawn = Rollout(torch.zeros(1), ids, ids >= 0, torch.zeros(ids.shape), torch.tensor([end]))
+    monkeypatch.setattr(responses, "sample", lambda *_, **__: drawn)
+    (response,) = responses.my_responses(policy, tokenizer, [[1]])
+    prompt, seen = responses.Prompt([1], [user("q")], Row("f:1", {})), []
+    score = lambda prompts, responses, rows: seen.extend(responses) or [0.0] * len(responses)
+    functions._call(functions.Term(score), [(prompt, response)])
+    compare = lambda duels: seen.extend(duels[0][1:]) or [0.0]
+    compare.pairwise = True
+    functions._call(functions.Term(compare), [(prompt, response, response._replace(written="", text="b"))])
+    row = {"prompt": prompt.turns, "response": response.text, "response_ids": response.ids, "finished": end}
+    [(_, again)] = pool.pairs_of([{**row, "written": response.written}], [prompt])
+    functions._call(functions.Term(score), [(prompt, again)])  # a pool's, as rejection sampling and DPO score it
+    written = words.removesuffix(" <|end|>").replace("<|pad|> ", "").replace("two", tokenizer.unk_token)
+    assert seen == [written, written, "b", written] and "think" not in response.text
+    assert tiny.gold_score("copy ant", "<|user|> ant") == tiny.gold_score("copy ant", "ant")
+
+
+def test_responses_come_in_the_order_of_the_prompts(policy, prompts):
+    """At a temperature near 0: those of plain greedy forwards."""
+    found = sampled(policy, prompts, 2, max_new_tokens=6, temperature=1e-6)
+    for (ids, *_), responses in zip(prompts, found):
+        with torch.no_grad():
+            row = list(ids)
+            for _ in range(6):  # greedy, by plain forwards
+                row.append(policy(input_ids=torch.tensor([row])).logits[0, -1].argmax().item())
+                if row[-1] == EOS:
+                    break
+        assert [r.ids for r in responses] == [row[len(ids) :]] * 2
+    assert len({tuple(responses[0].ids) for responses in found}) == 3  # in another order they would differ
+
+
+def test_responses_keep_the_log_probability_of_each_id_as_it_was_drawn(policy, prompts):
+    for prompt, responses in zip(prompts, sampled(policy, prompts, 2, max_new_tokens=6, temperature=0.5)):
+        for response in responses:
+            with torch.no_grad():
+                logits = policy(input_ids=torch.tensor([prompt.ids + response.ids])).logits[0]
+            logprobs = (logits[len(prompt.ids) - 1 : -1] / 0.5).log_softmax(-1)  # the logits before each id
+            want = [row[i].item() for row, i in zip(logprobs, response.ids)]
+            assert response.logprobs == pytest.approx(want, abs=1e-4)
+
+
+def test_the_same_seed_gives_the_same_responses_and_another_one_others(policy, prompts):
+    one, again, other = (sampled(policy, prompts, 4, max_new_tokens=12, seed=s) for s in (3, 3, 4))
+    assert one == again and one != other
+    assert len({tuple(r.ids) for r in one[0]}) == 4  # the n responses are drawn apart
+
+
+def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts, monkeypatch):
+    shares = []  # of ranks 0 and 1, and of 2 and 3
+    monkeypatch.setattr(dist, "ranks_per_copy", 2)
+    monkeypatch.setattr(dist, "world_size", lambda: 4)
+    monkeypatch.setattr(dist, "gather", lambda mine: shares.append(dict(mine)) or [(i, []) for i in range(3)])
+    for rank in range(4):
+        monkeypatch.setattr(dist, "rank", lambda: rank)
+        responses.sample_pairs(policy, TOKENIZER, [prompts[0]] * 3, max_new_tokens=8)
+    assert shares[0] == shares[1] and shares[2] == shares[3] and shares[0][0] != shares[2][1]
+    assert [*shares[0], *shares[2]] == [0, 2, 1]
+
+
+def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(dist, "ranks_per_copy", 2)
+    heads = Qwen2Config(num_attention_heads=12, num_key_value_heads=3), "qwen2's num_key_value_heads, 3"
+    for config, says in (heads, (MistralConfig(), "mistral cannot be divided")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(InputError, match=says):
+            pretrained.check_sampled(tmp_path)
+
+
+def test_too_many_new_tokens_for_the_policys_positions_is_an_input_error(policy, prompts):
+    with pytest.raises(InputError, match="128 positions: this model cannot be sampled"):
+        responses.sample_pairs(policy, TOKENIZER, prompts, max_new_tokens=124)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_response_with_a_special_token_before_its_end_is_not_clean(named, first, monkeypatch):
+    """Its text lacks that token: a scorer would judge one thing, and the policy learn another. Llama 3's headers
+    are special and have no name."""
+    ant, user, end = (TOKENIZER.convert_tokens_to_ids(t) for t in ("ant", "<|user|>", "<|end|>"))
+    if not named:
+        monkeypatch.setattr(type(TOKENIZER), "all_special_ids", [end])
+    tokens = torch.tensor([[user, ant, end] if first else [ant, user, end], [ant, ant, end]])
+    everything = torch.ones(2, 3, dtype=torch.bool)
+    fake = Rollout(torch.tensor([0, 0]), tokens, everything, torch.zeros(2, 3), torch.tensor([True, True]))
+    monkeypatch.setattr(responses, "sample", lambda *args, **options: fake)
+    strange, clean = responses.my_responses(None, TOKENIZER, [[1]], n=2, max_new_tokens=3)
+    assert (strange.text, strange.finished, strange.clean, clean.clean) == ("ant", True, False, True)
+
+
+# -- models with several end tokens --------------------------------------------------------------
+def test_sampling_stops_at_each_end_token_and_an_export_keeps_them(tmp_path, monkeypatch):
+    """Of a model whose generation_config lists two, as Llama 3's and Qwen's do."""
+    asked, plain, other = [], responses.sample, TOKENIZER.convert_tokens_to_ids("<|unk|>")
+    model = tiny.model()
+    model.generation_config.eos_token_id = [other, EOS]
+    model.save_pretrained(tmp_path / "two")
+    TOKENIZER.save_pretrained(tmp_path / "two")
+    model = dist.shard(pretrained.load_policy(str(tmp_path / "two"), TOKENIZER), CPU)
+    assert model.generation_config.eos_token_id == [EOS, other]
+
+    def sample(*args, stop_ids, n, **options):
+        asked.append((n, stop_ids))
+        return plain(*args, stop_ids=stop_ids, n=n, **options)
+
+    monkeypatch.setattr(responses, "sample", sample)
+    found = responses.my_responses(model, TOKENIZER, [[1, 4, 9]], n=200, max_new_tokens=30, seed=0)
+    ends = {response.ids[-1] for response in found if response.finished}
+    assert asked == [(200, [EOS, other])] and ends == {EOS, other}
+    assert any(response.clean for response in found if response.ids[-1] == other)
+    checkpoints.save_model(model, TOKENIZER, tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.generation_config.eos_token_id == [EOS, other]
+    one = pretrained.load_policy("tiny", TOKENIZER)
+    responses.my_responses(one, TOKENIZER, [[1, 4, 9]], max_new_tokens=3, seed=0)
+    assert one.generation_config.eos_token_id == EOS and asked[1] == (1, [EOS])
+
+
+@pytest.mark.parametrize("name", ["sft", "reward", "advantage_model", "common.programs.rehearsal"])
+def test_slots_reach_the_sampler(tmp_path, monkeypatch, name):
+    def sample(model, prompts, *, slots, **options):
+        raise InputError(f"{slots} slots")
+
+    monkeypatch.setattr(responses, "sample", sample)
+    module, folder = importlib.import_module(name), tmp_path / "run"
+    options = {"model": "tiny", "scorer": "common.data.tiny:gold_scorer", "sft_model": "tiny", "policy": "tiny"}
+    pairs = [{**row, "completion": row["chosen"]} for row in tiny.rows("preferences", "train")[:200]]
+    files.write_jsonl(tmp_path / "rows.jsonl", pairs)
+    options |= {"output_dir": str(folder), "output": str(folder), "slots": 3}
+    options["dataset"] = str(tmp_path / "rows.jsonl")
+    known = {field.name for field in dataclasses.fields(module.Args)}
+    with pytest.raises(InputError, match="^3 slots"):
+        module.main(module.Args(**{key: value for key, value in options.items() if key in known}))
