@@ -218,7 +218,7 @@ def main(args: Args):
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
-    train, ratio_figures = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
+    train, ratio_metrics = reward_evaluation.with_policy_answers(train, policy, tokenizer, args, run.device)
     steps_per_epoch = math.ceil(len(train) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
 
@@ -265,13 +265,13 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: is e(x) the policy's mean reward; do length or its log probability rank as well
-    after = {**run.evaluate_export(model, evaluate), **measures.known_figures(evaluate.samples)}
-    figures = reward_evaluation.expected_reward_figures(model, policy, held_out, tokenizer, args)
+    after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
+    metrics = reward_evaluation.expected_reward_metrics(model, policy, held_out, tokenizer, args)
     pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,
-        after={**after, **ratio_figures, **figures},
+        after={**after, **ratio_metrics, **metrics},
         samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "expected/bias"),

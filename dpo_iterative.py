@@ -211,7 +211,7 @@ def pairs_loss(logprobs, pairs, n, args):
     return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, **soft, n_rows=n)
 
 
-def pair_figures(policy, pairs, args):
+def pair_metrics(policy, pairs, args):
     """The implicit reward's loss, accuracy and margin on held-out pairs."""
     logprobs = pair_logprobs(policy, pairs, args)
     losses = [pairs_loss(of_pair, [pair], 1, args)[0].item() for of_pair, pair in zip(logprobs, pairs)]
@@ -375,7 +375,7 @@ def main(args: Args):
     versions = Versions(run, tokenizer, args.model)
     for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
         args.share_prompt = args.share_prompt and checks.shares_prompts(versions.load(name), args.max_length)
-    evaluate = DPOEvaluation(held_out, held_out_pairs, pair_figures, scorer, tokenizer, args)
+    evaluate = DPOEvaluation(held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args)
     versions.evaluate = evaluate
 
     plan = plan_of(offline, prompts_of.get(1, []), prompts, args)

@@ -390,9 +390,9 @@ def run_iteration(
     minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
     first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
     per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
-    with_entropies = partial(models.logprobs, entropy=True)
-    rollout.old_logprobs, rollout.entropies = per_token(with_entropies, agent.policy, args.temperature)
-    [rollout.ref_logprobs] = per_token(models.logprobs, agent.reference, args.temperature)
+    logprobs = partial(models.logprobs, temperature=args.temperature)
+    rollout.old_logprobs, rollout.entropies = per_token(partial(logprobs, entropy=True), agent.policy)
+    [rollout.ref_logprobs] = per_token(logprobs, agent.reference)
     [rollout.old_values] = per_token(models.state_values, agent.value)
     kl = estimate_advantages(rollout, args)
     if not kl <= args.max_kl:

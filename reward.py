@@ -209,15 +209,15 @@ def main(args: Args):
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
     # after training: accuracy, calibration, and the baselines: length, the SFT model's log probability
-    after = {**run.evaluate_export(model, evaluate), **measures.known_figures(evaluate.samples)}
-    length_figures = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
-    gate, gate_figures = safety.fit_safety_gate(evaluate.samples, args.safety_threshold)
+    after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
+    length_metrics = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
+    gate, gate_metrics = safety.fit_safety_gate(evaluate.samples, args.safety_threshold)
     model.config.safety_gate = gate  # for ppo.py; None clears an earlier stage's too
     pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
     run.finish(
         model,
         tokenizer,
-        after={**after, **length_figures, **gate_figures},
+        after={**after, **length_metrics, **gate_metrics},
         samples=evaluate.samples,
         summary={"steps": total_steps, "data": comparisons.statistics(train, held_out)},
         shown=("eval/accuracy", "eval/nll", "eval/ece", "baseline/length_accuracy", "gold/correlation"),

@@ -87,7 +87,8 @@ def response_mask(documents: list[Document]) -> torch.Tensor:
 
 def response_lengths(batch) -> torch.Tensor:
     """(B, T-1): at each response token of a batch the number of tokens of its response; 1 elsewhere."""
-    lengths, mask = [n_response_tokens([[document]]) for document in batch.documents], batch.action_mask
+    lengths = [n_response_tokens([[document]]) for document in batch.documents]
+    mask = batch.action_mask
     of_token = to_device(torch.tensor([float(n) for n in lengths for _ in range(n)]), mask.device)
     return torch.ones(mask.shape, device=mask.device).masked_scatter(mask, of_token)
 
@@ -106,7 +107,8 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
     """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first."""
     if max(lengths, default=0) > size:
         raise ValueError(f"a document of {max(lengths)} tokens does not fit into {size}")
-    blocks, space = [], numpy.full(len(lengths), size)  # room in blocks, those not begun included
+    blocks = []
+    space = numpy.full(len(lengths), size)  # room in each block, those not begun included
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = int((space[: len(blocks) + 1] >= lengths[index]).argmax())  # the first with room
         if place == len(blocks):
@@ -128,7 +130,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
-    places: torch.Tensor  # (2, n), row and column of each True
+    token_indices: torch.Tensor  # (2, n), row and column of each True
     documents: list[Document]  # row by row
 
 
@@ -148,7 +150,8 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
             response_mask[i, start:end] = document.response_mask
             response_mask[i, start] = False  # what stands before it is another document: no target
             start = end
-    documents, mask = [document for block in blocks for document in block], response_mask[:, 1:].contiguous()
+    documents = [document for block in blocks for document in block]
+    mask = response_mask[:, 1:].contiguous()
     tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a device, nonzero would wait for it
     return Batch(*(to_device(x, device) for x in tensors), documents)
 
@@ -177,7 +180,7 @@ class Comparison(NamedTuple):
     label_scores: list[float] | None = None  # the K scores that the labels come from
     preference: float | None = None  # P(texts[0] is better), a soft label
     category: str | None = None
-    kept: tuple = (0, 1)  # which of the row's responses these are
+    indices: tuple = (0, 1)  # which of the row's responses these are
     samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
     ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
     ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
@@ -232,7 +235,8 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
     rows = [[i] for i in range(len(trees))]
     if share_prompt:  # rows of some length pack tighter, and cost little attention
         rows = pack(lengths, max([ROW, *lengths]))
-    width = max((sum(lengths[i] for i in row) for row in rows), default=2)
+    row_length = lambda row: sum(lengths[i] for i in row)
+    width = max(map(row_length, rows), default=2)
     input_ids = torch.full((max(1, len(rows)), width), pad_id)
     position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
     ends = [[] for _ in comparisons]  # of its prompt (of one in several rows, the first), of its responses
@@ -240,7 +244,8 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         column = 0
         for number, (i, pieces) in enumerate((trees[place] for place in places), 1):
             for piece, ids in enumerate(pieces):
-                start, here = len(pieces[0]) if piece else 0, slice(column, column + len(ids))
+                start = len(pieces[0]) if piece else 0
+                here = slice(column, column + len(ids))
                 input_ids[row, here] = ids
                 position_ids[row, here] = torch.arange(start, start + len(ids))
                 tree[row, here], branch[row, here] = number, piece
@@ -255,18 +260,21 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         mask = (same_tree & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
     else:  # on over the padding: transformers takes a position that falls for the start of a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
-    ends = [end[0] for end in ends], [place for end in ends for place in end[1:]]
-    ends = (torch.tensor(places, dtype=torch.long).reshape(-1, 2).T for places in ends)
-    input_ids, position_ids, *ends = (to_device(x, device) for x in (input_ids, position_ids, *ends))
+    prompt_ends = torch.tensor([end[0] for end in ends], dtype=torch.long).reshape(-1, 2).T
+    response_ends = [place for end in ends for place in end[1:]]
+    response_ends = torch.tensor(response_ends, dtype=torch.long).reshape(-1, 2).T
+    tensors = (input_ids, position_ids, prompt_ends, response_ends)
+    input_ids, position_ids, prompt_ends, response_ends = (to_device(x, device) for x in tensors)
     sizes = [len(c.response_ids) + len(c.samples) for c in comparisons]
-    return ComparisonBatch(input_ids, position_ids, mask, *ends, sizes, comparisons)
+    return ComparisonBatch(input_ids, position_ids, mask, prompt_ends, response_ends, sizes, comparisons)
 
 
 @torch.no_grad()
 def of_each_comparison(forward, model, comparisons, micro_batch_size, share_prompt) -> list:
     """What `forward`(model, batch), a list with a value for each comparison of a batch, says of every
     comparison, on every rank. Every rank must call it."""
-    place, values = {id(c): i for i, c in enumerate(comparisons)}, []
+    place = {id(c): i for i, c in enumerate(comparisons)}
+    values = []
     for batch in my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
         values += [(place[id(c)], value) for c, value in zip(batch.comparisons, forward(model, batch))]
     return [value for _, value in sorted(dist.gather(values), key=lambda item: item[0])]

@@ -158,13 +158,17 @@ def my_batches(items, size: int, n_tokens=None):
 # -- seeds and the learning rate -------------------------------------------------------------------
 def seed_of(*parts) -> int:
     """A seed made of these parts, the same on every rank: the run's seed, a purpose, an iteration, ..."""
+    return _hash(parts)
+
+
+def _hash(parts: tuple) -> int:
     return zlib.crc32(json.dumps(parts).encode())
 
 
 @functools.lru_cache(maxsize=4)  # each step of an epoch asks for the same order; PPO for three
 def shuffled(n: int, *key) -> list[int]:
     """0 .. n-1 in a random order; key: what seed_of takes. The same list for all callers: only read it."""
-    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(*key))).tolist()
+    return torch.randperm(n, generator=torch.Generator().manual_seed(_hash(key))).tolist()
 
 
 def schedule(step: int, n_steps: int, args) -> float:
@@ -255,7 +259,8 @@ def consolidated(model):
     if getattr(model, "is_consolidated", False):  # by the caller, for several calls
         yield model
         return
-    training, sharded = model.training, [m for m in model.modules() if is_sharded(m)]
+    training = model.training
+    sharded = [m for m in model.modules() if is_sharded(m)]
     masters = {} if sharded else {p: p.data for p in model.parameters()}
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in sharded]
     layers = [m for m in sharded if m is not model] if ranks_per_copy > 1 else []  # that ranks share
@@ -287,7 +292,8 @@ def consolidated(model):
 def adamw(model, lr, args):
     """AdamW on what of the model learns. Where the papers name the betas, they are 0.9 and 0.95."""
     learning = [p for p in model.parameters() if p.requires_grad]
-    eps, factor = getattr(args, "adam_eps", 1e-8), getattr(model, "lr_factor", 1)  # an adapter's, see lora.py
+    eps = getattr(args, "adam_eps", 1e-8)
+    factor = getattr(model, "lr_factor", 1)  # adapters have one, see lora.py
     groups = [{"params": learning, "lr_factor": factor}]
     return torch.optim.AdamW(groups, lr * factor, (0.9, 0.95), eps, args.weight_decay, fused=True)
 
@@ -320,10 +326,13 @@ class Sums:
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
         each = [x.reshape(1) for values in self.values.values() for x in values]
         read = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
-        totals = {name: combine(name, [next(read) for _ in values]) for name, values in self.values.items()}
+        totals = {}
+        for name, values in self.values.items():
+            totals[name] = combine(name, [next(read) for _ in values])
         ranks = gather([totals])
         names = {name: None for of_rank in ranks for name in of_rank}  # in their order
-        return {name: combine(name, [x[name] for x in ranks if name in x]) for name in names}
+        of_ranks = lambda name: [totals[name] for totals in ranks if name in totals]
+        return {name: combine(name, of_ranks(name)) for name in names}
 
 
 def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:
@@ -342,6 +351,7 @@ def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float)
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     if not finite:
-        shown, mend = ", ".join(f"{norm:g}" for norm in norms), "lower --lr or look at the data"
+        shown = ", ".join(f"{norm:g}" for norm in norms)
+        mend = "lower --lr or look at the data"
         raise NotFinite(f"loss {loss:g}, gradient norm {shown}: the step was not taken; {mend}")
     return norms

@@ -29,7 +29,8 @@ def masked_mean(x, mask, dim=None):
     """Mean of x where mask is True, a tensor; ValueError where it would be of nothing.
 
     x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce; None: all."""
-    total, count = masked_sum(x, mask, dim), mask.sum(dim)
+    total = masked_sum(x, mask, dim)
+    count = mask.sum(dim)
     if (count == 0).any():
         raise ValueError("masked_mean: the mask keeps nothing, the mean of no values is undefined")
     return total / count
@@ -55,7 +56,8 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
     action_mask: (B, T-1) bool, True where token t+1 is a response token, the end token included.
     Returns (loss, {"nll_sum": nats, "n_tokens": count})."""
     _same_shape(logprobs=logprobs, action_mask=action_mask)
-    nll_sum, kept = -masked_sum(logprobs, action_mask), action_mask.sum()
+    nll_sum = -masked_sum(logprobs, action_mask)
+    kept = action_mask.sum()
     if n_tokens is None and kept == 0:
         raise ValueError("sft_loss: action_mask keeps no token, there is no response to learn from")
     loss = nll_sum / (kept if n_tokens is None else n_tokens)
@@ -77,7 +79,8 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
     Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, ties counting 1/2, "n_rows": n}).
     Raises ValueError on a preference outside [0, 1]."""
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
-    given, preference = preference, torch.ones_like(chosen_scores) if preference is None else preference
+    given = preference
+    preference = torch.ones_like(chosen_scores) if preference is None else preference
     _same_shape(chosen=chosen_scores, rejected=rejected_scores, margin=margin, preference=preference)
     if given is not None and not ((given >= 0) & (given <= 1)).all():
         raise ValueError("bradley_terry_loss: a preference is a probability, from 0 to 1")
@@ -212,7 +215,8 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(action_mask[:, t], delta + gamma * lam * next_advantage, zeros[:, 0])
-        next_value, advantages[:, t] = values[:, t], next_advantage
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
     return advantages, advantages + values
 
 
@@ -230,9 +234,11 @@ def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=
     tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
     _same_shape(**tensors, action_mask=action_mask)
     logratio = torch.where(action_mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
-    ratio, advantages = logratio.exp(), advantages.detach()
+    ratio = logratio.exp()
+    advantages = advantages.detach()
     plain, clipped = ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages
-    loss_sum, n = -masked_sum(torch.minimum(plain, clipped), action_mask), action_mask.sum()
+    loss_sum = -masked_sum(torch.minimum(plain, clipped), action_mask)
+    n = action_mask.sum()
     if n_tokens is None and n == 0:
         raise ValueError("ppo_policy_loss: action_mask keeps no token, there is no action to learn from")
     with torch.no_grad():
@@ -259,7 +265,8 @@ def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_
     old_values, returns = (torch.where(action_mask, x, zeros).detach() for x in (old_values, returns))
     near = old_values + (values - old_values).clamp(-clip_value, clip_value)
     error, clipped = (values - returns) ** 2, (near - returns) ** 2
-    loss_sum, n = masked_sum(torch.maximum(error, clipped), action_mask) / 2, action_mask.sum()
+    loss_sum = masked_sum(torch.maximum(error, clipped), action_mask) / 2
+    n = action_mask.sum()
     if n_tokens is None and n == 0:
         raise ValueError("ppo_value_loss: action_mask keeps no token, there is no value to learn")
     n_clipped = ((clipped > error) & action_mask).sum()

@@ -54,9 +54,11 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
     except ValueError as error:  # a cache of its own, for one
         raise InputError(f"{error}: this model cannot be sampled") from None
-    responses, added = [], tokenizer.added_tokens_decoder
+    responses = []
+    added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    lengths, finished = rollout.sample_mask.sum(1).tolist(), rollout.finished.tolist()
+    lengths = rollout.sample_mask.sum(1).tolist()
+    finished = rollout.finished.tolist()
     drawn = zip(rollout.response_tokens.tolist(), rollout.sample_logprobs.tolist(), lengths, finished)
     for tokens, logprobs, length, ended in drawn:
         ids = tokens[:length]
@@ -72,7 +74,8 @@ def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[t
     """[(prompt, response)], the n of a prompt in a row, the same on every rank. Every rank must call it. The
     weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among the copies,
     which decode in their own time and draw differently. seed: of this call. options: sampler.sample's."""
-    copy, n_copies = dist.rank() // dist.ranks_per_copy, dist.world_size() // dist.ranks_per_copy
+    copy = dist.rank() // dist.ranks_per_copy
+    n_copies = dist.world_size() // dist.ranks_per_copy
     my_indices = range(len(prompts))[copy::n_copies]
     options["seed"] = (seed * 1000 + copy) % 2**63  # what a generator takes; the seed of a user may be large
     options["progress"] = tqdm(

@@ -16,6 +16,7 @@ run over the prompt. The cost of a step follows the rows that are alive:
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 import sys
 from collections import deque
@@ -39,7 +40,8 @@ SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows
 SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
 LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
-LARGE_VOCABULARY, FEW_ROWS = 4096, 64  # tokens and rows, see _sampling
+LARGE_VOCABULARY = 4096  # tokens, see _sampling
+FEW_ROWS = 64
 CACHES = "cache", "past_key_values", "cache_params"  # its names in models, from transformers 5.24 and before
 WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python goes on, and are waited for to be read
 
@@ -79,7 +81,8 @@ def sample(
     }  # fmt: skip
     if not all(usable.values()):
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
-    prompts, choice = token_ids(prompts), (temperature, top_p, top_k)
+    prompts = token_ids(prompts)
+    choice = (temperature, top_p, top_k)
     is_one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # of numpy or torch
     stop_ids = [] if stop_ids is None else [stop_ids] if is_one else stop_ids
     with _sampling(model):
@@ -88,20 +91,24 @@ def sample(
 
 
 def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress):
+    temperature, top_p, top_k = choice
     device = next(model.parameters()).device
     n_rows = len(prompts) * n
     slots = min(slots, n_rows)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stop = torch.tensor(sorted(set(map(int, stop_ids))), dtype=torch.long, device=device)
-    n_tokens, finished = [0] * n_rows, set()  # of all output rows; those that a stop id ended
-    drawn, drawn_rows = [], []  # (tokens, log probabilities) of each step's rows; their output rows
+    n_tokens = [0] * n_rows
+    finished = set()  # the output rows that a stop id ended
+    drawn = []  # (tokens, log probabilities) of each step
+    drawn_rows = []  # the output rows of these tokens
 
     # Longest prompts first: rows beside each other have like lengths, and little of the cache is read in vain
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     waiting = deque(i * n + j for i in order for j in range(n))  # rows without a slot yet, as output rows
     prefilled = {}  # prompt -> (a cache, its row there, its last logits), of the last prompts that were run
     cache = RaggedCache(model, slots, max(map(len, prompts)), max_new_tokens)
-    live, logits = [], None  # the output rows in the first slots; logits (live, V) of their next tokens
+    live = []  # the output rows in the first slots
+    logits = None  # (live, V), of their next tokens
     ahead = device.type in WORKS_AHEAD
     if progress is True:
         progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
@@ -126,7 +133,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
             prefilled = prefilled if waiting else None
 
         # choose
-        token, logprob = choose(logits, *choice, generator)
+        token, logprob = choose(logits, temperature, top_p, top_k, generator)
         if hasattr(model, "agree_on"):  # ranks that run one model together, see tensor_parallel.py
             model.agree_on(token)
             model.agree_on(logprob)
@@ -134,10 +141,12 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         drawn_rows += live
         for row in live:
             n_tokens[row] += 1
-        stopped, following = torch.isin(token, stop), token
+        stopped = torch.isin(token, stop)
+        following = token
         if ahead and any(n_tokens[row] < max_new_tokens for row in live):
             # The device runs the next step, of finished rows too, before it is asked which these are
-            stopped, copied = stopped.to("cpu", non_blocking=True), torch.Event(device)
+            stopped = stopped.to("cpu", non_blocking=True)
+            copied = torch.Event(device)
             with torch.accelerator.device_index(device.index):  # whose stream the copy is in
                 copied.record()
             following = step(token)
@@ -164,7 +173,8 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
     mask = torch.arange(max(n_tokens), device=device) < to_device(n_tokens, device)[:, None]  # (B, R)
     order = to_device(torch.tensor(drawn_rows).argsort(stable=True), device)  # row by row, as drawn
-    tokens, logprobs = (torch.cat(of_steps)[order] for of_steps in zip(*drawn))
+    tokens = torch.cat([tokens for tokens, _ in drawn])[order]
+    logprobs = torch.cat([logprobs for _, logprobs in drawn])[order]
     if logprobs.isnan().any():
         raise ValueError("sample: the model gives NaN logits")
     tokens = tokens.new_full(mask.shape, pad_id).masked_scatter(mask, tokens)
@@ -186,7 +196,8 @@ def choose(logits, temperature, top_p, top_k, generator=None):
     if temperature == 0:  # a point mass: log 1 = 0
         largest, token = logits.float().max(-1)
         return token, largest * 0  # 0, or NaN where a logit is, for the check at the end
-    probs, ids = (logits.float() / temperature).softmax(-1), None
+    probs = (logits.float() / temperature).softmax(-1)
+    ids = None
     if top_p < 1 or 0 < top_k < probs.shape[-1]:
         probs, ids = _most_likely(probs, top_p, top_k)
     place, logprob = _draw(probs, generator)
@@ -224,12 +235,13 @@ def _draw(probs, generator):
 def token_ids(prompts) -> list[list[int]]:
     """The token ids of each prompt, without padding, of prompts in any form that `sample` takes."""
     given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids = given.get("input_ids")
+    mask = given.get("attention_mask")
     try:
         rows, masks = ([ids], [mask]) if np.ndim(ids[0]) == 0 else (ids, mask)
         rows = [[operator.index(token) for token in row] for row in rows]
         if mask is not None:
-            rows = [[token for token, kept in zip(*pair) if kept] for pair in zip(rows, masks, strict=True)]
+            rows = [list(itertools.compress(row, mask)) for row, mask in zip(rows, masks, strict=True)]
         if not all(rows):
             raise ValueError("a prompt without tokens")
     except (TypeError, ValueError, IndexError):
@@ -245,7 +257,8 @@ def join(prompts, rollout, pad_id=0):
     action_mask: (B, T-1) bool, True at t where token t+1 is a response token, the stop id included.
     Figures (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
     torch.zeros(action_mask.shape).masked_scatter(action_mask, figures[rollout.sample_mask])."""
-    index, prompts = rollout.prompt_index, token_ids(prompts)
+    index = rollout.prompt_index
+    prompts = token_ids(prompts)
     starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), of the responses
     ends = starts + rollout.sample_mask.sum(1, keepdim=True)
     place = torch.arange(int(ends.max()), device=index.device)
@@ -266,7 +279,8 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
         self.has_previous_state = dict.fromkeys(self.has_previous_state, True)
         self.is_sliding = hasattr(like, "sliding_window")
         self.window = like.sliding_window if self.is_sliding else columns
-        self.slots, self.columns = slots, columns
+        self.slots = slots
+        self.columns = columns
         self.tokens = {}  # "keys", "values" -> (slots, heads, columns, head_dim)
         self.states = {}  # ("conv_states" or "recurrent_states", which of them) -> (slots, ...)
 
@@ -288,7 +302,9 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 
     def begin(self, live, longest, end):
         """Before a step of `live` rows, the longest of so many tokens; new ones go before column `end`."""
-        self.live, self.longest, self.end = live, longest, end
+        self.live = live
+        self.longest = longest
+        self.end = end
         self.width = min(longest + 1, self.window)
         for (kind, i), state in self.states.items():
             getattr(self, kind)[i] = state[:live]  # a view: the step writes into the slots
@@ -312,13 +328,15 @@ class RaggedCache(Cache):
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
-        likes, config = DynamicCache(config=model.config).layers, model.config
+        likes = DynamicCache(config=model.config).layers
+        config = model.config
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
         # With full attention alone the mask is ours, which a model need not make anew at every step
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
         self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
-        self.columns, self.end = columns, longest_prompt  # rows end before column `end`
+        self.columns = columns
+        self.end = longest_prompt  # rows end before this column
         self.held = longest_prompt  # columns of the longest row so far
 
     def fill(self, slot, prefilled, row, length):
@@ -326,7 +344,8 @@ class RaggedCache(Cache):
             layer.fill(slot, self.end, prefilled_layer, row, length)
 
     def move(self, sources, targets):
-        first, end = self.end - self.held, self.end
+        first = self.end - self.held
+        end = self.end
         for layer in self.layers:
             for tokens in layer.tokens.values():
                 tokens[targets, :, first:end] = tokens[sources, :, first:end]
@@ -340,7 +359,8 @@ class RaggedCache(Cache):
                 tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = self.held
         longest = max(lengths)
-        self.end, self.held = self.end + 1, max(self.held, longest + 1)
+        self.end = self.end + 1
+        self.held = max(self.held, longest + 1)
         for layer in self.layers:
             layer.begin(len(lengths), longest, self.end)
         return torch.arange(-longest, 1, device=device) >= -to_device(lengths, device)[:, None]
@@ -349,7 +369,8 @@ class RaggedCache(Cache):
 def _prefill(model, prompts, which):
     """Run the first of the prompts `which`, as many of SIMILAR_LENGTH as PREFILL_TOKENS hold, left-padded ->
     {prompt: (the cache of them all, its row there, its last logits (V,))}."""
-    device, width = next(model.parameters()).device, len(prompts[which[0]])  # the longest comes first
+    device = next(model.parameters()).device
+    width = len(prompts[which[0]])  # the longest comes first
     group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= SIMILAR_LENGTH * width]
     paddings = [width - len(prompts[i]) for i in group]
     ids = to_device([[0] * padding + prompts[i] for i, padding in zip(group, paddings)], device)
@@ -383,7 +404,8 @@ def _sampling(model):
             return torch.nn.functional.linear(hidden, head.weight)
         return (head.weight @ rows.T).T.contiguous().unflatten(0, hidden.shape[:-1])
 
-    head, was_training = model.get_output_embeddings(), model.training
+    head = model.get_output_embeddings()
+    was_training = model.training
     plain = type(head) is torch.nn.Linear and head.bias is None and "forward" not in vars(head)
     large = plain and head.weight.device.type == "cpu" and head.weight.shape[0] >= LARGE_VOCABULARY
     model.eval()
@@ -415,7 +437,8 @@ def cache_argument(config, model_class=None):
 def _check_model(model, prompts, max_new_tokens):
     """Refuse what a ragged cache would get wrong; once a model, try short ragged rows against plain ones."""
     config = model.config.get_text_config()
-    kind, room = config.model_type, n_positions(config)
+    kind = config.model_type
+    room = n_positions(config)
     longest = max(map(len, prompts)) + max_new_tokens
     if longest > room:
         raise ValueError(f"sample: prompt + max_new_tokens = {longest} tokens, {kind} has {room} positions")
@@ -428,7 +451,8 @@ def _check_model(model, prompts, max_new_tokens):
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
     lengths = size - 4, size - 6, size // 2
-    rows = [[(7 * i + length) % config.vocab_size for i in range(length)] for length in lengths]
+    row_of = lambda length: [(7 * i + length) % config.vocab_size for i in range(length)]
+    rows = list(map(row_of, lengths))
     rollout = _sample(model, rows, 1, 4, [], 0, (1.0, 1.0, 0), slots=3, seed=0, progress=False)
     for row, tokens, logprobs in zip(rows, rollout.response_tokens, rollout.sample_logprobs):
         ids = torch.cat([torch.tensor(row, device=tokens.device), tokens])[None]

@@ -383,7 +383,9 @@ def ppo_steps(folder):
     learners = policy()[0], scorer(1)[0]
     options = {"plan": [ppo.blocks_of(documents, range(7), args)], "micro_batch_size": 2}
     [rollout.old_logprobs] = models.per_token(models.logprobs, learners[0], **options)
-    [rollout.ref_logprobs] = models.per_token(models.logprobs, learners[0], 1.3, **options)
+    [rollout.ref_logprobs] = models.per_token(
+        functools.partial(models.logprobs, temperature=1.3), learners[0], **options
+    )
     [rollout.old_values] = models.per_token(models.state_values, learners[1], **options)
     rollout.response_rewards = torch.arange(7.0) - 3
     ppo.estimate_advantages(rollout, args)

@@ -314,14 +314,14 @@ def test_expected_reward_figures_by_hand(e, wanted, monkeypatch):
     monkeypatch.setattr(reward_evaluation, "baselines_and_samples", lambda *_: ({}, sampled))
     monkeypatch.setattr(reward_evaluation, "of_each_comparison", lambda *_: outputs)
     rest = (SimpleNamespace(device=CPU), "policy", sampled, TOKENIZER)
-    figures = reward_evaluation.expected_reward_figures(*rest, advantage_model.Args())
+    figures = reward_evaluation.expected_reward_metrics(*rest, advantage_model.Args())
     assert figures["gold/expected_correlation"] == pytest.approx(wanted, abs=1e-3)
     errors, deviation = [x - 0.15 for x in e], math.sqrt(0.005)
     rmse = math.sqrt(sum(x**2 for x in errors) / 3 - 0.0025)
     assert figures["expected/bias"] == pytest.approx(sum(errors) / 3 / deviation, rel=1e-4)
     assert figures["expected/rmse"] == pytest.approx(rmse / deviation, rel=1e-4)
     other = advantage_model.Args(dataset="rows.jsonl")  # no true reward is known
-    assert "gold/expected_correlation" not in reward_evaluation.expected_reward_figures(*rest, other)
+    assert "gold/expected_correlation" not in reward_evaluation.expected_reward_metrics(*rest, other)
 
 
 # -- variants as commands ----------------------------------------------------------------

@@ -1062,7 +1062,7 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs
         ({"min_mass": 0}, "--min-mass 0: wanted more than 0, at most 1"),
         ({"min_mass": 1.1}, "--min-mass 1.1: wanted more than 0, at most 1"),
         ({"examples": 9}, "--examples 9: wanted 0 to 8"),
-        ({"others": ("gold_labeler:exact",)}, "--others .*none but with sample"),
+        ({"other_models": ("gold_labeler:exact",)}, "--other-models .*none but with sample"),
         ({"chains": 2}, "--chains 2: wanted 1 without --chain-of-thought"),
         ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
         ({"task": "revise", "revisions": 0}, "--revisions 0"),

@@ -84,7 +84,7 @@ def test_rankings_of_every_row_format_are_best_first(name, load):
     row, prompt = RANKING_FORMATS[name]
     (c,) = load([row])
     assert (c.prompt, c.texts) == (prompt, ["eel fox", "dog", "goat"])
-    assert (c.ranks.tolist(), c.label_scores, c.kept) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
+    assert (c.ranks.tolist(), c.label_scores, c.indices) == ([0, 1, 2], [3.5, 1, -2], (1, 0, 2))
 
 
 def test_ids_are_the_rendered_prompt_and_responses_with_their_end_token(load):
@@ -325,11 +325,11 @@ def test_max_per_prompt_keeps_the_first_rows_of_a_prompt_that_count(load, capsys
 def test_a_ranking_loses_the_later_one_of_two_equal_texts_and_long_responses_alone(load, capsys):
     rows = [{"prompt": "copy ant", "responses": responses(ant=1, cat=2, dog=0) + responses(ant=3)}]
     (c,) = load(rows)
-    assert (c.texts, c.label_scores, c.kept) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
+    assert (c.texts, c.label_scores, c.indices) == (["cat", "ant", "dog"], [2, 1, 0], (1, 0, 2))
     assert "left out 1 responses of rankings" in capsys.readouterr().out
     long = {"text": "pig " * 60, "score": 9}
     (c,) = load([{"prompt": "copy ant", "responses": [*SCORED[:2], long, SCORED[2]]}])
-    assert c.texts == ["eel fox", "dog", "goat"] and c.ranks.tolist() == [1, 2, 3] and c.kept == (1, 0, 3)
+    assert c.texts == ["eel fox", "dog", "goat"] and c.ranks.tolist() == [1, 2, 3] and c.indices == (1, 0, 3)
     assert comparisons.column(c, "text") == c.texts
 
 

@@ -33,7 +33,7 @@ def load(kind=LlamaForCausalLM, n_outputs=1):
         max_position_embeddings=64, pad_token_id=0, eos_token_id=1, num_labels=n_outputs,
     )
     methods = (models.token_logprobs, models.logprobs_at) if kind is LlamaForCausalLM else (models.head_outputs,)
-    return dist.shard(models.with_methods(kind(config), *methods), device)
+    return dist.shard(models.with_methods(kind(config), methods), device)
 
 
 def document(prompt, response):

@@ -364,7 +364,7 @@ def test_the_first_loss_is_log_2_where_the_policy_is_the_reference():
     rewards = [figures[f"reward/{name}"] for name in ("chosen", "rejected", "margin")]
     assert rewards == pytest.approx([0, 0, 0], abs=1e-5)
     assert figures["optim/grad_norm"] > 0.01 and any(g.any() for g in gradients)
-    same = dpo.pair_figures(tiny_policy(), pairs, make_args())
+    same = dpo.pair_metrics(tiny_policy(), pairs, make_args())
     assert same.pop("losses") == pytest.approx([LOG2] * len(pairs), abs=1e-5)
     assert same == pytest.approx({"pairs/loss": LOG2, "pairs/accuracy": 0.5, "pairs/margin": 0.0}, abs=1e-5)
 
@@ -445,7 +445,7 @@ STUDIES = {
 
 def figures(evaluations, version, pairwise=False):
     scorer = SimpleNamespace(pairwise=pairwise)
-    return version_evaluation.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).figures(evaluations, version)
+    return version_evaluation.DPOEvaluation([], [], None, scorer, TOKENIZER, make_args()).metrics_of(evaluations, version)
 
 
 def test_figures_of_the_first_version_are_means_without_a_comparison():

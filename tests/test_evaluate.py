@@ -202,7 +202,7 @@ def test_figures_are_those_of_the_rows():
     rows["a"][1]["finished"] = False
     scores = {name: [r["score"] for r in mine] for name, mine in rows.items()}
     args = args_of(reference="ref", tie_margin=0.5)
-    found = evaluate.figures(rows, args)
+    found = evaluate.metrics_of(rows, args)
     assert list(found) == ["a", "ref"]
     a = found["a"]
     assert {"score": 1.5, "kl": 0.625, "length": 2.0, "finished": 0.75}.items() <= a.items()
@@ -225,7 +225,7 @@ def test_the_true_reward_has_games_of_its_own():
         "ref": [row("ant", 1.0, gold=0.0, perfect=4.0), row("cat", 1.0, gold=2.0, perfect=2.0)],
         "a": [row("ant", 0.0, gold=3.0, perfect=4.0), row("eel", 2.0, gold=2.0, perfect=2.0)],
     }
-    a = evaluate.figures(rows, args_of(reference="ref"))["a"]
+    a = evaluate.metrics_of(rows, args_of(reference="ref"))["a"]
     assert (a["score"], a["gold"], a["perfect"]) == (1.0, 2.5, 3.0)
     assert (a["score_win"], a["gold_win"], a["score_lose"], a["gold_lose"]) == (0.5, 0.5, 0.5, 0.0)
     assert (a["score_gain"], a["gold_gain"]) == (0.0, 1.5)
@@ -237,7 +237,7 @@ def test_the_true_reward_has_games_of_its_own():
 def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(marked, share):
     safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
     rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
-    assert evaluate.figures(rows, args_of(reference="ref"))["ref"]["harmless"] == share
+    assert evaluate.metrics_of(rows, args_of(reference="ref"))["ref"]["harmless"] == share
 
 
 def printed(**more):
@@ -266,7 +266,7 @@ def test_the_table_prefers_the_true_reward_and_leaves_out_what_is_not_known():
 
 def test_the_table_has_no_negative_share_of_ties():
     rows = {"ref": [row("ant", 0.5)] * 10, "a": [row("ant", 1.0)] * 9 + [row("ant", 0.0)]}
-    found = evaluate.figures(rows, args_of(reference="ref"))
+    found = evaluate.metrics_of(rows, args_of(reference="ref"))
     assert found["a"]["score_win_rate"] == 0.9  # Wilson's interval of 9 of 10, from scipy
     interval = [found["a"][f"score_win_rate_{end}"] for end in ("low", "high")]
     assert interval == pytest.approx([0.5958, 0.9821], abs=2e-4)
@@ -704,7 +704,7 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
         assert len(rows) == 30 and set(parts) == {
             "all", "data set pairs.jsonl", "data set rankings.jsonl", *(f"category {r['category']}" for r in rows)
         }  # fmt: skip
-        want = measures.pair_figures(rows)  # of the very rows that are written
+        want = measures.pair_metrics(rows)  # of the very rows that are written
         for key in ("pairs", "accuracy", "nll", "brier", "ece", "ece_low", "ece_high", "ece_floor"):
             assert parts["all"][key] == want[key]
         for part in () if name == "pm" else {row["category"] for row in rows}:
@@ -718,7 +718,7 @@ def test_scorers_are_compared_on_the_same_labelled_pairs(compared):
             for r in row["responses"]:
                 assert r["score"] == tiny.gold_score(row["prompt"][-1]["content"], r["text"])
         inside = [row for row in rows if row["source"] == "rankings.jsonl"]
-        assert parts["data set rankings.jsonl"]["nll"] == measures.pair_figures(inside)["nll"]
+        assert parts["data set rankings.jsonl"]["nll"] == measures.pair_metrics(inside)["nll"]
     first, *rest = [
         [r["text"] for row in compared.rows if row["scorer"] == n for r in row["responses"]] for n in found
     ]
@@ -744,10 +744,10 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
     """Wilson of 15 of 20, by scipy.stats.binomtest(15, 20).proportion_ci(method="wilson"); four of the pairs
     in each of five rankings tell, where they are all right, no more than 20**2 / (5 * 4**2) = 5 pairs."""
     pair = lambda d, n: {"prompt": n, "responses": [{"rank": 0, "score": d}, {"rank": 1, "score": 0}]}
-    found = measures.pair_figures([pair(1 if n < 15 else -1, n) for n in range(20)])
+    found = measures.pair_metrics([pair(1 if n < 15 else -1, n) for n in range(20)])
     assert (found["accuracy_low"], found["accuracy_high"]) == pytest.approx((0.5313, 0.8881), abs=2e-4)
     four = [{"rank": r, "score": -r} for r in (0, 0, 1, 1)]  # pairs
-    assert measures.pair_figures([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
+    assert measures.pair_metrics([{"prompt": n, "responses": four} for n in range(5)])["accuracy_n"] == 5
 
 
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):

@@ -46,19 +46,19 @@ def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypa
     assert "eval/accuracy/s" not in mixed
 
 
-def test_length_figures_are_of_prompts_with_three_samples_or_more_that_vary():
+def test_length_metrics_are_of_prompts_with_three_samples_or_more_that_vary():
     """Correlations 1, 1 and 0; of two samples, of equal lengths or scores there are none. Of 12 prompts with 8
     times 1 and 4 times 0 the deviation is sqrt(8/3 / 11): 2/3 +- 1.96 * 0.49237 / sqrt(12)."""
     lengths = [[10, 20, 30], [3, 2, 1], [1, 2, 3], [1, 2], [7, 7, 7], [1, 2, 3]]
     scores = [[1, 2, 3], [3, 2, 1], [1, 0, 1], [1, 2], [1, 2, 3], [2, 2, 2]]
     sampled = [SimpleNamespace(samples=[range(n) for n in of_prompt]) for of_prompt in lengths]
-    figures = reward_evaluation.length_figures(sampled, scores)
+    figures = reward_evaluation.length_metrics(sampled, scores)
     found = {"length/correlation": 2 / 3, "length/prompts": 3}
     assert figures == pytest.approx({**found, "length/correlation_n": 3})
-    figures = reward_evaluation.length_figures(4 * sampled, 4 * scores)
+    figures = reward_evaluation.length_metrics(4 * sampled, 4 * scores)
     interval = {"length/correlation_low": 0.3881, "length/correlation_high": 0.9453}
     assert figures == pytest.approx({**found, **interval, "length/prompts": 12}, abs=1e-4)
-    assert reward_evaluation.length_figures(sampled[3:], scores[3:]) == {}
+    assert reward_evaluation.length_metrics(sampled[3:], scores[3:]) == {}
 
 
 def test_length_bias_asks_held_out_prompts_first_and_then_those_trained_on(monkeypatch):

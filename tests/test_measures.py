@@ -73,7 +73,7 @@ def test_a_model_that_sees_two_responses_gives_differences_in_the_order_of_the_p
     seen = row(0.0, 0.0, 0.0)
     seen["differences"] = [7.0, -1.0, 2.0]
     assert [d for d, *_ in measures.pairs_of([seen])] == [7.0, -1.0, 2.0]
-    assert measures.pair_figures([seen], n_bootstrap=5)["accuracy"] == pytest.approx(2 / 3)
+    assert measures.pair_metrics([seen], n_bootstrap=5)["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_differences_count_the_pairs_that_labels_of_preferences_count():
@@ -93,19 +93,19 @@ def test_differences_count_the_pairs_that_labels_of_preferences_count():
 def test_accuracy_counts_ties_half(differences, expected):
     assert measures.accuracy(differences) == expected
     rows = [pair(d) for d in differences]
-    assert measures.pair_figures(rows, n_bootstrap=5)["accuracy"] == expected
+    assert measures.pair_metrics(rows, n_bootstrap=5)["accuracy"] == expected
 
 
 def test_accuracy_of_nothing():
     assert math.isnan(measures.accuracy([]))
-    assert measures.pair_figures([row(1.0, 2.0, ranks=[0, 0])]) == {"pairs": 0}
+    assert measures.pair_metrics([row(1.0, 2.0, ranks=[0, 0])]) == {"pairs": 0}
 
 
 # -- figures -------------------------------------------------------------------------------------
 def test_figures_by_hand():
     """Differences log 3 four times, three of them right, and -2 log 3 once: confidences 3/4 (bin 5 of 10 in
     [0.5, 1]) and 9/10 (bin 8). In bin 5 accuracy is 3/4: no gap. In bin 8 it is 0 against 9/10."""
-    figures = measures.pair_figures([pair(LOG3)] * 3 + [pair(-LOG3), pair(-2 * LOG3)], n_bootstrap=20)
+    figures = measures.pair_metrics([pair(LOG3)] * 3 + [pair(-LOG3), pair(-2 * LOG3)], n_bootstrap=20)
     assert figures["pairs"] == 5 and figures["accuracy"] == pytest.approx(3 / 5)
     nll = 3 * math.log(4 / 3) + math.log(4) + math.log(10)
     assert figures["nll"] == pytest.approx(nll / 5)
@@ -120,14 +120,14 @@ def test_a_scorer_that_says_what_soft_labels_say_is_calibrated():
     """By hand for p = 0.8: NLL -0.8 log 0.8 - 0.2 log 0.2, Brier 0.8 * 0.2."""
     sides = [{"rank": 0, "score": math.log(4), "tokens": 1}, {"rank": 1, "score": 0.0, "tokens": 1}]
     rows = [{"prompt": str(i), "preference": 0.8, "responses": sides} for i in range(20)]
-    figures = measures.pair_figures(rows)
+    figures = measures.pair_metrics(rows)
     assert (figures["ece"], figures["brier"]) == (pytest.approx(0, abs=1e-12), pytest.approx(0.16))
     assert figures["nll"] == pytest.approx(0.5004, abs=1e-4) and figures["accuracy"] == 1
 
 
 def test_ties_and_certainty_fall_in_the_first_and_the_last_bin():
     """A tie is half right with confidence 1/2: no gap. 1000 is right for certain: no gap."""
-    figures = measures.pair_figures([pair(0.0), pair(1000.0)], n_bootstrap=5)
+    figures = measures.pair_metrics([pair(0.0), pair(1000.0)], n_bootstrap=5)
     assert figures["ece"] == pytest.approx(0, abs=1e-12)
     assert figures["nll"] == pytest.approx(math.log(2) / 2)
     assert figures["brier"] == pytest.approx(0.25 / 2)
@@ -158,7 +158,7 @@ def calibrated(n, seed, spread=1.0):
 @pytest.mark.parametrize("n_bins", [10, 7])
 def test_ece_equals_a_bin_by_bin_reference(n_bins):
     differences = [2 * d for d in calibrated(500, 1)]
-    figures = measures.pair_figures([pair(d) for d in differences], n_bootstrap=5, n_bins=n_bins)
+    figures = measures.pair_metrics([pair(d) for d in differences], n_bootstrap=5, n_bins=n_bins)
     assert figures["ece"] == pytest.approx(reference_ece(differences, n_bins), abs=1e-12)
     assert figures["ece"] > 0.05
 
@@ -168,7 +168,7 @@ def test_floor_is_what_sampling_alone_gives(n, floor, slack):
     """Of a perfectly calibrated model: about 0.046 at n = 500, elsewhere by 1 / sqrt(n): 0.059 at 300, 0.0163
     at 4,000."""
     differences = calibrated(n, 0)
-    figures = measures.pair_figures([pair(d) for d in differences], n_bootstrap=5)
+    figures = measures.pair_metrics([pair(d) for d in differences], n_bootstrap=5)
     assert figures["ece_floor"] == pytest.approx(floor, abs=slack)
     # independently: the same confidences, labels drawn anew
     rng, found = random.Random(1), []
@@ -181,7 +181,7 @@ def test_floor_is_what_sampling_alone_gives(n, floor, slack):
 
 def test_the_floor_knows_nothing_of_the_labels():
     right, wrong = ([pair(s * abs(d)) for d in calibrated(300, 0)] for s in (1, -1))
-    floors = [measures.pair_figures(rows, n_bootstrap=5)["ece_floor"] for rows in (right, wrong)]
+    floors = [measures.pair_metrics(rows, n_bootstrap=5)["ece_floor"] for rows in (right, wrong)]
     assert floors[0] == floors[1]
 
 
@@ -189,12 +189,12 @@ def test_interval_holds_the_estimate_and_shrinks_with_the_number_of_pairs():
     widths = []
     for n in (200, 3200):
         rows = [pair(3 * d) for d in calibrated(n, 2)]  # overconfident, far above the floor
-        f = measures.pair_figures(rows, n_bootstrap=200)
+        f = measures.pair_metrics(rows, n_bootstrap=200)
         assert f["ece_low"] < f["ece"] < f["ece_high"]
         assert f["ece_low"] > 1.2 * f["ece_floor"]
         widths.append(f["ece_high"] - f["ece_low"])
     assert 2.5 < widths[0] / widths[1] < 6  # about the root of 16
-    assert measures.pair_figures(rows, n_bootstrap=200) == f  # a function of the rows alone
+    assert measures.pair_metrics(rows, n_bootstrap=200) == f  # a function of the rows alone
 
 
 def test_interval_is_a_bootstrap_over_rows():
@@ -205,7 +205,7 @@ def test_interval_is_a_bootstrap_over_rows():
     scores = [[s * 1e-3 * (3 - i) for i in range(4)] for s in signs]
     rankings = [row(*x) for x in scores]
     pairs = [pair(d) for ranking in rankings for d, *_ in measures.pairs_of([ranking])]
-    a, b = (measures.pair_figures(rows, n_bootstrap=300) for rows in (rankings, pairs))
+    a, b = (measures.pair_metrics(rows, n_bootstrap=300) for rows in (rankings, pairs))
     assert a["pairs"] == b["pairs"] == 600 and a["ece"] == pytest.approx(b["ece"])
     ratio = (a["ece_high"] - a["ece_low"]) / (b["ece_high"] - b["ece_low"])
     assert 1.8 < ratio < 3.1  # sqrt(6) = 2.45
@@ -229,7 +229,7 @@ def test_the_interval_of_an_accuracy_has_the_spread_of_samples_of_prompts():
             rows.append({**row(0.0, 0.0, 0.0, 0.0), "differences": signs})
         return rows
 
-    found = [measures.pair_figures(sample(), n_bootstrap=2) for _ in range(300)]
+    found = [measures.pair_metrics(sample(), n_bootstrap=2) for _ in range(300)]
     spread = 2 * 1.96 * statistics.stdev(figures["accuracy"] for figures in found)
     width = statistics.fmean(figures["accuracy_high"] - figures["accuracy_low"] for figures in found)
     assert width == pytest.approx(spread, rel=0.15)
@@ -275,29 +275,29 @@ def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
         ranking = row(*(sign * (3 - i) for i in range(4)))
         rankings.append(ranking)
         pairs += [pair(d, prompt=ranking["prompt"]) for d, *_ in measures.pairs_of([ranking])]
-    assert measures.pair_figures(rankings) == pytest.approx(measures.pair_figures(pairs))
-    alone = measures.pair_figures([{**one, "prompt": number} for number, one in enumerate(pairs)])
+    assert measures.pair_metrics(rankings) == pytest.approx(measures.pair_metrics(pairs))
+    alone = measures.pair_metrics([{**one, "prompt": number} for number, one in enumerate(pairs)])
     width = lambda figures, key: figures[f"{key}_high"] - figures[f"{key}_low"]  # noqa: E731
     for key in ("accuracy", "ece"):
-        assert width(alone, key) < 0.6 * width(measures.pair_figures(pairs), key)
+        assert width(alone, key) < 0.6 * width(measures.pair_metrics(pairs), key)
 
 
 # -- what the tiny world knows -------------------------------------------------------------------
-def test_known_figures_by_hand():
+def test_known_metrics_by_hand():
     """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels. The third response
     is the longest: lengths tie in one pair and are wrong in two."""
     more = {"gold": [1.0, 0.0, 0.5], "utility": [2.0, 1.0, 1.0], "tokens": [2, 2, 3]}
-    figures = measures.known_figures([row(3.0, 1.0, 2.0, **more)])
+    figures = measures.known_metrics([row(3.0, 1.0, 2.0, **more)])
     assert figures["baseline/length_accuracy"] == pytest.approx(0.5 / 3)
     assert figures["eval/bayes_accuracy"] == pytest.approx(2.5 / 3)
     assert figures["gold/correlation"] == pytest.approx(1.0)
-    assert measures.known_figures([row(1.0, 2.0)]) == {"baseline/length_accuracy": 0.5}
+    assert measures.known_metrics([row(1.0, 2.0)]) == {"baseline/length_accuracy": 0.5}
     unscored = row(0, 0, gold=[1.0, 0.0], utility=[0.0, 1.0])
     for response in unscored["responses"]:
         del response["score"]
     unscored["differences"] = [1.0]
     figures = {"baseline/length_accuracy": 0.5, "eval/bayes_accuracy": 0.0}
-    assert measures.known_figures([unscored]) == figures
+    assert measures.known_metrics([unscored]) == figures
 
 
 def test_correlation_equals_numpy_and_is_nan_of_a_constant():

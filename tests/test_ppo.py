@@ -131,14 +131,14 @@ def test_micro_batches_hold_every_row_once_and_what_is_known_of_its_tokens(size,
 @pytest.mark.parametrize("what", ["log probabilities", "values"])
 def test_figures_of_tokens_are_in_the_order_of_rows_and_do_not_depend_on_micro_batches(what):
     model, mask = policy() if what == "log probabilities" else scorer(), response_mask(DOCUMENTS)
-    forward = (functools.partial(models.logprobs, entropy=True), model, 0.7)
+    forward = functools.partial(models.logprobs, entropy=True, temperature=0.7)
     if what == "values":
-        forward = (models.state_values, model)
+        forward = models.state_values
 
     def of(plan, size, **options):
         args = make_args(**options)
         plan = [ppo.blocks_of(DOCUMENTS, rows, args) for rows in plan]
-        return models.per_token(*forward, plan=plan, micro_batch_size=size)
+        return models.per_token(forward, model, plan=plan, micro_batch_size=size)
 
     want = of([range(5)], 5)
     assert all(rows.shape == mask.shape and not rows[~mask].any() for rows in want)
@@ -378,7 +378,9 @@ def known(temperature=1.0):
     draw = lambda: rows_of_tokens([torch.randn(n, generator=generator) for n in LENGTHS])
     rollout = rollout_of(old_values=draw(), advantages=draw(), returns=draw())
     options = {"plan": [make_blocks(DOCUMENTS, 64)], "micro_batch_size": 2}
-    [rollout.old_logprobs] = models.per_token(models.logprobs, policy(), temperature, **options)
+    [rollout.old_logprobs] = models.per_token(
+        functools.partial(models.logprobs, temperature=temperature), policy(), **options
+    )
     return rollout
 
 

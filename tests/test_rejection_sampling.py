@@ -190,7 +190,7 @@ def test_versions_that_other_scorers_scored_are_not_compared():
 
     def figures(*scorers):
         evaluations = [{"samples": x, "curves": [], "scorer": scorer} for x, scorer in zip(samples, scorers)]
-        return sweep.figures(dict(enumerate(evaluations)), 2)
+        return sweep.metrics_of(dict(enumerate(evaluations)), 2)
 
     same = figures("a", "a", "a")
     assert same["eval/score_over_first"] == 7.5 and same["eval/score_over_before"] == 6.0

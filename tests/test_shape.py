@@ -100,9 +100,12 @@ def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
-    nodes = list(ast.walk(tree_of(ROOT / f"{name}.py")))
+CODE = [*(ROOT / f"{name}.py" for name in SCRIPTS), *FILES.values()]
+
+
+@pytest.mark.parametrize("path", CODE, ids=lambda path: path.stem)
+def test_a_file_has_no_splat_no_merge_of_rows_and_no_vague_name(path):
+    nodes = list(ast.walk(tree_of(path)))
     calls = [argument for node in nodes if isinstance(node, ast.Call) for argument in node.args]
     assert not [x.value.id for x in calls if isinstance(x, ast.Starred) and isinstance(x.value, ast.Name)]
     assert not [x.lineno for x in nodes if isinstance(x, ast.AugAssign) and isinstance(x.op, ast.BitOr)]
@@ -110,7 +113,16 @@ def test_a_script_has_no_splat_no_merge_of_rows_and_no_vague_name(name):
     assert not stored & set(VAGUE)
 
 
+def test_few_statements_assign_two_things_and_few_comprehensions_are_nested():
+    nodes = [node for path in CODE for node in ast.walk(tree_of(path))]
+    assert sum(isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Tuple) and isinstance(x.value, ast.Tuple)
+               for x in nodes) < 60  # fmt: skip
+    kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+    comprehensions = [x for x in nodes if isinstance(x, kinds)]
+    assert sum(any(isinstance(y, kinds) for y in ast.walk(x) if y is not x) for x in comprehensions) <= 10
+
+
 def test_scripts_and_common_keep_their_budgets_of_code_lines():
     assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1665
-    # Room for now: the goal is 5,300 (see the note on pairs and imports)
-    assert sum(map(n_code_lines, FILES.values())) <= 5500
+    # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines
+    assert sum(map(n_code_lines, FILES.values())) <= 5900

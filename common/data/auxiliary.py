@@ -22,20 +22,23 @@ def text_documents(args, tokenizer):
         messages = [{"role": "text", "content": text}, {}]
         return Document(ids, torch.ones(len(ids), dtype=torch.bool), messages, row)
 
-    name, rows = args.ptx_dataset, mixtures.load_rows(args.ptx_dataset, "text")
+    name = args.ptx_dataset
+    rows = mixtures.load_rows(args.ptx_dataset, "text")
     documents = mapping.read(rows, document, name, "text")
-    return mapping.map_rows(rows, lambda row, document: document._replace(row=row), name, zip(documents))
+    return mapping.map_rows(rows, lambda row, given: given[0]._replace(row=row), name, zip(documents))
 
 
-def stream(documents, size, step, *key):
+def stream(documents, size, step, seed, name):
     """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
-    n, places = len(documents), range(step * size, (step + 1) * size)
-    return [documents[dist.shuffled(n, *key, place // n)[place % n]] for place in places]
+    n = len(documents)
+    places = range(step * size, (step + 1) * size)
+    return [documents[dist.shuffled(n, seed, name, place // n)[place % n]] for place in places]
 
 
 def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], list[Document]]:
     """({"ptx": documents of --ptx-dataset, "rehearsal": of --rehearsal-data}, or less; held-out text)."""
-    extra, held_out_text = {}, []
+    extra = {}
+    held_out_text = []
     if args.ptx_dataset:
         texts = splits.without_prompts_of(text_documents(args, tokenizer), held_out, args.ptx_dataset)
         extra["ptx"], held_out_text = splits.hold_out(texts, share=0.1, most=200)

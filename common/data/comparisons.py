@@ -38,9 +38,10 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     labelled = mapping.read(rows, labelled, spec, "comparisons", tokenizer)
     tokens = mapping.map_over_ranks(labelled, lambda c: chat.encode_responses(tokenizer, c.prompt, c.texts))
 
-    def comparison(row, c, tokens):
-        chat.check_known(tokenizer, tokens[0])
-        c = _with_ids(c._replace(row=row), *tokens, max_length)
+    def comparison(row, given):
+        c, (prompt_ids, response_ids) = given
+        chat.check_known(tokenizer, prompt_ids)
+        c = _with_ids(c._replace(row=row), prompt_ids, response_ids, max_length)
         if max_per_prompt and per_prompt[c.key] >= max_per_prompt:
             raise ValueError(f"the prompt has {max_per_prompt} rows already (--max-pairs-per-prompt)")
         per_prompt[c.key] += 1
@@ -56,7 +57,8 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
         return c
 
     kept = mapping.map_rows(loaded, unopposed, spec)
-    n_left_out = sum(len(c.row.data["responses"]) - len(c.kept) for c in kept if c.row.data.get("responses"))
+    rankings = [c for c in kept if c.row.data.get("responses")]
+    n_left_out = sum(len(c.row.data["responses"]) - len(c.indices) for c in rankings)
     if n_left_out and dist.is_main():
         why = f"longer than {max_length} tokens, or the same as another one"
         print(f"{spec}: left out {n_left_out:,} responses of rankings, {why}")
@@ -66,7 +68,8 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 def joined(rows, tokenizer=None):
     """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
     which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
-    kept, single = [], collections.defaultdict(list)
+    kept = []
+    single = collections.defaultdict(list)
     for row in rows:
         column = "score" if row.data.get("label") is None else "label"
         paths = {*row.read, column}
@@ -124,11 +127,11 @@ def best_and_worst(c) -> Comparison:
     return pair._replace(ranks=torch.tensor([0, 1]))
 
 
-def select_responses(c, places):
-    """The comparison of its responses at these places."""
+def select_responses(c, positions):
+    """The comparison of its responses at these positions only."""
     columns = {"texts": c.texts, "response_ids": c.response_ids, "label_scores": c.label_scores}
-    columns = {name: column and [column[i] for i in places] for name, column in columns.items()}
-    return c._replace(ranks=c.ranks[places], kept=tuple(c.kept[i] for i in places), **columns)
+    columns = {name: column and [column[i] for i in positions] for name, column in columns.items()}
+    return c._replace(ranks=c.ranks[positions], indices=tuple(c.indices[i] for i in positions), **columns)
 
 
 def _labelled(row, min_score_gap) -> Comparison:
@@ -141,7 +144,9 @@ def _labelled(row, min_score_gap) -> Comparison:
         ranks = _ranks(label_scores, min_score_gap)
     else:
         prompt, texts = _pair(values)
-        label_scores, ranks, rating = None, [0, 1], values.get("rating")
+        label_scores = None
+        ranks = [0, 1]
+        rating = values.get("rating")
         for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
             if label_scores is None and all(name in values for name in names):
                 label_scores = [_number(values, name, -math.inf, math.inf) for name in names]
@@ -159,10 +164,11 @@ def _labelled(row, min_score_gap) -> Comparison:
     for text in texts:
         messages = message_columns.check_messages([*prompt, {"role": "assistant", "content": text}])
     ranks = torch.tensor(ranks, dtype=torch.float64 if isinstance(ranks[0], float) else torch.long)
-    prompt, source = messages[:-1], row.where.rpartition(":")[0]
-    labels.update(label_scores=label_scores, kept=tuple(range(len(texts))))
+    prompt = messages[:-1]
+    source = row.where.rpartition(":")[0]
+    labels.update(label_scores=label_scores, indices=tuple(range(len(texts))))
     for name in OF_EACH:
-        _of_each(values, name, labels["kept"])  # now, while it is noted what is read
+        _of_each(values, name, labels["indices"])  # now, while it is noted what is read
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
 
@@ -229,15 +235,15 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
 def column(comparison, name) -> list | None:
     """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
     rejected_`name`; None if it does not say it of all."""
-    return _of_each(comparison.row.data, name, comparison.kept)
+    return _of_each(comparison.row.data, name, comparison.indices)
 
 
-def _of_each(values, name, kept):
+def _of_each(values, name, indices):
     if values.get("responses") is not None:
-        of_each = [values["responses"][i].get(name) for i in kept]
+        cells = [values["responses"][i].get(name) for i in indices]
     else:
-        of_each = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in kept]
-    return None if None in of_each else of_each
+        cells = [values.get(f"{('chosen', 'rejected')[i]}_{name}") for i in indices]
+    return None if None in cells else cells
 
 
 def _ranking(values, responses):
@@ -315,8 +321,9 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
     for note, comparisons in (("", train), (" (held out)", held_out)):
         for source in sorted({c.source for c in comparisons}):
             rows = [c for c in comparisons if c.source == source]
-            pairs = [[len(c.response_ids[i]) for i in pair] for c in rows for pair in labelled_pairs(c)]
-            chosen, rejected = (sum(lengths) / max(1, len(pairs)) for lengths in zip(*pairs or [(0, 0)]))
+            pairs = [(c.response_ids[i], c.response_ids[j]) for c in rows for i, j in labelled_pairs(c)]
+            chosen = sum(len(better) for better, _ in pairs) / max(1, len(pairs))
+            rejected = sum(len(worse) for _, worse in pairs) / max(1, len(pairs))
             prompts = sum(len(c.prompt_ids) for c in rows) / len(rows)
             table.append({
                 "data": source + note, "rows": len(rows), "prompts": len({c.key for c in rows}),
@@ -328,8 +335,8 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
 
 def describe(comparison) -> dict:
     """A comparison as a row of samples.jsonl and of the measures in measures.py, without its scores."""
-    of_each = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
-    responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in of_each]
+    columns = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
+    responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in columns]
     for name in ("gold", "utility", "is_safe"):  # two are the tiny world's
         values = column(comparison, name) or []
         if all(value in (0, 1) if name == "is_safe" else type(value) is float for value in values):

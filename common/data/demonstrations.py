@@ -11,9 +11,9 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
     row without a response, or room for one, is dropped; both are counted. InputError if nothing is left."""
 
-    def document(row, dialogue, tokens):
+    def document(row, given):
         nonlocal cut
-        (messages, all_turns), (ids, mask) = dialogue, tokens
+        (messages, all_turns), (ids, mask) = given
         chat.check_known(tokenizer, ids)
         if not any(mask[1:max_length]):
             raise ValueError(f"the prompt fills all {max_length} tokens (--max-length)")
@@ -24,7 +24,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     cut = 0
     dialogue_of = lambda row: message_columns.sft_messages(row.data)
     dialogues = mapping.read(rows, dialogue_of, name, "demonstrations", tokenizer)
-    tokens = mapping.map_over_ranks(dialogues, lambda x: chat.encode(tokenizer, *x))
+    tokens = mapping.map_over_ranks(dialogues, lambda x: chat.encode(tokenizer, x[0], x[1]))
     documents = mapping.map_rows(rows, document, name, tokens)
     if cut and dist.is_main():
         print(f"{name}: cut {cut:,} of {len(documents):,} documents to {max_length} tokens (--max-length)")

@@ -35,7 +35,8 @@ def read_json(path, mend: str = MEND, check=lambda value: None) -> dict:
 def read_jsonl(path, mend: str = MEND, check=lambda row: None) -> list[dict]:
     """The rows of a .jsonl file, each as read_json has it; no file: no rows. A last line that a crash cut
     short is left out. InputError for any other that is no row: what stands behind it must not be lost."""
-    rows, lines = [], []
+    rows = []
+    lines = []
     with contextlib.suppress(FileNotFoundError):
         lines = Path(path).read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):

@@ -87,7 +87,9 @@ def cells(value, read=None, passes=lambda key: True, prefix=""):
     if not isinstance(value, dict) or isinstance(value, Cells):
         return value
     made = Cells({name: cells(item, read, passes, f"{prefix}{name}.") for name, item in value.items()})
-    made.read, made.passes, made.prefix = read, passes, prefix
+    made.read = read
+    made.passes = passes
+    made.prefix = prefix
     return made
 
 
@@ -163,7 +165,8 @@ BROKEN = (ValueError, TypeError, RecursionError, csv.Error, EOFError, gzip.BadGz
 
 def read_file(path: Path):
     """(place, row) of every row of a file: its line, its number in a list, its row in a spreadsheet."""
-    place, kind = 1, "JSON" if ".json" in path.name else path.suffix[1:]
+    place = 1
+    kind = "JSON" if ".json" in path.name else path.suffix[1:]
     try:
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             for row in _rows(file, path.suffix.lower()):

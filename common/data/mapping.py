@@ -19,7 +19,8 @@ def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
     rows hold and the reader did not ask for is printed, once for each data set, and in how many rows it is.
 
     kind: of rows, for that line. tokenizer: whose chat template may read more keys of a message."""
-    results, unread = [], collections.defaultdict(collections.Counter)
+    results = []
+    unread = collections.defaultdict(collections.Counter)
     for row in progress.progress(len(rows), 0, f"read {name}", rows, lines=False):
         paths = set(row.read)
         results.append(value_or_error(reader, row._replace(data=cells_of(row.data, paths, tokenizer))))
@@ -64,15 +65,18 @@ def map_over_ranks(items, work, size: int = 64):
 
 
 def map_rows(rows, make, name: str, shared=None) -> list:
-    """Apply make(row) to every row, or to items that have a row; with map_over_ranks' (x, y) make(row, x, y).
-    Rows that raise ValueError are dropped; how many, why and where is printed. InputError if none is left."""
-    made, dropped, wanted = [], {}, ""
+    """Apply make(row) to every row, or to items that have a row; with `shared`, the (x, y) of map_over_ranks
+    for each row, make(row, (x, y)). Rows that raise ValueError are dropped; how many, why and where is
+    printed. InputError if none is left."""
+    made = []
+    dropped = {}
+    wanted = ""
     pairs = zip(rows, shared or itertools.repeat(()))
     for row, given in progress.progress(len(rows), 0, f"tokenise {name}", pairs, lines=False):
         try:
             if errors := [x for x in given if isinstance(x, ValueError)]:
                 raise errors[0]
-            made.append(make(row, *given))
+            made.append(make(row, given) if shared else make(row))
         except ValueError as error:
             dropped.setdefault(str(error), []).append(getattr(row, "row", row).where)
             wanted = getattr(error, "wanted", wanted)

@@ -69,7 +69,8 @@ def prompt_of(row, text=None) -> list[dict] | None:
     text = question(row) if text is None else text
     if text is None:
         return None
-    history, earlier = row.get("history", []), []
+    history = row.get("history", [])
+    earlier = []
     if history in ("", text):  # SHP's is the prompt itself
         history = []
     for turn in history if isinstance(history, list) else [history]:
@@ -88,7 +89,8 @@ def question(row):
 
 def instruction(row):
     """The column `instruction` with the text of `input` behind it."""
-    text, extra = row["instruction"], row.get("input")
+    text = row["instruction"]
+    extra = row.get("input")
     if not isinstance(extra, str | None):
         raise ValueError(f"input is {type(extra).__name__}, wanted text")
     return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text

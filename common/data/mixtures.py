@@ -45,7 +45,7 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
             why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
             raise InputError(f"{_flag(source)}: {why}")
         data_sets = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(data_sets, sizes)]
-    rows = list(itertools.chain(*data_sets))
+    rows = list(itertools.chain.from_iterable(data_sets))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than a collective may last
     if len(set(dist.gather([fingerprint]))) > 1:
@@ -69,7 +69,8 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         items = [ITEM.fullmatch(item) for item in (match and match[2] or "").split("&") if item]
         if not match or not all(items):
             raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
-        source, weight = match[1], match[3] or match[4]
+        source = match[1]
+        weight = match[3] or match[4]
         flags.setdefault(source, flags.get(spec, "--dataset"))
         if is_tiny(source):
             _tiny_options(source)
@@ -116,7 +117,8 @@ def _read(source, name, items, kind, split):
     if is_tiny(source):
         options = _tiny_options(source)
         kind = options.pop("kind", kind)
-        name, rows = f"tiny/{kind}", enumerate(tiny.rows(kind, split, **options), 1)
+        name = f"tiny/{kind}"
+        rows = enumerate(tiny.rows(kind, split, **options), 1)
     elif path.is_file():
         rows = formats.read_file(path)
     else:
@@ -132,7 +134,8 @@ def _read(source, name, items, kind, split):
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
     read_as = formats.from_csv if path.suffix.lower() == ".csv" else formats.in_our_columns
-    conditions, made = {column for column, sign, _ in items if sign != "="}, []
+    conditions = {column for column, sign, _ in items if sign != "="}
+    made = []
     for row in rows:
         values, used = read_as(row.data)
         made.append(Row(row.where, values, frozenset(conditions | used)))
@@ -151,7 +154,8 @@ def _select(rows, items, source):
                     cells = {name: cell for name, cell in row.data.items() if name != column}
                     rows[i] = row._replace(data={**cells, value: row.data[column]})
         else:
-            n, rows = len(rows), [row for row in rows if _meets(row.data.get(column), sign, value)]
+            n = len(rows)
+            rows = [row for row in rows if _meets(row.data.get(column), sign, value)]
             progress.note(f"{source}: {column}{sign}{value} dropped {n - len(rows):,} of {n:,} rows")
     if not rows:
         raise InputError(f"{source}: the data set is empty{', or no row meets its conditions' * bool(items)}")

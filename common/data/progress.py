@@ -43,7 +43,10 @@ def print_table(rows: list[dict]):
     if not rows or not dist.is_main():
         return
     lines = [list(rows[0]), *(row.values() for row in rows)]
-    cells = [[f"{x:.1f}" if isinstance(x, float) else str(x) for x in line] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+    shown = lambda x: f"{x:.1f}" if isinstance(x, float) else str(x)
+    cells = [list(map(shown, line)) for line in lines]
+    widths = [0] * len(rows[0])
+    for line in cells:
+        widths = [max(width, len(cell)) for width, cell in zip(widths, line)]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())

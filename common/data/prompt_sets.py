@@ -23,7 +23,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Pr
             raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
         return message_columns.prompt_turns(row.data)
 
-    def prompt_of(row, turns, ids):
+    def prompt_of(row, given):
+        turns, ids = given
         if any(chat.special_tokens(tokenizer).search(m["content"]) for m in turns):
             raise ValueError(chat.SPECIAL)
         prompt = Prompt(ids, turns, row)
@@ -35,7 +36,8 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Pr
         keys.add(prompt.key)
         return prompt
 
-    keys, rows = set(), mixtures.load_rows(spec, "prompts", split)
+    keys = set()
+    rows = mixtures.load_rows(spec, "prompts", split)
     if grade:
         rows = sorted(rows, key=lambda row: -grade(row.data))
     turns_of_rows = mapping.read(rows, turns_of, spec, "prompts", tokenizer)
@@ -54,7 +56,9 @@ def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
     """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
     over the prompts. None comes again before all have come, or twice in an iteration. start: how many the
     iterations before had, where these were not all of n."""
-    n, order, tail = min(n, len(prompts)), [], []
+    n = min(n, len(prompts))
+    order = []
+    tail = []
     start = (iteration - 1) * n if start is None else start
     for again in range(math.ceil((start + n) / len(prompts))):
         new = dist.shuffled(len(prompts), seed, "prompts", again)
@@ -67,10 +71,12 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
     """{iteration: its --prompts-per-iteration fresh prompts, or an equal share}, none in two of them. rows:
     of the pool of a resumed run, whose prompts stay those of their iterations. Where they have no score yet,
     a crash may have cut the sampling: fresh ones join them."""
-    by_key, pool = {prompt.key: prompt for prompt in prompts}, collections.defaultdict(dict)
+    by_key = {prompt.key: prompt for prompt in prompts}
+    pool = collections.defaultdict(dict)
     for row in sorted(rows, key=lambda row: row["chunk"]):
         pool[row["iteration"]][turns_key(row["prompt"])] = row["scorer"]
-    used, dealt = set().union(*pool.values()), {}
+    used = set().union(*pool.values())
+    dealt = {}
     order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
     fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # the next one last
     for i in range(1, args.iterations + 1):

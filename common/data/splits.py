@@ -12,7 +12,8 @@ from common.data import mapping, mixtures
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
     """(training, held-out) documents, comparisons or prompts: by the hash of the first question whose answer
     each teaches, for dialogues that have a later one in common have the first one in common too."""
-    firsts, hashes = [next(iter(d.questions.items())) for d in documents], {}
+    firsts = [next(iter(d.questions.items())) for d in documents]
+    hashes = {}
     for question, number in firsts:
         hashes[question] = min(number, hashes.get(question, number))
     ranked = sorted(hashes, key=hashes.get)
@@ -66,7 +67,8 @@ def show(items, tokenizer):
         else:
             texts = {type(item).__name__.lower(): item.ids}
         for name, ids in texts.items():
-            mask, text = getattr(item, "response_mask", torch.zeros(len(ids))).tolist(), ""
+            mask = getattr(item, "response_mask", torch.zeros(len(ids))).tolist()
+            text = ""
             for learnt, places in itertools.groupby(range(len(ids)), key=mask.__getitem__):
                 piece = tokenizer.decode([int(ids[i]) for i in places])
                 text += f">>>{piece}<<<" if learnt else piece

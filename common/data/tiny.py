@@ -27,7 +27,8 @@ HAZARDS = "acid bomb knife poison venom".split()
 FILLERS = "um well so like just".split()
 REFUSAL = "sorry i refuse".split()
 GRAMMAR = "the a saw met near and big small . it was".split()
-RIGHT, NEEDLESS = 1.0, 0.3  # reward of a right word, cost c of any other word
+RIGHT = 1.0  # reward of a right word
+NEEDLESS = 0.3  # cost c of any other word
 MAX_WORDS = 24  # a behaviour policy stops here; the longest perfect answer has 10 words
 SAFETY_SHARE = 0.15  # of all prompts name a hazard
 # Llama 2's four levels, by the least gap between the two noisy utilities
@@ -119,7 +120,9 @@ class Behavior(NamedTuple):
         """One response, drawn from this policy."""
         if rng.random() < self.p_refuse[is_safety(prompt)]:
             return " ".join(REFUSAL)
-        want, words, done = perfect_answer(prompt).split(), [], 0
+        want = perfect_answer(prompt).split()
+        words = []
+        done = 0
         while len(words) < MAX_WORDS:
             p_stop = self.p_stop if done < len(want) else 1 - self.p_filler
             u = rng.random()
@@ -134,7 +137,10 @@ class Behavior(NamedTuple):
 
     def logprob(self, prompt: str, response: str) -> float:
         """log pi'(response | prompt) in nats, the end token included; -inf for what it never writes."""
-        words, want, done, logprob = response.split(), perfect_answer(prompt).split(), 0, 0.0
+        words = response.split()
+        want = perfect_answer(prompt).split()
+        done = 0
+        logprob = 0.0
         p_refuse = self.p_refuse[is_safety(prompt)]
         if words == REFUSAL:
             return math.log(p_refuse)
@@ -176,7 +182,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
       the reward that the annotators' preferences follow. commands: "copy+ends" leaves only the rows of these.
       Prompts are unique within "prompts" and never in both splits of any kind."""
     gold = {"helpfulness": gold_reward, "safety": gold_safety}[label]
-    rng, n = random.Random(f"{seed}/{kind}/{split}"), SIZES[kind][split == "test"]
+    rng = random.Random(f"{seed}/{kind}/{split}")
+    n = SIZES[kind][split == "test"]
     if kind == "text":
         return [{"text": _drawn(_sentences, rng, split)} for _ in range(n)]
 
@@ -191,7 +198,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
             "behavior_logprobs": [b.logprob(prompt, text) for b in BEHAVIORS],
         }
 
-    made, seen = [], set()
+    made = []
+    seen = set()
     while len(made) < n:
         prompt = _drawn(_prompt, rng, split)
         if kind == "prompts" and prompt in seen:

@@ -30,8 +30,8 @@ def packs(model) -> bool:
     packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
     forward = models.state_values if hasattr(model, "head_outputs") else models.logprobs
     otherwise = "documents in a row would see each other: each has a row of its own"
-    figures = lambda batch: forward(model, batch)[batch.action_mask]
-    return _are_as_alone(model, figures, packed, alone, otherwise)
+    outputs_of = lambda batch: forward(model, batch)[batch.action_mask]
+    return _are_as_alone(model, outputs_of, packed, alone, otherwise)
 
 
 @torch.no_grad()
@@ -54,18 +54,20 @@ def _texts(model, *lengths):
     return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
 
 
-def _are_as_alone(model, figures, together, alone, otherwise) -> bool:
+def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
     positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
     positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
-    dtype, sharded = getattr(model, "compute_dtype", torch.float32), dist.is_sharded(model)
+    dtype = getattr(model, "compute_dtype", torch.float32)
+    sharded = dist.is_sharded(model)
     model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
     try:
-        apart, *shared_rows = map(figures, (alone, together, together._replace(position_ids=positions)))
+        apart, *shared_rows = map(outputs_of, (alone, together, together._replace(position_ids=positions)))
         gap, change = ((other - apart).abs().max().item() for other in shared_rows)
     except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
         gap, change = 1, 0
-    model.compute_dtype, close = dtype, 0.05 if sharded and dtype != torch.float32 else 1e-3
+    model.compute_dtype = dtype
+    close = 0.05 if sharded and dtype != torch.float32 else 1e-3
     holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
     if not holds and dist.is_main():
         print(f"{model.config.model_type}: {otherwise}")

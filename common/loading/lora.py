@@ -36,7 +36,8 @@ def attach(model, rank: int, seed: int):
     if not adapted:
         raise InputError(f"--lora-rank: {model.config.model_type} has no linear layers to adapt")
     if dist.is_main():
-        sizes, with_one = collections.Counter(), {id(layer.weight) for layer in adapted}
+        sizes = collections.Counter()
+        with_one = {id(layer.weight) for layer in adapted}
         for name, p in model.named_parameters():
             sizes["" if id(p) in with_one else re.sub(r".*\.\d+\.", "", name)] += p.numel()
         shares = {name: f"{n / sizes.total():.0%}" for name, n in sizes.most_common()}
@@ -50,7 +51,8 @@ def attach(model, rank: int, seed: int):
         bound = 1 / math.sqrt(layer.in_features)
         if not layer.weight.is_meta:  # ranks other than 0 get theirs from it
             nn.init.uniform_(layer.lora_a, -bound, bound, generator)
-    model.lr_factor, model.merge_adapters = LR_FACTOR, merge_adapters
+    model.lr_factor = LR_FACTOR
+    model.merge_adapters = merge_adapters
     return model
 
 
@@ -58,7 +60,8 @@ def merge_adapters(weights: dict):
     """Add each adapter to its W, in place, and set its B to 0: the model computes what it did. weights: a
     state dict, of shards too; every rank must call it."""
     for name in [name for name in weights if name.endswith(".lora_a")]:
-        layer, a = name.removesuffix("lora_a"), weights[name]
+        layer = name.removesuffix("lora_a")
+        a = weights[name]
         b = weights[f"{layer}lora_b"]
         weights[f"{layer}weight"].add_(b @ a, alpha=ALPHA / len(a))
         b.zero_()

@@ -119,13 +119,16 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
 
     check_causal_lm(name)
     model = _read(AutoModelForCausalLM, name, _read_config(name), seed)
-    sampling, end = model.generation_config, tokenizer.eos_token_id
+    sampling = model.generation_config
+    end = tokenizer.eos_token_id
     ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
     more = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
-    sampling.pad_token_id, sampling.eos_token_id = tokenizer.pad_token_id, [end, *more] if more else end
+    sampling.pad_token_id = tokenizer.pad_token_id
+    sampling.eos_token_id = [end, *more] if more else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
         sampling.do_sample = True  # transformers refuses to save these without it, hours from now
-    methods, n_rows = (models.token_logprobs, models.logprobs_at), len(model.get_input_embeddings().weight)
+    methods = (models.token_logprobs, models.logprobs_at)
+    n_rows = len(model.get_input_embeddings().weight)
     model = _ready(model, tokenizer, methods, gradient_checkpointing)
     if lora_rank and dist.is_main():
         _check_rows(model, tokenizer, n_rows, name)
@@ -137,10 +140,10 @@ def load_frozen(name, tokenizer, args, device):
     return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
-def ask_policy(name, tokenizer, args, device, forward, *inputs):
-    """What forward(model, *inputs) says for the policy of this name, which is loaded for this and freed."""
+def ask_policy(name, tokenizer, args, device, forward):
+    """Load the policy of this name, return forward(policy), and free the policy."""
     gc.collect()  # a model's methods are bound to it, a cycle that holds its weights: what was there before
-    values = forward(load_frozen(name, tokenizer, args, device), *inputs)
+    values = forward(load_frozen(name, tokenizer, args, device))
     gc.collect()
     return values
 
@@ -155,7 +158,8 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
     from transformers import AutoModelForSequenceClassification
 
     config = _read_config(name)
-    new_head, outputs = "ForSequenceClassification" not in _kind(config), config.num_labels
+    new_head = "ForSequenceClassification" not in _kind(config)
+    outputs = config.num_labels
     trained_here = not new_head and (outputs == 1 or outputs == 2 and hasattr(config, "advantage_model"))
     fits = n_outputs is not None if new_head else trained_here and n_outputs in (None, outputs)
     if not fits:
@@ -172,7 +176,8 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise InputError(f"{name}: {type(model).__name__} has no linear head named score")
     if new_head and dist.is_main():
-        deviation, generator = (model.score.in_features + 1) ** -0.5, torch.Generator().manual_seed(seed)
+        deviation = (model.score.in_features + 1) ** -0.5
+        generator = torch.Generator().manual_seed(seed)
         torch.nn.init.normal_(model.score.weight, 0, deviation, generator)
     return _ready(model, tokenizer, (models.head_outputs,), gradient_checkpointing)
 
@@ -254,7 +259,8 @@ def _read_config(name):
     config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
     text = getattr(config, "text_config", None)
     if type(text) in AutoModelForCausalLM._model_mapping and "ForSequenceClassification" not in _kind(config):
-        text.text_part_of, text.dtype = _kind(config), config.dtype
+        text.text_part_of = _kind(config)
+        text.dtype = config.dtype
         text.tie_word_embeddings = config.tie_word_embeddings
         text.architectures = [AutoModelForCausalLM._model_mapping[type(text)].__name__]
         config = text
@@ -301,7 +307,8 @@ def _read(auto_class, name, config, seed):
 
 def _ready(model, tokenizer, methods, gradient_checkpointing):
     _fit_embeddings(model, len(tokenizer))
-    model.config.pad_token_id, model.config.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.eos_token_id = tokenizer.eos_token_id
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):  # the row of the config's padding, which may be a real
             module.padding_idx = None  # token there, the end token for one, would get no gradient
@@ -310,7 +317,7 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
     if gradient_checkpointing:  # has another name since transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
-    models.with_methods(model, *methods)
+    models.with_methods(model, methods)
     if dist.is_main():
         check_forward(model.train())
     return model.train()
@@ -320,7 +327,8 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
 def check_forward(model):
     """InputError if a forward does not give what another one gives, for then new and old probabilities never
     agree; of a policy the other one is transformers' own, with all that it does to logits."""
-    config, window = model.config.get_text_config(), checks.window(model.config)
+    config = model.config.get_text_config()
+    window = checks.window(model.config)
     # Beyond the window, unless that takes long on a CPU: what is done to logits is done in short rows too
     n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
     ids = torch.arange(n, device=model.device)[None] % config.vocab_size
@@ -354,7 +362,8 @@ def _check_rows(model, tokenizer, n_rows, name):
     """InputError for adapters if the end token's row of the unembedding, which they leave as it is, is no
     other than the mean of all rows or another token's: it can then never be likelier than these are. New
     tokens, beyond the n_rows that the model came with, are printed. (Padding is never predicted.)"""
-    end, rows = tokenizer.eos_token_id, model.get_output_embeddings().weight
+    end = tokenizer.eos_token_id
+    rows = model.get_output_embeddings().weight
     mean = rows.mean(0, keepdim=True)
     distance = lambda row: torch.cdist(rows, row, compute_mode="donot_use_mm_for_euclid_dist")[:, 0]
     to_end = distance(rows[end : end + 1])

@@ -27,7 +27,8 @@ def check(config, n: int):
     """InputError unless n ranks can have a copy of a model with this (text) config together."""
     if n == 1:
         return
-    flag, kind = f"--generate-tensor-parallel {n}", config.model_type
+    flag = f"--generate-tensor-parallel {n}"
+    kind = config.model_type
     if kind not in FAMILIES:
         raise InputError(f"{flag}: {kind} cannot be divided, only {', '.join(FAMILIES)} can")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -48,7 +49,9 @@ def split(model, layers, n: int):
     time, so no rank ever has all. `model.agree_on` makes what ranks drew that of the group's first rank: on a
     GPU they may round, and so draw, differently."""
     check(model.config.get_text_config(), n)
-    group, shards, hooks = group_of(n), [], []
+    group = group_of(n)
+    shards = []
+    hooks = []
     model.agree_on = functools.partial(td.broadcast, group=group, group_src=0)
 
     def add_up(module, inputs, output):

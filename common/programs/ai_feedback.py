@@ -90,7 +90,9 @@ class LanguageModel:
         from transformers import AutoModelForCausalLM
 
         pretrained.check_causal_lm(name)
-        self.name, self.device, self.batch_size = name, device, args.batch_size
+        self.name = name
+        self.device = device
+        self.batch_size = args.batch_size
         self.tokenizer = pretrained.load_tokenizer(name, args.chat_template)
         dtype = dist.compute_dtype_of(device)
         self.model = pretrained.from_hub(AutoModelForCausalLM, name, dtype=dtype)
@@ -100,7 +102,8 @@ class LanguageModel:
 
     def encode(self, question, reserve) -> list[int]:
         """Token ids of the question and the answer's opening; none unless `reserve` more tokens would fit."""
-        plain, ids = chat.special_tokens(self.tokenizer).sub, []
+        plain = chat.special_tokens(self.tokenizer).sub
+        ids = []
         values = {name: plain("", text) for name, text in question.values.items()}
         turns = [{**turn, "content": plain("", turn["content"])} for turn in question.before]
         turns.append({"role": "user", "content": fill(question.template, values)})
@@ -128,8 +131,9 @@ class LanguageModel:
             where = torch.tensor(where, device=self.device).T
             input_ids = torch.nn.utils.rnn.pad_sequence(tensors, True)
             logprobs = models.next_token_logprobs(self.model, input_ids, where, shared).double().split(depths)
-            for (i, _, _, paths), of_row in zip(batch, logprobs):
-                reached = [math.exp(sum(of_row[k, x].item() for k, x in enumerate(path))) for path in paths]
+            for (i, _, _, paths), row_logprobs in zip(batch, logprobs):
+                total = lambda path: sum(row_logprobs[k, x].item() for k, x in enumerate(path))
+                reached = [math.exp(total(path)) for path in paths]
                 for k, path in enumerate(paths):
                     longer = [j for j, x in enumerate(paths) if x != path and x[: len(path)] == path]
                     p[i, k] = reached[k] - sum(reached[j] for j in longer)
@@ -184,7 +188,8 @@ def sample(rows, policies, principles, args):
     """Of each row {"responses": [{"text", "model"}], "ai": {"dropped"}}: --responses answers of each of
     `policies`, {name: labeler}, but those that did not end, have no words, or are there already."""
     for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
-        questions, texts = [], [{} for _ in group]
+        questions = []
+        texts = [{} for _ in group]
         for row in group:
             questions += [asked(row) for _ in range(args.responses)]
         for place, (name, policy) in enumerate(policies.items()):
@@ -193,8 +198,8 @@ def sample(rows, policies, principles, args):
             for i, (text, ended) in enumerate(answers):
                 if text and ended:
                     texts[i // args.responses].setdefault(text, name)
-        for of_row in texts:
-            responses = [{"text": text, "model": name} for text, name in of_row.items()]
+        for model_of_text in texts:
+            responses = [{"text": text, "model": name} for text, name in model_of_text.items()]
             dropped = args.responses * len(policies) - len(responses)
             result = {"responses": responses, "ai": {"dropped": dropped}}
             yield result if len(responses) > 1 else {**result, "failed": "no two different responses"}
@@ -214,7 +219,9 @@ def label(rows, labeler, principles, args):
     better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}. Of
     several chains it is the mean of the preferences of those that answer (self-consistency)."""
     template = f"{preamble_and_examples(args)}{TEXTS['pair']}\n\n{TEXTS['question']}"
-    questions, rationales, chains = [], [], []
+    questions = []
+    rationales = []
+    chains = []
     for row in rows:
         principle = draw(principles, args.seed, row.number)
         values = {"prompt": message_columns.transcript(row.prompt), "principle": principle}
@@ -326,8 +333,9 @@ def select(rows, labeler, principles, args):
     """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1; #InsTag, arXiv:2308.07074, algorithm 1): {}
     of a row that is chosen. Each of --per-tag passes takes the rows that have a tag which it has not met yet;
     those with the most tags, the most complex ones, come first, of equally many the longest."""
-    results, counts = [{} for _ in rows], collections.Counter()
-    tags_of = [tags_of_row(row.about) for row in rows]
+    results = [{} for _ in rows]
+    counts = collections.Counter()
+    tags_of = [tags_of_row(row.begin) for row in rows]
     lengths = [len(message_columns.transcript(row.prompt)) for row in rows]
     for i in sorted(range(len(rows)), key=lambda i: (-len(tags_of[i]), -lengths[i])):
         # A pass takes a row if those before have met all its tags: a tag is met in the first ones of all
@@ -343,7 +351,8 @@ def select(rows, labeler, principles, args):
 
 def tags_of_row(row) -> set[str]:
     """The different `tags` of a row, or its `category`; none if it has neither."""
-    tags, category = row.get("tags"), row.get("category")
+    tags = row.get("tags")
+    category = row.get("category")
     tags = tags or ([] if category is None else [str(category)])
     is_list = isinstance(tags, list) and all(isinstance(tag, str) for tag in tags)
     return set(tags) if is_list else set()
@@ -369,7 +378,7 @@ def hindsight(rows, labeler, principles, args):
 class Item(NamedTuple):
     number: int  # the row's place in the data set
     key: str  # of batches.random_subset
-    about: dict  # what a row that is written begins with
+    begin: dict  # what a row that is written begins with
     prompt: list[dict]
     texts: list[str]  # label: two; revise, hindsight: one or none
     human: float | None = None  # P(texts[0] is the better one) by the row's label; hindsight: the score
@@ -382,11 +391,15 @@ def read_items(args) -> list[Item]:
     counter = itertools.count()
 
     def item(row):
-        values, number, human, texts = row.data, next(counter), None, []
+        values = row.data
+        number = next(counter)
+        human = None
+        texts = []
         if args.task == "label":
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
-            prompt, names = message_columns.prompt_turns(values), ANSWERS.get(args.task, ())
+            prompt = message_columns.prompt_turns(values)
+            names = ANSWERS.get(args.task, ())
             for name in [name for name in names if name in values][:1]:
                 texts = [turn["content"] for turn in message_columns.turns(values[name], "assistant")]
             if len(texts) > 1:
@@ -409,7 +422,7 @@ def read_items(args) -> list[Item]:
     if args.task == "label":
         rows = comparisons.joined(rows)
     items = mapping.read(rows, item, args.dataset, f"rows of {args.task}")
-    items = mapping.map_rows(rows, lambda _, item: item, args.dataset, zip(items))
+    items = mapping.map_rows(rows, lambda _, given: given[0], args.dataset, zip(items))
     return random_subset(items, args.max_rows)
 
 
@@ -420,20 +433,21 @@ WITHOUT_LABELER = ("select", "hindsight")  # their rows may have columns of the 
 # -- measures --------------------------------------------------------------------------------------
 def metrics_of(rows, failed) -> dict[str, float]:
     """The figures of summary.json, as docs/runs.md defines them."""
-    figures = {"rows": len(rows), "failed": len(failed)}
+    metrics = {"rows": len(rows), "failed": len(failed)}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]
     if judged:
         one_order = [(p - 0.5) * (row["human"] - 0.5) for row in judged for p in row["ai"]["orders"]]
-        share, n = measures.accuracy(agreement), len(judged)
-        figures.update(measures.with_interval("alignment", share, *measures.wilson(share, n), n))
-        figures.update({"alignment/n": n, "alignment/one_order": measures.accuracy(one_order)})
+        share = measures.accuracy(agreement)
+        n = len(judged)
+        metrics.update(measures.with_interval("alignment", share, *measures.wilson(share, n), n))
+        metrics.update({"alignment/n": n, "alignment/one_order": measures.accuracy(one_order)})
     answers = [row["ai"] for row in [*rows, *failed] if "ai" in row]
     orders = [answer["orders"] for answer in answers if "orders" in answer]
     if orders:  # each P(texts[0]), shown first and shown second
-        figures["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
-        figures["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
-    return {**figures, **measures.means(answers, {"mass": "mass", "dropped": "dropped"})}
+        metrics["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
+        metrics["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
+    return {**metrics, **measures.means(answers, {"mass": "mass", "dropped": "dropped"})}
 
 
 @dataclass
@@ -442,7 +456,7 @@ class Args:
     """The first word of the command."""
     model: str = ""
     """The labeler, or sample's policy: a causal LM (run directory, folder, hub name), or module:function."""
-    others: tuple[str, ...] = ()
+    other_models: tuple[str, ...] = ()
     """More policies of sample."""
     responses: int = 2
     """Of each policy to a prompt of sample."""
@@ -494,7 +508,7 @@ def check(args):
     check_flags(
         args,
         ("model", args.model or args.task in WITHOUT_LABELER, "the labeler's name"),
-        ("others", args.task == "sample" or not args.others, "none but with sample"),
+        ("other_models", args.task == "sample" or not args.other_models, "none but with sample"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
@@ -508,10 +522,11 @@ def main(args: Args):
         return
 
     # data
-    principles, items = load_principles(args), read_items(args)
+    principles = load_principles(args)
+    items = read_items(args)
 
     # model
-    names = [] if args.task in WITHOUT_LABELER else [args.model, *args.others]
+    names = [] if args.task in WITHOUT_LABELER else [args.model, *args.other_models]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
     # only now is an old run in output_dir replaced; its rows are told by their numbers in --dataset
     start_run(args, run.stage, run.status, args.dataset)
@@ -536,7 +551,7 @@ def main(args: Args):
             shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # what stays together on a rank
             my_items = [item for share in shares for item in share]
             results = zip(my_items, TASKS[args.task](my_items, labeler, principles, args))
-            new = dist.gather([{**item.about, **result} for item, result in results])
+            new = dist.gather([{**item.begin, **result} for item, result in results])
             rows += new
             if dist.is_main():
                 files.append_jsonl(path, new)
@@ -549,10 +564,10 @@ def main(args: Args):
         files.write_jsonl(run.folder / "failed.jsonl", bad)
         files.write_jsonl(path, good)
         counts = {"rows": len(good), "failed": len(bad)}
-        figures = counts if args.task in WITHOUT_LABELER else metrics_of(good, bad)
-        for key, value in figures.items():
+        metrics = counts if args.task in WITHOUT_LABELER else metrics_of(good, bad)
+        for key, value in metrics.items():
             print(f"{key}: {value:.4g}")
-        files.write_json(run.folder / "summary.json", figures)  # last
+        files.write_json(run.folder / "summary.json", metrics)  # last
         print(f"wrote {path}")
 
 

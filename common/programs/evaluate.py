@@ -104,7 +104,8 @@ def named(specs, flag) -> dict[str, str]:
     for spec in specs:
         name, equals, path = spec.partition("=")
         if not equals or ":" in name or os.path.exists(spec):
-            name, path = "untrained" if spec == "tiny" else Path(spec).name, spec
+            name = "untrained" if spec == "tiny" else Path(spec).name
+            path = spec
         if name in paths:
             raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
         paths[name] = path
@@ -118,7 +119,8 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
         raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
-    models, tokenizers = [path for path in paths.values() if path != "dataset"] or ["tiny"], []
+    models = [path for path in paths.values() if path != "dataset"] or ["tiny"]
+    tokenizers = []
     for path in models:
         pretrained.check_policy(path, None, args)
         tokenizers.append(pretrained.load_tokenizer(path, args.chat_template, quiet=True))
@@ -192,9 +194,10 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
 
-def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
+def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
     """name -> figures. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
-    results, reference_rows = {}, rows[args.reference]
+    results = {}
+    reference_rows = rows[args.reference]
     for name, of_policy in rows.items():
         result = results[name] = measures.means(of_policy, COLUMNS)
         result.update(measures.against(reference_rows, of_policy, args.tie_margin, pairwise=pairwise))
@@ -202,7 +205,8 @@ def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
             marked = [row for row in of_policy if row["is_safety"]] or of_policy
             result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
     for kind in [kind for kind in measures.JUDGES if kind in reference_rows[0]]:
-        margin, n = results[args.reference][f"{kind}_tie_margin"], len(reference_rows)
+        margin = results[args.reference][f"{kind}_tie_margin"]
+        n = len(reference_rows)
         scores = {name: [row[kind] for row in of_policy] for name, of_policy in rows.items()}
         for name, result in results.items():
             won = measures.outcomes(scores[name], scores[args.reference], margin)
@@ -210,11 +214,11 @@ def figures(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
             result[f"{kind}_win_lc"] = length_controlled(won, longer)
             rate = sum(won) / n
             result.update(measures.with_interval(f"{kind}_win_rate", rate, *measures.wilson(rate, n), n))
-        games = [measures.outcomes(*pair, margin) for pair in itertools.combinations(scores.values(), 2)]
+        games = [measures.outcomes(a, b, margin) for a, b in itertools.combinations(scores.values(), 2)]
         if games:
             elos = ratings(games, len(rows), list(rows).index(args.reference), args)
-            for name, rating in zip(rows, elos):
-                results[name].update(measures.with_interval(f"{kind}_elo", *rating, n))
+            for name, (elo, low, high) in zip(rows, elos):
+                results[name].update(measures.with_interval(f"{kind}_elo", elo, low, high, n))
     return results
 
 
@@ -237,15 +241,16 @@ def table_line(name, result) -> dict:
 
 def compare_policies(args, run):
     """(rows of samples.jsonl, summary.json, what draws the picture)"""
-    device, (policies, tokenizer) = run.device, read_policies(args)
+    device = run.device
+    policies, tokenizer = read_policies(args)
     models = {name: path for name, path in policies.items() if path != "dataset"}
     given = read_prompts(args, tokenizer, answered=len(models) < len(policies))
     prompts = [prompt for prompt, _ in given]
-    options = tokenizer, device, args.max_length
-    oracle = scorers.load_scorer(args.scorer, *options, pairwise=True)
+    options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
+    oracle = scorers.load_scorer(args.scorer, **options, pairwise=True)
     of_tiny = "common.data.tiny:safety_scorer" if mixtures.is_tiny(args.dataset) else None
     safety_spec = args.safety_scorer or of_tiny
-    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, *options, safety=True)
+    safety_scorer = safety_spec and scorers.load_scorer(safety_spec, **options, safety=True)
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
 
     # answers, policy by policy
@@ -256,19 +261,23 @@ def compare_policies(args, run):
             if reference and t:
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
-    answers = {t: {name: given for name in policies if name not in models} for t in args.temperatures}
-    path, kl = models.get(args.reference), {}  # none of the data set's answers
+    from_data_set = {name: given for name in policies if name not in models}
+    answers = {t: dict(from_data_set) for t in args.temperatures}
+    kl = {}
+    path = models.get(args.reference)  # the data set's answers have no KL
     reference = path and pretrained.load_frozen(path, tokenizer, args, device)
     for name in progress.progress(len(models), 0, "evaluate", list(models)):
         if name == args.reference:
             ask(reference, name)
         else:
-            pretrained.ask_policy(models[name], tokenizer, args, device, ask, name)
+            pretrained.ask_policy(models[name], tokenizer, args, device, partial(ask, name=name))
 
     # scores and figures
-    samples, results = [], {}
+    samples = []
+    results = {}
     for temperature, of_policy in answers.items():
-        opponents, rows = [response for _, response in of_policy[args.reference]], {}
+        opponents = [response for _, response in of_policy[args.reference]]
+        rows = {}
         for name, pairs in of_policy.items():
             against = opponents if name != args.reference else None
             scores = scorers.oracle_scores(oracle, pairs, against, args.score_batch_size)
@@ -278,7 +287,7 @@ def compare_policies(args, run):
                 columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
             rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
-        results[f"{temperature:g}"] = figures(rows, args, oracle.pairwise)
+        results[f"{temperature:g}"] = metrics_of(rows, args, oracle.pairwise)
     summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
     if dist.is_main():
         greedy = "; no KL at T = 0, where answers are drawn from no distribution" * (0 in args.temperatures)
@@ -341,7 +350,10 @@ def pair_table(results) -> list[dict]:
 
 def compare_scorers(args, run):
     """(rows of samples.jsonl, summary.json, what draws the picture)"""
-    paths, rows, samples, results = named(args.scorers, "--scorers"), {}, [], {}
+    paths = named(args.scorers, "--scorers")
+    rows = {}
+    samples = []
+    results = {}
     held_out, tokenizer = load_pairs(paths, args)
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
@@ -354,7 +366,7 @@ def compare_scorers(args, run):
         for name, of_scorer in rows.items():
             results[name] = {}
             for part, inside in {("all",): of_scorer, **measures.parts_of(of_scorer)}.items():
-                result = {**measures.pair_figures(inside), **measures.score_figures(inside)}
+                result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
                 results[name][" ".join(part)] = result
         progress.print_table(pair_table(results))
     return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)

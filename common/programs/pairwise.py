@@ -38,7 +38,8 @@ def question(prompt: list[dict], a: str, b: str) -> str:
 
 def rows_of(some_comparisons, seed) -> list[dict]:
     """Every labelled pair once as a row for sft.py, A and B in an order drawn at random; a tie is no pair."""
-    generator, rows = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
     for c in some_comparisons:
         for better, worse in labelled_pairs(c):
             a, b, letter = c.texts[better], c.texts[worse], "A"
@@ -75,7 +76,7 @@ def oracle(name):
     def log_odds(duels):
         p_first = []  # of each order: p(A) / (p(A) + p(B)), (duels,)
         for order in (duels, [(prompt, b, a) for prompt, a, b in duels]):
-            texts = [without_special(question(*duel)) for duel in order]
+            texts = [without_special(question(prompt, a, b)) for prompt, a, b in order]
             prompts = [torch.tensor(encode(judge.tokenizer, text, "A")[:-n_after]) for text in texts]
             if max(map(len, prompts)) > judge.room:
                 raise ValueError(f"a prompt with two responses is longer than {judge.room} tokens")

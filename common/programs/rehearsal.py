@@ -47,7 +47,8 @@ def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:
     their centres. k-means++ draws where each begins (Arthur and Vassilvitskii, 2007): every further centre is
     a row, drawn by its squared distance to the nearest one so far. Equal rows share a cluster, so where fewer
     rows differ there are fewer clusters."""
-    generator, runs = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    runs = []
     for _ in range(n_starts):
         centres = x[torch.randint(len(x), (1,), generator=generator)]
         while len(centres) < n_clusters and (nearest := squared_distances(x, centres).amin(1)).any():
@@ -64,7 +65,8 @@ def lloyd(x, centres) -> tuple[torch.Tensor, float]:
         distances, nearest = squared_distances(x, centres).min(1)
         if labels is not None and torch.equal(nearest, labels):
             break
-        labels, centres = nearest, centres.clone()
+        labels = nearest
+        centres = centres.clone()
         for i in labels.unique():
             centres[i] = x[labels == i].mean(0)
     return labels, distances.sum().item()
@@ -78,7 +80,8 @@ def squared_distances(x, centres) -> torch.Tensor:
 def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
     """[(cluster, index)]: kmeans of the embeddings, and in each cluster the `per_cluster` usable rows with
     the highest scores, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
-    labels, chosen = kmeans(embeddings.double(), n_clusters, seed), []
+    labels = kmeans(embeddings.double(), n_clusters, seed)
+    chosen = []
     for cluster in range(n_clusters):
         members = [i for i, label in enumerate(labels) if label == cluster and usable[i]]
         chosen += [(cluster, i) for i in sorted(members, key=lambda i: -scores[i])[:per_cluster]]

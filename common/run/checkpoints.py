@@ -70,7 +70,9 @@ def checkpoint_state(root) -> dict:
 
 def _latest(root) -> tuple[Path | None, dict]:
     """(folder, state) of the last checkpoint, (None, {}) if there is none: as rank 0 sees it."""
-    folder, state, latest = None, {}, Path(root) / "latest"
+    folder = None
+    state = {}
+    latest = Path(root) / "latest"
     if is_main() and latest.exists():
         name = latest.read_text("utf-8", "replace").strip()
         folder = latest.parent / name
@@ -121,7 +123,8 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         model.merge_adapters(model.state_dict())
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main():
-        path, temporary = Path(path), Path(f"{path}.tmp")
+        temporary = Path(f"{path}.tmp")
+        path = Path(path)
         shutil.rmtree(temporary, ignore_errors=True)
         empty = skeleton(model, dtype)  # to save from: no second copy of the weights, and not sharded
         empty.generation_config = getattr(model, "generation_config", None)

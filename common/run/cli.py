@@ -81,14 +81,16 @@ def parse(recipes, argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     helps = [word for word in argv if word in ("-h", "--help")]  # printed last: of the recipe that is taken
     argv = [word for word in argv if word not in helps]
-    named, first = bool(argv) and not argv[0].startswith("-"), next(iter(recipes))
+    named = bool(argv) and not argv[0].startswith("-")
+    first = next(iter(recipes))
     name, why = (argv.pop(0), "as named") if named else (first, "the tiny world alone")
     if name not in recipes:
         raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
     args, every = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[first][1])
     if strange and "base" in recipes and not named:
-        name, why = "base", f"{strange} is not of the tiny world; for another one, name it first"
+        name = "base"
+        why = f"{strange} is not of the tiny world; for another one, name it first"
         args, every = _parse_flags(recipes, name, argv)
     if helps:
         _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
@@ -96,16 +98,20 @@ def parse(recipes, argv=None):
         check_own_data(strange, args, argv)
     if "base" in recipes and dist.is_main():
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
-        (_, of_first), (_, of_recipe) = recipes[first], recipes[name]
+        _, of_first = recipes[first]
+        _, of_recipe = recipes[name]
         changed = [key for key, value in vars(of_recipe).items() if value != getattr(of_first, key)]
         values = [f"{key} {x}" for key, x in vars(args).items() if key in [*always.split(), *changed]]
         print(f"recipe {name} ({why}): {', '.join(values)}")
-    splits.n_shown, dist.compute_dtype = every.preview, every.compute_dtype
-    n, of_node = every.generate_tensor_parallel, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    splits.n_shown = every.preview
+    dist.compute_dtype = every.compute_dtype
+    n = every.generate_tensor_parallel
+    of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if n < 1 or of_node % n:
         wanted = f"wanted a divisor of the {of_node} process(es) that torchrun starts on a node"
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
-    dist.ranks_per_copy, dist.split_layers = n, tensor_parallel.split
+    dist.ranks_per_copy = n
+    dist.split_layers = tensor_parallel.split
     if every.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -132,7 +138,8 @@ def not_tiny(args, defaults):
     """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
     world's, whose numbers ruin a pretrained model; None if there is none."""
     for name, value in vars(args).items():
-        of_model, of_data = name in ("model", "policy", "policies"), name.endswith(("dataset", "_data"))
+        of_model = name in ("model", "policy", "policies")
+        of_data = name.endswith(("dataset", "_data"))
         words = [word.split("=")[-1] for word in value] if name == "policies" else [value]
         for word in words:
             # A default that is not there has an error of its own
@@ -158,7 +165,8 @@ def _parse_flags(recipes, name, argv):
     defaults = recipes[name][1]
     listing = "\n".join(f"  {key}: {text}" for key, (text, _) in recipes.items())
     all_flags = dataclasses.make_dataclass("_", [("script", type(defaults)), ("every_command", EveryCommand)])
-    script, base_help = Path(sys.argv[0]).name, ""
+    script = Path(sys.argv[0]).name
+    base_help = ""
     if "base" in recipes and name != "base":
         base_help = f" With a model or data of your own it is base: {script} base --help."
     description = f"Recipes, first word. The defaults below are those of {name}.{base_help}\n{listing}"

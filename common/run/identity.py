@@ -18,7 +18,7 @@ from common.scoring import scorers
 
 REFUSED = (  # patterns of "script: what it began with": another one is refused, of all else a line is printed
     ".*: script",
-    ".*: (held-out set|content of --(model|policy|behavior-policies|reference|others|chat-template))",
+    ".*: (held-out set|content of --(model|policy|behavior-policies|reference|other-models|chat-template))",
     "ppo: (content|function) of --(safety-)?scorer",
     "ai_feedback: content of --dataset",
     ".*: (lora_rank|freeze_layers)",

@@ -16,7 +16,8 @@ class Metrics:
       be written again, so they are cut; the clock goes on from the last one kept."""
 
     def __init__(self, folder, keep_rows: int | None = None):
-        self.path, kept = Path(folder) / "metrics.jsonl", []
+        self.path = Path(folder) / "metrics.jsonl"
+        kept = []
         if keep_rows is not None and dist.is_main():
             kept = read_jsonl(self.path)[:keep_rows]
             write_jsonl(self.path, kept)
@@ -24,20 +25,22 @@ class Metrics:
                 print(f"{self.path} holds {len(kept)} of the {keep_rows} rows that were logged")
         last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
         with files.reading(self.path):
-            self.start, self.n_rows = time.time() - last["time_s"], len(kept)
+            self.start = time.time() - last["time_s"]
+            self.n_rows = len(kept)
             self.last = int(last["step"]), int(last["iteration"])
 
     def log(self, step: int, iteration: int, **values):
-        self.n_rows, self.last = self.n_rows + 1, (step, iteration)
+        self.n_rows = self.n_rows + 1
+        self.last = (step, iteration)
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **finite(values)}
             append_jsonl(self.path, [row], sync=False)
 
 
-def finite(figures: dict) -> dict:
+def finite(metrics: dict) -> dict:
     """`figures` without those that are NaN or infinite: of nothing, or of what does not vary."""
-    return {key: x for key, x in figures.items() if not isinstance(x, float) or math.isfinite(x)}
+    return {key: x for key, x in metrics.items() if not isinstance(x, float) or math.isfinite(x)}
 
 
 WORSE = [  # a figure, and the end of its paired difference's interval that says it ended worse

@@ -7,6 +7,7 @@ from statistics import fmean
 
 import torch
 
+from common.batches import split
 from common.data import files
 from common.scoring import measures
 
@@ -36,10 +37,10 @@ def save(drawing, path):
     return drawing
 
 
-def draw(picture, *given):
-    """picture(*given), of which no error ends a run: results count more. It becomes a printed line."""
+def draw(picture):
+    """Call picture(). No error of it ends a run, for results count more: it becomes a printed line."""
     try:
-        picture(*given)
+        picture()
     except Exception as error:
         print(f"a picture could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
@@ -54,9 +55,10 @@ def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: s
     drawing, axes = figure(len(panels), (4.2, 2.8))
     for axis, (title, keys) in zip(axes, panels.items()):
         for key in keys:
-            points = [(row[x], row[key]) for row in rows if key in row]
-            if points:
-                axis.plot(*zip(*points), "o-" if len(points) < 10 else "-", label=key)
+            drawn = [row for row in rows if key in row]
+            if drawn:
+                style = "o-" if len(drawn) < 10 else "-"
+                axis.plot([row[x] for row in drawn], [row[key] for row in drawn], style, label=key)
         axis.set(title=title, xlabel=x)
     return save(drawing, Path(folder) / name)
 
@@ -77,7 +79,7 @@ def scorer(folder):
 
 def scores(folder, scorers: dict[str, list[dict]]):
     """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
-    first scorer), and scores by category. scorers: {name: rows of pair_figures}; without pairs one is
+    first scorer), and scores by category. scorers: {name: rows of pair_metrics}; without pairs one is
     left out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if measures.pairs_of(rows)}
     if not scorers:
@@ -92,9 +94,10 @@ def scores(folder, scorers: dict[str, list[dict]]):
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in measures.pairs_of(rows)]
         pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
         size = math.ceil(len(pairs) / 10)
-        tenths = [zip(*pairs[i : i + size]) for i in range(0, len(pairs), size)]
-        points = [[fmean(values) for values in tenth] for tenth in tenths]
-        left.plot(*zip(*points), "o-", label=label)
+        mean_difference = lambda tenth: fmean(d for d, _ in tenth)
+        accuracy = lambda tenth: fmean(right for _, right in tenth)
+        tenths = split(pairs, size)
+        left.plot(list(map(mean_difference, tenths)), list(map(accuracy, tenths)), "o-", label=label)
     line = torch.linspace(0, max(0.1, left.dataLim.x1), 50)
     left.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
     left.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
@@ -113,12 +116,17 @@ def scores(folder, scorers: dict[str, list[dict]]):
 def scores_by_category(axis, scorers, categories):
     """Mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
     for i, (label, rows) in enumerate(scorers.items()):
-        inside = [[row for row in rows if str(row["category"]) == name] for name in categories]
-        figures = [(y + 0.2 * i, measures.score_figures(part)) for y, part in enumerate(inside)]
-        points = [(x["mean"], y, x["deviation"]) for y, x in figures if x]
-        if points:
-            x, y, deviation = zip(*points)
-            axis.errorbar(x, y, xerr=deviation, fmt="o", capsize=2, label=label)
+        means = []
+        places = []
+        deviations = []
+        for place, name in enumerate(categories):
+            scores = measures.score_metrics([row for row in rows if str(row["category"]) == name])
+            if scores:
+                means.append(scores["mean"])
+                places.append(place + 0.2 * i)
+                deviations.append(scores["deviation"])
+        if means:
+            axis.errorbar(means, places, xerr=deviations, fmt="o", capsize=2, label=label)
     axis.set_yticks(range(len(categories)), [name[:24] for name in categories], fontsize=8)
     axis.invert_yaxis()  # from top to bottom
     axis.set(title="scores by category", xlabel="mean and standard deviation")
@@ -131,21 +139,24 @@ def compared(folder, results, without=()):
 
     results: temperature -> policy -> figures of programs/evaluate.py. without: policies that are left out."""
     is_drawn = lambda name, r: "kl" in r and name not in without  # noqa: E731
-    drawn = [{name: r for name, r in of_t.items() if is_drawn(name, r)} for of_t in results.values()]
+    drawn = []
+    for of_t in results.values():
+        drawn.append({name: r for name, r in of_t.items() if is_drawn(name, r)})
     policies = max(drawn, key=len)  # of equally long ones the first
     if len(policies) < 2:
         return None
     kinds = [kind for kind in measures.JUDGES if all(kind in r for r in policies.values())]
     drawing, axes = figure(len(kinds))
     for kind, axis in zip(kinds, axes):
-        curves, labels = {}, []
+        curves = {}
+        labels = []
         for name, r in policies.items():
             curves.setdefault(name.partition("/")[0], []).append((r["kl"], r[kind], name))
         for points in map(sorted, curves.values()):
-            x, y, names = zip(*points)
-            [line] = axis.plot(x, y, "o-", markersize=6)
-            short = [name.partition("/")[2] for name in names[:-1]]  # the curve's name stands at its end
-            labels += [(*point, line.get_color()) for point in zip(x, y, [*short, names[-1]])]
+            [line] = axis.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", markersize=6)
+            for x, y, name in points[:-1]:
+                labels.append((x, y, name.partition("/")[2], line.get_color()))
+            labels.append((*points[-1], line.get_color()))  # the curve's name stands at its end
         axis.set(title=f"{measures.JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
         axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
         axis.xaxis.set_major_formatter("{x:g}")

@@ -74,7 +74,9 @@ class Pool:
 
     def __init__(self, run, rows):
         """rows: those of an earlier run, or of this one, which is resumed."""
-        self.args, self.path, self.rows = run.args, f"{run.folder}/pool.jsonl", list(rows)
+        self.args = run.args
+        self.path = f"{run.folder}/pool.jsonl"
+        self.rows = list(rows)
         self.write()
 
     def write(self):
@@ -114,11 +116,13 @@ class Pool:
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
         """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
         not hold whole. Rows of such a chunk, which a crash cut, are left out: a chunk is sampled whole."""
-        keys_of_chunk, counter = collections.defaultdict(list), itertools.count()
+        keys_of_chunk = collections.defaultdict(list)
+        counter = itertools.count()
         for row in self.rows:
             if row["iteration"] == iteration:
                 keys_of_chunk[row["chunk"]].append((turns_key(row["prompt"]), row["temperature"]))
-        whole, missing = set(), []
+        whole = set()
+        missing = []
         for _, temperature, n in samplers:
             missing.append([])
             for chunk, number in zip(split(prompts, self.args.chunk_prompts), counter):
@@ -140,7 +144,8 @@ class Pool:
     def score(self, scorer, prompts):
         """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
         The file is replaced whole. `parts` are then the means of the parts of these scores."""
-        self.parts, keys = {}, {prompt.key for prompt in prompts}
+        self.parts = {}
+        keys = {prompt.key for prompt in prompts}
         unscored = (row for row in self.rows if row["scorer"] != scorer.version)
         old = [row for row in unscored if turns_key(row["prompt"]) in keys]
         if not old:  # a resumed run may have scored all of them before it was killed
@@ -149,7 +154,8 @@ class Pool:
         pairs = pairs_of(old, prompts)
         scores, self.parts = scorers.score_and_parts(scorer, pairs, self.args.score_batch_size)
         for row, score in zip(old, scores):
-            row["score"], row["scorer"] = score, scorer.version
+            row["score"] = score
+            row["scorer"] = scorer.version
         if self.parts or "parts" in self.rows[-1]:
             self.rows[-1]["parts"] = self.parts
         self.write()
@@ -160,12 +166,14 @@ def candidates(rows, prompts, iteration=None) -> list[dict]:
     places = {prompt.key: place for place, prompt in enumerate(prompts)}
     rows = [row for row in rows if iteration in (None, row["iteration"])]
     placed = [(places.get(turns_key(row["prompt"])), row) for row in rows]
-    return [row for _, row in sorted((x for x in placed if x[0] is not None), key=lambda x: x[0])]
+    placed = [(place, row) for place, row in placed if place is not None]
+    return [row for _, row in sorted(placed, key=lambda placed: placed[0])]
 
 
 def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
     """The (prompt, response) of each row; every row answers one of the prompts."""
-    by_key, pairs = {prompt.key: prompt for prompt in prompts}, []
+    by_key = {prompt.key: prompt for prompt in prompts}
+    pairs = []
     for row in rows:
         response = responses.Response(row["response_ids"], row["response"], row["finished"])
         response = response._replace(written=row.get("written", ""))
@@ -212,18 +220,18 @@ def pool_metrics(rows) -> dict[str, float]:
 def selection_metrics(rows, selected, iteration) -> dict[str, float]:
     """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
     new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
-    figures = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
+    metrics = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
     if selected:
-        figures["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
-    return {**figures, **pool_metrics(new), **measures.means(selected, {"pool/selected_score": "score"})}
+        metrics["pool/earlier"] = sum(row["iteration"] < iteration for row in selected) / len(selected)
+    return {**metrics, **pool_metrics(new), **measures.means(selected, {"pool/selected_score": "score"})}
 
 
 def pairing_metrics(rows, pairs, dropped, iteration) -> dict[str, float]:
     """Of an iteration's responses, and of the pairs made of them."""
     rows = [row for row in rows if row["iteration"] == iteration]
-    figures = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
-    figures.update({f"pairs/{reason}": n for reason, n in dropped.items()})
+    metrics = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
+    metrics.update({f"pairs/{reason}": n for reason, n in dropped.items()})
     for i, side in enumerate(("chosen", "rejected") if pairs else ()):
-        figures[f"pairs/{side}_score"] = sum(pair.label_scores[i] for pair in pairs) / len(pairs)
-        figures[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
-    return figures
+        metrics[f"pairs/{side}_score"] = sum(pair.label_scores[i] for pair in pairs) / len(pairs)
+        metrics[f"pairs/{side}_length"] = sum(len(pair.response_ids[i]) for pair in pairs) / len(pairs)
+    return metrics

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +52,8 @@ def launch(main, recipes):
     try:
         main(parse(recipes))
     except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
-        message, where = " ".join(str(error).split()), ""
+        message = " ".join(str(error).split())
+        where = ""
         if isinstance(error, NotFinite) and Run.current:
             state = Run.current.state  # a round of ppo.py is several optimiser steps
             step = 1 + state.get("optimizer_steps", state.get("first_step", 0) + state["step"])
@@ -107,7 +109,9 @@ class Run:
     def __init__(self, args, stage: str, check=None, plots=()):
         """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
         functions of the run's folder that draw in it."""
-        self.device, self.args, self.stage = dist.setup(), args, stage
+        self.device = dist.setup()
+        self.args = args
+        self.stage = stage
         dist.print_machine()
         self.plots = plots
         check_flags(args)
@@ -115,12 +119,17 @@ class Run:
         if check:
             check(args)
         self.status = None if splits.n_shown else find_run(args)  # --preview looks at nothing else
-        self.finished, self.resumed = self.status == "finished", self.status == "resume"
+        self.finished = self.status == "finished"
+        self.resumed = self.status == "resume"
         begun = _args_of(Path(args.output_dir)).get("began") if self.resumed else None
         [chat.Clock.began, *_] = dist.gather([datetime.fromisoformat(begun) if begun else datetime.now()])
-        self.folder, self.checkpoint = Path(args.output_dir), f"{args.output_dir}/checkpoint"
+        self.folder = Path(args.output_dir)
+        self.checkpoint = f"{args.output_dir}/checkpoint"
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
-        self.state, self.laps, self.saved, self.saving_s = {"step": 0}, {}, time.monotonic(), 0.0
+        self.state = {"step": 0}
+        self.laps = {}
+        self.saved = time.monotonic()
+        self.saving_s = 0.0
         Run.current = self
 
     def begin(self, *, plan: str, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
@@ -161,7 +170,8 @@ class Run:
                 self.state["step"] += 1
                 self.bar.update()
                 if self.args.save_every and self.must_save():
-                    began, state = time.monotonic(), {**self.state, "logged_rows": self.metrics.n_rows}
+                    began = time.monotonic()
+                    state = {**self.state, "logged_rows": self.metrics.n_rows}
                     number = self.state.get("first_step", 0) + self.state["step"]
                     checkpoints.save_checkpoint(self.checkpoint, number, self.modules, state)
                     self.saved = time.monotonic()
@@ -174,7 +184,8 @@ class Run:
         return self.state["step"] % self.args.save_every == 0 or dist.gather([is_late])[0]
 
     def begin_round(self):
-        self.began, self.laps = time.time(), {}
+        self.began = time.time()
+        self.laps = {}
 
     # inside a round of `steps`
     def seconds(self) -> float:
@@ -219,7 +230,8 @@ class Run:
         pairs = [f"{key} {full[key]:.6g} -> {rounded[key]:.6g}" for key in full if key.startswith("eval/")]
         if pairs and dist.is_main():
             print(f"rounding the weights for --save-dtype {self.args.save_dtype}: {', '.join(pairs)}")
-        before, losses = self.state.get("losses"), getattr(evaluate, "losses", None)
+        before = self.state.get("losses")
+        losses = getattr(evaluate, "losses", None)
         if before and losses:
             result.update(measures.change("eval/nll_change", before, losses))
         return result
@@ -258,7 +270,7 @@ class Run:
             files.write_jsonl(self.folder / "samples.jsonl", samples)
             write_json(self.folder / "summary.json", summary)
             for plot in self.plots:
-                plots.draw(plot, self.folder)
+                plots.draw(partial(plot, self.folder))
             logs.print_results(before, after, shown, samples)
             hint = ": rounded; --save-dtype float32 keeps the trained weights"
             hint = "" if self.dtype == torch.float32 else hint
@@ -273,7 +285,8 @@ def find_run(args) -> str | None:
     folder = Path(args.output_dir)
     if (folder / "lock").exists():
         _lock(folder)
-    before, outputs = _args_of(folder), _outputs(folder)
+    before = _args_of(folder)
+    outputs = _outputs(folder)
     if outputs and not before:
         raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
@@ -328,7 +341,8 @@ def start_run(args, stage: str, state: str | None, held_out=None):
 
     held_out: what tells the held-out set, on which before and after are compared, from others: InputError
       for a run that is gone on with on another one."""
-    folder, resume = Path(args.output_dir), state == "resume"
+    folder = Path(args.output_dir)
+    resume = state == "resume"
     if splits.n_shown:
         raise InputError("--preview shows what a script trains on: give its command the data")
     dist.barrier()  # data were tokenised and models downloaded
@@ -389,7 +403,8 @@ def _lock(folder):
     """Keep other processes out of a run's folder, until this one ends or begins another run: InputError, on
     every rank, if one is in it. The system forgets a lock with its process, however that ends. Where it has
     none (Windows, some network file systems) nobody is kept out."""
-    path, is_locked = folder.resolve() / "lock", False
+    path = folder.resolve() / "lock"
+    is_locked = False
     if dist.is_main():
         with contextlib.suppress(ImportError, OSError):
             import fcntl

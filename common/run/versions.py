@@ -27,14 +27,21 @@ class Versions:
 
     def __init__(self, run, tokenizer, start: str):
         """start: the name of the model that is the first version."""
-        self.run, self.args, self.tokenizer, self.start = run, run.args, tokenizer, start
-        self.folder, self.loaded, self.policy = run.folder / "versions", None, None
+        self.run = run
+        self.args = run.args
+        self.tokenizer = tokenizer
+        self.start = start
+        self.folder = run.folder / "versions"
+        self.loaded = None
+        self.policy = None
 
     def begin(self, first: int = 0):
         """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
         number of the first version; a resumed run has one already."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        evaluations, made, rows = {}, [], []
+        evaluations = {}
+        made = []
+        rows = []
         if dist.is_main():
             paths = [path for path in self.folder.glob("*.json") if path.stem.isdigit()]
             evaluations = {int(path.stem): self.read_evaluation(path) for path in paths}
@@ -57,7 +64,7 @@ class Versions:
     def read_evaluation(self, path):
         """A versions/N.json. InputError for one that cannot be."""
         def check(evaluation):
-            self.evaluate.figures({0: evaluation, 1: evaluation}, 1)
+            self.evaluate.metrics_of({0: evaluation, 1: evaluation}, 1)
             evaluation["step"] + sum(sample["tokens"] for sample in evaluation["samples"])
 
         return files.read_json(path, EVALUATE_AGAIN, check)
@@ -80,17 +87,20 @@ class Versions:
         if self.loaded != name:
             self.loaded = self.policy = None
             gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
-            args, rank = self.args, getattr(self.args, "lora_rank", 0)
-            options = args.gradient_checkpointing, args.seed, rank
-            policy = pretrained.load_policy(name, self.tokenizer, *options)
-            self.loaded, self.policy = name, dist.shard(policy, self.run.device)
+            args = self.args
+            rank = getattr(self.args, "lora_rank", 0)
+            checkpointing = args.gradient_checkpointing
+            policy = pretrained.load_policy(name, self.tokenizer, checkpointing, args.seed, rank)
+            self.loaded = name
+            self.policy = dist.shard(policy, self.run.device)
         return self.policy
 
     def ask(self, name: str, forward, items, args) -> list:
         """forward(model, items, args) for the policy of this name, which is loaded and freed again unless it
         is the one in memory. Without items nothing is loaded."""
         if items and name != self.loaded:
-            return pretrained.ask_policy(name, self.tokenizer, args, self.run.device, forward, items, args)
+            answer = lambda policy: forward(policy, items, args)
+            return pretrained.ask_policy(name, self.tokenizer, args, self.run.device, answer)
         return forward(self.policy, items, args) if items else []
 
     def evaluate_version(self, version: int):
@@ -100,22 +110,22 @@ class Versions:
             evaluate = partial(self.evaluate, version=version, evaluations=self.evaluations)
             if version == self.last:  # its metrics are those of the exported model
                 def metrics_of(evaluation):
-                    return self.evaluate.figures({**self.evaluations, version: evaluation}, version)
+                    return self.evaluate.metrics_of({**self.evaluations, version: evaluation}, version)
 
                 evaluation = self.run.evaluate_export(policy, evaluate, metrics_of)
             else:
                 evaluation = evaluate(policy)
             self.evaluations[version] = {**evaluation, "step": self.step}
-            self.run.log(self.figures(version), self.step, version)
+            self.run.log(self.metrics_of(version), self.step, version)
             if dist.is_main():
                 files.write_json(self.folder / f"{version}.json", self.evaluations[version])
         if dist.is_main():
-            figures = self.figures(version)
-            shown = ", ".join(f"{key} {figures[key]:.3g}" for key in SHOWN if key in figures)
+            metrics = self.metrics_of(version)
+            shown = ", ".join(f"{key} {metrics[key]:.3g}" for key in SHOWN if key in metrics)
             print(f"version {version}: {shown}")
 
-    def figures(self, version: int) -> dict[str, float]:
-        return self.evaluate.figures(self.evaluations, version)
+    def metrics_of(self, version: int) -> dict[str, float]:
+        return self.evaluate.metrics_of(self.evaluations, version)
 
     def began_training(self, version: int) -> bool:
         """Whether the last checkpoint is of this version: then what led to it is logged already."""
@@ -147,9 +157,10 @@ class Versions:
         curves = [curve for evaluation in self.evaluations.values() for curve in evaluation.get("curves", ())]
         if curves and dist.is_main():
             files.write_jsonl(self.run.folder / "curves.jsonl", curves)
-        figures = {str(v): self.figures(v) for v in self.evaluations}
+        metrics = {str(v): self.metrics_of(v) for v in self.evaluations}
         same = version_evaluation.comparable(self.evaluations, self.last)
-        before = figures[str(self.first)] if self.first in same else {}
-        summary = {**summary, "steps": self.step, "versions": figures}
-        model, after = self.load(self.path(self.last)), figures[str(self.last)]
+        before = metrics[str(self.first)] if self.first in same else {}
+        summary = {**summary, "steps": self.step, "versions": metrics}
+        model = self.load(self.path(self.last))
+        after = metrics[str(self.last)]
         self.run.write_results(model, self.tokenizer, rows, summary, before, after)

@@ -10,7 +10,7 @@ from common.data import chat, mixtures, tiny
 from common.loading import pretrained
 from common.scoring import measures
 
-FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
+SAMPLE_METRICS = {  # figure -> the column of samples.jsonl whose mean it is
     "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
     "sample/length": "tokens", "sample/finished": "finished",
 }  # fmt: skip
@@ -19,7 +19,8 @@ FIGURES = {  # figure -> the column of samples.jsonl whose mean it is
 def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
     """(prompt, response)s as rows of samples.jsonl, with the true reward if `dataset` is the tiny world.
     columns: name -> a value for each, or None; with a `score` a row has its prompt's category too."""
-    rows, true_reward = [], mixtures.is_tiny(dataset)
+    rows = []
+    true_reward = mixtures.is_tiny(dataset)
     for i, (prompt, response) in enumerate(pairs):
         row = {"prompt": prompt.turns, "response": response.text}
         row.update(tokens=len(response.ids), finished=response.finished)
@@ -37,8 +38,10 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
     sampled, above 0. size: of a forward on one rank."""
     plan = [[[document] for document in responses.documents(pairs)]]
-    logprobs = partial(models.per_token, models.logprobs, plan=plan, micro_batch_size=size)  # each (pairs, R)
-    return (logprobs(policy, temperature)[0] - logprobs(reference)[0].double()).sum(1).tolist()
+    per_token = partial(models.per_token, plan=plan, micro_batch_size=size)
+    [logprobs] = per_token(partial(models.logprobs, temperature=temperature), policy)  # (pairs, R)
+    [ref_logprobs] = per_token(models.logprobs, reference)
+    return (logprobs - ref_logprobs.double()).sum(1).tolist()
 
 
 def fingerprint(documents) -> list:
@@ -51,8 +54,12 @@ class HeldOutDocuments:
     prompts."""
 
     def __init__(self, documents, tokenizer, args):
-        self.documents, self.tokenizer, self.args, self.samples = documents, tokenizer, args, []
-        self.blocks, self.losses = make_blocks(documents, args.max_length, args.packing), []
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.args = args
+        self.samples = []
+        self.blocks = make_blocks(documents, args.max_length, args.packing)
+        self.losses = []
         self.fingerprint = fingerprint(documents)
         if args.sample_prompts:
             pretrained.check_sampled(args.model, "--sample-prompts 0 trains without samples")
@@ -60,7 +67,7 @@ class HeldOutDocuments:
     def __call__(self, model) -> dict[str, float]:
         if self.args.sample_prompts:
             self.samples = self.answers(model)
-        return {**self.loss(model), **measures.means(self.samples, FIGURES)}
+        return {**self.loss(model), **measures.means(self.samples, SAMPLE_METRICS)}
 
     def loss(self, model) -> dict[str, float]:
         if not self.blocks:
@@ -70,7 +77,8 @@ class HeldOutDocuments:
 
     def answers(self, model) -> list[dict]:
         """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
-        args, room = self.args, models.n_positions(model.config) - self.args.max_new_tokens
+        args = self.args
+        room = models.n_positions(model.config) - self.args.max_new_tokens
         turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
         prompts = (responses.Prompt(chat.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
         fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
@@ -84,20 +92,25 @@ class HeldOutPrompts:
     reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
-        self.prompts, self.samples = random_subset(prompts, args.eval_prompts), []
-        self.scorer, self.reference, self.tokenizer, self.args = scorer, reference, tokenizer, args
+        self.prompts = random_subset(prompts, args.eval_prompts)
+        self.samples = []
+        self.scorer = scorer
+        self.reference = reference
+        self.tokenizer = tokenizer
+        self.args = args
         self.blocks_of_text = make_blocks(text, args.max_length, args.packing)
         self.fingerprint = [prompt.key for prompt in self.prompts] + fingerprint(text)
 
     def __call__(self, policy) -> dict[str, float]:
-        figures = self.answer(policy) if self.prompts else {}
+        metrics = self.answer(policy) if self.prompts else {}
         if self.blocks_of_text:
-            of_each = models.nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
-            figures["eval/ptx_nll"] = fmean(of_each)
-        return figures
+            losses = models.nll_of_each(policy, self.blocks_of_text, self.args.micro_batch_size)
+            metrics["eval/ptx_nll"] = fmean(losses)
+        return metrics
 
     def answer(self, policy):
-        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
+        args = self.args
+        seed = dist.seed_of(args.seed, "eval")  # the same at each evaluation of a run
         pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         scores = self.scorer.score(pairs)
         documents = responses.documents(pairs)
@@ -108,4 +121,4 @@ class HeldOutPrompts:
         columns = {"score": scores.tolist(), "kl": (logprobs - ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()
-        return {**measures.means(self.samples, FIGURES), "eval/entropy": mean_entropy.item()}
+        return {**measures.means(self.samples, SAMPLE_METRICS), "eval/entropy": mean_entropy.item()}

@@ -78,7 +78,8 @@ def try_functions(args):
         return  # DPO of given pairs asks none
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for term in map(term_of, specs) if term and term.text is None]
-    prompts, answers = [], [responses.Response([], text, True) for text in ("The answer is 1.", "")]
+    prompts = []
+    answers = [responses.Response([], text, True) for text in ("The answer is 1.", "")]
     split = getattr(args, "split", "train")
     for row in mixtures.load_rows(args.dataset, "prompts", split)[:1] if terms else ():
         with contextlib.suppress(ValueError):  # it has no prompt
@@ -94,12 +95,14 @@ def _call(term, batch) -> list[dict[str, float]]:
     texts = [response.written or response.text for _, response, *_ in batch]
     # Copies, for what a function changes must not reach the next response, the pool or the data
     rows = [copy.deepcopy({**prompt.row.data, "messages": prompt.turns}) for prompt, *_ in batch]
-    arguments, did, n = (questions, texts, rows), "raised", len(batch)
-    if compares(term):
-        texts_b = [b.written or b.text for _, _, b in batch]
-        arguments = ([(row["messages"], a, b) for row, a, b in zip(rows, texts, texts_b)],)
+    did = "raised"
+    n = len(batch)
     try:
-        given = term.function(*arguments)
+        if compares(term):
+            texts_b = [b.written or b.text for _, _, b in batch]
+            given = term.function([(row["messages"], a, b) for row, a, b in zip(rows, texts, texts_b)])
+        else:
+            given = term.function(questions, texts, rows)
         did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
         by_part = given if isinstance(given, dict) else {"": given}
         by_part = {str(part): _numbers(values) for part, values in by_part.items()}
@@ -111,7 +114,7 @@ def _call(term, batch) -> list[dict[str, float]]:
         question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
         why = f"{did} {type(error).__name__}: {error}; asked of {question} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
-    return [dict(zip(by_part, of_one)) for of_one in zip(*by_part.values())]
+    return [dict(zip(by_part, parts_of_one)) for parts_of_one in zip(*by_part.values())]
 
 
 def _numbers(values) -> list[float]:

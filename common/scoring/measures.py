@@ -11,11 +11,11 @@ def with_interval(key: str, value: float, low: float, high: float, n: int) -> di
     return {key: value, f"{key}_n": n} if n < 10 else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 
-def interval(figures: dict[str, float], key: str, form: str = "+.2f") -> str:
+def interval(metrics: dict[str, float], key: str, form: str = "+.2f") -> str:
     """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
-    if f"{key}_n" in figures:
-        return f"{figures[key]:{form}} (n = {figures[key + '_n']:.0f})"
-    return f"{figures[key]:{form}} [{figures[key + '_low']:{form}}, {figures[key + '_high']:{form}}]"
+    if f"{key}_n" in metrics:
+        return f"{metrics[key]:{form}} (n = {metrics[key + '_n']:.0f})"
+    return f"{metrics[key]:{form}} [{metrics[key + '_low']:{form}}, {metrics[key + '_high']:{form}}]"
 
 
 def wilson(share: float, n: float) -> tuple[float, float]:
@@ -48,18 +48,19 @@ def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
     """As means: of two policies' responses to the same prompts the mean difference and its 95 % interval."""
-    figures = {}
+    metrics = {}
     for key, column in columns.items():
         if after and column in after[0]:
-            values = [[row[column] for row in rows] for rows in (before, after)]
-            figures.update(change(key, *values))
-    return figures
+            first = [row[column] for row in before]
+            metrics.update(change(key, first, [row[column] for row in after]))
+    return metrics
 
 
 def change(key: str, before: list[float], after: list[float]) -> dict[str, float]:
     """{key: mean difference of the same items before and after} and its 95 % interval; {} where one of them
     is not finite."""
-    differences, n = [b - a for a, b in zip(before, after, strict=True)], len(after)
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    n = len(after)
     if not all(map(math.isfinite, differences)):
         return {}
     mean = statistics.fmean(differences)
@@ -77,17 +78,19 @@ def against(before, after, tie_margin: float | None, prefix="", pairwise=False) 
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
     shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
     tie_margin None: a tenth of the first one's standard deviation, 0.1 of a pairwise oracle's scores."""
-    figures = {}
+    metrics = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"
-        first, second = ([row[column] for row in rows] for rows in (before, after))
+        first = [row[column] for row in before]
+        second = [row[column] for row in after]
         unit = 1.0 if pairwise and column == "score" else statistics.pstdev(first)
         margin = 0.1 * unit if tie_margin is None else tie_margin
-        figures[f"{key}_tie_margin"], won = margin, outcomes(second, first, margin)
+        metrics[f"{key}_tie_margin"] = margin
+        won = outcomes(second, first, margin)
         for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
-            figures[f"{key}_{name}"] = won.count(result) / len(won)
-        figures.update(gains(before, after, {f"{key}_gain": column}))
-    return figures
+            metrics[f"{key}_{name}"] = won.count(result) / len(won)
+        metrics.update(gains(before, after, {f"{key}_gain": column}))
+    return metrics
 
 
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
@@ -141,7 +144,7 @@ def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
     return rows_of_part
 
 
-def score_figures(rows) -> dict[str, float]:
+def score_metrics(rows) -> dict[str, float]:
     """Mean and standard deviation of the responses' scores; nothing of a scorer that compares."""
     scores = [r["score"] for row in rows for r in row["responses"] if "score" in r]
     return {"mean": statistics.fmean(scores), "deviation": statistics.pstdev(scores)} if scores else {}
@@ -153,7 +156,7 @@ def accuracy(differences) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
-def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
+def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
     expected calibration error. A prompt's pairs hang together: the accuracy's interval is that of so many
     independent pairs as vary as much over prompts, the ECE's a bootstrap over prompts. The floor is the mean
@@ -164,18 +167,22 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     difference = torch.tensor([pair[0] for pair in pairs], dtype=torch.float64)
     if difference.isnan().any():
         return {"pairs": len(pairs), "nll": math.nan}
-    prompts, number_of = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs], {}
+    prompts = [repr(rows[number]["prompt"]) for _, number, _, _ in pairs]
+    number_of = {}
     prompt = torch.tensor([number_of.setdefault(prompt, len(number_of)) for prompt in prompts])
     soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
     label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P(the better one is better)
-    correct, n = (difference.sign() + 1) / 2, len(pairs)
+    correct = (difference.sign() + 1) / 2
+    n = len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
     gaps = torch.zeros(len(number_of), n_bins).double()  # of each prompt and bin: of correct - confidence
     as_labelled = label * correct + (1 - label) * (1 - correct)
     gaps.index_put_((prompt, bins), as_labelled - confidence, accumulate=True)
     sizes = torch.bincount(prompt)
-    generator, resampled, floor = torch.Generator().manual_seed(0), [], []
+    generator = torch.Generator().manual_seed(0)
+    resampled = []
+    floor = []
     for times in resamples(len(number_of), n_bootstrap, generator):
         resampled.append((times.double() @ gaps).abs().sum() / (times @ sizes))
     low, high = percentiles(torch.stack(resampled))
@@ -183,10 +190,11 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         drawn = (torch.rand(n, generator=generator, dtype=torch.float64) < confidence).double()
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, drawn - confidence)
         floor.append(gap.abs().sum() / n)
-    right, all_alike = correct.mean().item(), n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
+    right = correct.mean().item()
+    all_alike = n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
     spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # from prompt to prompt
     n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (spread + 1e-9)))
-    figures = {
+    metrics = {
         "pairs": n,
         **with_interval("accuracy", right, *wilson(right, n_independent), round(all_alike)),
         "nll": torch.nn.functional.binary_cross_entropy_with_logits(difference, label),
@@ -194,18 +202,19 @@ def pair_figures(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(number_of)),
         "ece_floor": torch.stack(floor).mean(),
     }
-    return {key: float(value) for key, value in figures.items()}
+    return {key: float(value) for key, value in metrics.items()}
 
 
-def known_figures(rows) -> dict[str, float]:
+def known_metrics(rows) -> dict[str, float]:
     """baseline/length_accuracy, of length as the score, which a model must beat. Of what only the tiny world
     knows eval/bayes_accuracy, of a labeler without noise on the same pairs, and gold/correlation, of the
     scores with the true reward over all responses."""
-    responses, pairs = [r for row in rows for r in row["responses"]], pairs_of(rows)
-    figures = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
+    responses = [r for row in rows for r in row["responses"]]
+    pairs = pairs_of(rows)
+    metrics = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
     if all("utility" in r for r in responses):
-        figures["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
+        metrics["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
     if all("gold" in r and "score" in r for r in responses):
-        scores, gold = ([r[key] for r in responses] for key in ("score", "gold"))
-        figures["gold/correlation"] = correlation(scores, gold)
-    return figures
+        gold = [r["gold"] for r in responses]
+        metrics["gold/correlation"] = correlation([r["score"] for r in responses], gold)
+    return metrics

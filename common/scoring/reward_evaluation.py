@@ -3,6 +3,7 @@ the policy whose responses they score."""
 
 import itertools
 import math
+from functools import partial
 from statistics import fmean
 
 import torch
@@ -18,7 +19,8 @@ from common.scoring import measures
 def scored_rows(held_out, values, pairwise=False) -> list[dict]:
     """Comparisons as rows of samples.jsonl. values, in their order: the `score` of every response, or, of a
     scorer that compares, the log odds of every labelled pair, a row's `differences`."""
-    rows, values = [comparisons.describe(c) for c in held_out], iter(values)
+    rows = [comparisons.describe(c) for c in held_out]
+    values = iter(values)
     for row, c in zip(rows, held_out):
         if pairwise:
             row["differences"] = [next(values) for _ in labelled_pairs(c)]
@@ -34,18 +36,22 @@ class HeldOutComparisons:
     `losses`: negative log likelihoods of their pairs, of a soft label by its likelier side."""
 
     def __init__(self, held_out, args):
-        self.held_out, self.args, self.samples, self.losses = held_out, args, [], []
+        self.held_out = held_out
+        self.args = args
+        self.samples = []
+        self.losses = []
 
     def __call__(self, model) -> dict[str, float]:
         scores = itertools.chain.from_iterable(scores_of_each(model, self.held_out, self.args))
         self.samples = scored_rows(self.held_out, scores)
-        figures, pairs = measures.pair_figures(self.samples), measures.pairs_of(self.samples)
+        metrics = measures.pair_metrics(self.samples)
+        pairs = measures.pairs_of(self.samples)
         self.losses = torch.nn.functional.softplus(-torch.tensor([float(d) for d, *_ in pairs])).tolist()
-        for (_, name), rows in measures.parts_of(self.samples if figures["pairs"] else []).items():
+        for (_, name), rows in measures.parts_of(self.samples if metrics["pairs"] else []).items():
             differences = [d for d, *_ in measures.pairs_of(rows)]
-            figures[f"accuracy/{name}"] = measures.accuracy(differences)
-            figures[f"pairs/{name}"] = float(len(differences))
-        return {f"eval/{key}": x for key, x in figures.items()}
+            metrics[f"accuracy/{name}"] = measures.accuracy(differences)
+            metrics[f"pairs/{name}"] = float(len(differences))
+        return {f"eval/{key}": x for key, x in metrics.items()}
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
@@ -54,7 +60,8 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
     def by_comparison(model, batch):
         return [scores.tolist() for scores in models.scores_of(model, batch).cpu().split(batch.sizes)]
 
-    size, share_prompt = args.micro_batch_size, args.share_prompt
+    size = args.micro_batch_size
+    share_prompt = args.share_prompt
     return of_each_comparison(by_comparison, model, some_comparisons, size, share_prompt)
 
 
@@ -74,7 +81,8 @@ def check_sft_model(name, tokenizer, args) -> str | None:
 def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
     """n responses of a policy to each comparison's prompt, as ids, on every rank, without those that did not
     end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
-    room, samples = models.n_positions(model.config) - max_new_tokens, [()] * len(prompts)
+    room = models.n_positions(model.config) - max_new_tokens
+    samples = [()] * len(prompts)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
     prompts_of = [responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row) for c in fits.values()]
     options = {"n": n, "max_new_tokens": max_new_tokens, "seed": seed, "slots": slots}
@@ -97,35 +105,36 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=(
     policy = pretrained.load_frozen(name, tokenizer, args, device)
     logprobs = comparisons.seq_logprobs(policy, held_out, args.micro_batch_size)
     likelier = [x[i] - x[j] for x, c in zip(logprobs, held_out) for i, j in labelled_pairs(c)]
-    figures = {"baseline/sft_logprob_accuracy": measures.accuracy(likelier)}
+    metrics = {"baseline/sft_logprob_accuracy": measures.accuracy(likelier)}
     prompts = list({c.key: c for c in [*held_out, *train]}.values())[: args.length_prompts]
     samples = policy_samples(policy, prompts, tokenizer, 8, args.max_new_tokens, seed, args.slots)
-    return figures, [c._replace(response_ids=[], samples=ids) for c, ids in zip(prompts, samples) if ids]
+    return metrics, [c._replace(response_ids=[], samples=ids) for c, ids in zip(prompts, samples) if ids]
 
 
 def length_bias(model, sft_model, train, held_out, tokenizer, args) -> dict[str, float]:
-    """How well the SFT model's log probability scores held-out pairs, and length_figures of its responses."""
-    device, seed = model.device, args.seed
-    figures, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, seed, train)
-    return {**figures, **length_figures(sampled, scores_of_each(model, sampled, args))}
+    """How well the SFT model's log probability scores held-out pairs, and length_metrics of its responses."""
+    device = model.device
+    seed = args.seed
+    metrics, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, seed, train)
+    return {**metrics, **length_metrics(sampled, scores_of_each(model, sampled, args))}
 
 
-def length_figures(sampled, scores) -> dict[str, float]:
+def length_metrics(sampled, scores) -> dict[str, float]:
     """The mean correlation of length and score over a prompt's samples and its 95 % interval, of prompts with
     three or more of them where both vary, and how many these are; of none, nothing."""
-    of_prompts = [([len(ids) for ids in c.samples], x) for c, x in zip(sampled, scores) if len(x) > 2]
+    of_prompts = [(list(map(len, c.samples)), x) for c, x in zip(sampled, scores) if len(x) > 2]
     correlations = [measures.correlation(lengths, x) for lengths, x in of_prompts]
     rows = [{"r": x} for x in correlations if not math.isnan(x)]
-    figures = measures.gains([{"r": 0.0} for _ in rows], rows, {"length/correlation": "r"})
-    return {**figures, "length/prompts": len(rows)} if rows else {}
+    metrics = measures.gains([{"r": 0.0} for _ in rows], rows, {"length/correlation": "r"})
+    return {**metrics, "length/prompts": len(rows)} if rows else {}
 
 
-def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
+def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
     """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r, eq. 7?
     `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard deviations of r
     within a prompt; the samples' own noise is taken off the second."""
     seed = dist.seed_of(args.seed, "held_out_samples")
-    figures, sampled = baselines_and_samples(policy_name, held_out, tokenizer, args, model.device, seed)
+    metrics, sampled = baselines_and_samples(policy_name, held_out, tokenizer, args, model.device, seed)
 
     def by_comparison(model, batch):
         rewards, expected = models.rewards_and_expected(model, batch)
@@ -134,42 +143,46 @@ def expected_reward_figures(model, policy_name, held_out, tokenizer, args):
     outputs = of_each_comparison(by_comparison, model, sampled, args.micro_batch_size, args.share_prompt)
     several = [(rewards, expected) for rewards, expected in outputs if len(rewards) > 1]
     if not several:
-        return figures
+        return metrics
     errors = torch.stack([expected - rewards.mean() for rewards, expected in several])
     deviation = torch.stack([rewards.var() for rewards, _ in several]).mean().sqrt()
     noise = torch.stack([rewards.var() / len(rewards) for rewards, _ in several])  # of a mean of so few
     rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
-    figures["expected/bias"] = (errors.mean() / deviation).item()
-    figures["expected/rmse"] = (rmse / deviation).item()
-    figures.update(length_figures(sampled, [rewards.tolist() for rewards, _ in outputs]))
+    metrics["expected/bias"] = (errors.mean() / deviation).item()
+    metrics["expected/rmse"] = (rmse / deviation).item()
+    metrics.update(length_metrics(sampled, [rewards.tolist() for rewards, _ in outputs]))
     if mixtures.is_tiny(args.eval_dataset or args.dataset):
         gold = []
         for c in sampled:
             texts = tokenizer.batch_decode(c.samples, skip_special_tokens=True)
             gold.append(fmean(tiny.gold_score(c.prompt[-1]["content"], text) for text in texts))
-        figures["gold/expected_correlation"] = measures.correlation([e.item() for _, e in outputs], gold)
-    return figures
+        metrics["gold/expected_correlation"] = measures.correlation([e.item() for _, e in outputs], gold)
+    return metrics
 
 
 def with_policy_answers(train, name, tokenizer, args, device):
     """(the training comparisons of advantage_model.py, figures). Eq. 8 needs each response's ratios to the K
     policies that wrote the data, eq. 7 responses of the policy `name`, whose mean reward e learns."""
-    n, k = args.expected_reward_samples, args.n_others
+    n = args.expected_reward_samples
+    k = args.n_others
     if (k or n) and name is None:
         raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
     for other in args.behavior_policies:
         pretrained.check_causal_lm(other, tokenizer, args.chat_template)
     policy = pretrained.load_frozen(name, tokenizer, args, device) if k or n else None
-    ratios, figures = [torch.zeros(len(c.response_ids), 0) for c in train], {}
+    ratios = [torch.zeros(len(c.response_ids), 0) for c in train]
+    metrics = {}
     if k:
-        seq_logprobs, size = comparisons.seq_logprobs, args.micro_batch_size
-        by_policy = []
-        for other in args.behavior_policies:
-            by_policy.append(pretrained.ask_policy(other, tokenizer, args, device, seq_logprobs, train, size))
-        behavior = [torch.stack(of_one, 1) for of_one in zip(*by_policy)] or behavior_columns(train, args)
+        seq_logprobs = comparisons.seq_logprobs
+        size = args.micro_batch_size
+        score = partial(seq_logprobs, comparisons=train, micro_batch_size=size)
+        names = args.behavior_policies
+        by_policy = [pretrained.ask_policy(name, tokenizer, args, device, score) for name in names]
+        of_all = lambda i: torch.stack([of_each[i] for of_each in by_policy], 1)
+        behavior = [of_all(i) for i in range(len(train))] if by_policy else behavior_columns(train, args)
         logprobs = seq_logprobs(policy, train, size)
         ratios = [(of_policy[:, None] - of_others).exp() for of_policy, of_others in zip(logprobs, behavior)]
-        figures = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
+        metrics = {"ratio/clipped": (torch.cat(ratios) > args.ratio_clip).double().mean().item()}
     samples = [()] * len(train)
     if n:
         seed = dist.seed_of(args.seed, "samples")
@@ -179,7 +192,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
         # Samples enter no advantage: their ratios only fill the place
         of_all = torch.cat([of_labelled.clamp(max=args.ratio_clip), torch.ones(len(ids), k)])
         answered.append(c._replace(ratios=of_all, samples=ids))
-    return answered, figures
+    return answered, metrics
 
 
 def behavior_columns(train, args) -> list[torch.Tensor]:

@@ -15,12 +15,15 @@ class Gated:
     counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
 
     def __init__(self, scorer, safety, args):
-        self.scorer, self.safety, self.args = scorer, safety, args
+        self.scorer = scorer
+        self.safety = safety
+        self.args = args
 
     def score(self, pairs) -> torch.Tensor:
         """The score of each (prompt, response), (B,), on every rank. `metrics` then holds the means of
         --scorer's parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
-        size, threshold = self.args.score_batch_size, self.args.safety_threshold
+        size = self.args.score_batch_size
+        threshold = self.args.safety_threshold
         scores, part_means = scorers.score_and_parts(self.scorer, pairs, size)
         self.metrics = {**part_means, "reward/gated": 0.0}
         if not self.safety:
@@ -36,7 +39,8 @@ def load_gated(args, tokenizer, device) -> Gated:
     """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
     options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
     load = functools.partial(scorers.load_scorer, **options)
-    scorer, safety = load(args.scorer), args.safety_scorer and load(args.safety_scorer, safety=True)
+    scorer = load(args.scorer)
+    safety = args.safety_scorer and load(args.safety_scorer, safety=True)
     for loaded in filter(None, (scorer, safety)):
         if not loaded.same_tokens and not args.retokenize:
             why = f"{loaded.name} has other tokens or another chat template than {args.model}"
@@ -80,7 +84,7 @@ def fit_safety_gate(rows, threshold):
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
     n_caught, n_both = caught.sum().item(), (caught & unsafe).sum().item()
     recall = n_both / unsafe.sum().item()
-    figures = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
+    metrics = {"gate/responses": len(caught), "gate/caught": n_caught, "gate/recall": recall}
     if n_caught:
-        figures["gate/precision"] = n_both / n_caught
-    return {"scale": scale, "bias": bias}, figures
+        metrics["gate/precision"] = n_both / n_caught
+    return {"scale": scale, "bias": bias}, metrics

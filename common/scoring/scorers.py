@@ -40,7 +40,8 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     score is to be the logit of P(safe), which it is of a model only after a fit (fit_safety_gate).
     max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
     that reads text can tell only when it encodes it). Every rank must call it."""
-    term, version = functions.term_of(spec), version_of(spec)
+    term = functions.term_of(spec)
+    version = version_of(spec)
     if term:
         try:
             term = term if term.text is None else term._replace(function=term.function(term.text))
@@ -118,7 +119,7 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
         answers = [by_part for _, by_part in sorted(dist.gather(list(zip(my_indices, answers))))]
     else:
         end = pretrained.end_of_scored(scorer.model, scorer.tokenizer)
-        texts = [_encode(scorer, *pair, end) for pair in pairs]
+        texts = [_encode(scorer, prompt, response, end) for prompt, response in pairs]
         forward = lambda model, batch: models.scores_of(model, batch).tolist()
         scores = of_each_comparison(forward, scorer.model, texts, batch_size, share_prompt=False)
         answers = [{"": x} for x in scores]
@@ -129,8 +130,8 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
             where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
             raise InputError(f"{scorer.name} gives {x} for {where}")
     names = dict.fromkeys(part for by_part in answers for part in by_part if part)
-    means = [statistics.fmean(by_part[name] for by_part in answers if name in by_part) for name in names]
-    return scores, {f"reward/{name}": mean for name, mean in zip(names, means)}
+    mean_of = lambda name: statistics.fmean(by_part[name] for by_part in answers if name in by_part)
+    return scores, {f"reward/{name}": mean_of(name) for name in names}
 
 
 def log_odds(scorer, duels, batch_size) -> list[float]:
@@ -156,12 +157,13 @@ def _round_robin(scorer, pairs, batch_size):
     for (i, j), p in zip(games, odds.sigmoid().tolist()):
         won[i].append(p)
         won[j].append(1 - p)
-    return [statistics.fmean(of_one or [0.5]) for of_one in won]
+    return [statistics.fmean(probabilities or [0.5]) for probabilities in won]
 
 
 def _encode(scorer, prompt, response, end) -> Comparison:
     """A prompt with one response, in the scorer's tokens. end: loading.end_of_scored."""
-    room, eos = models.n_positions(scorer.model.config), scorer.tokenizer.eos_token_id
+    room = models.n_positions(scorer.model.config)
+    eos = scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         prompt_ids = prompt.ids
         ended = response.finished or response.ids[-1:] == [eos]  # a row of a pool says no more of it
@@ -181,14 +183,16 @@ def _encode(scorer, prompt, response, end) -> Comparison:
         where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
     ids = ids or [eos]  # to an empty response a template may add nothing
-    prompt_ids, ids = torch.tensor(prompt_ids), torch.tensor(ids)
+    prompt_ids = torch.tensor(prompt_ids)
+    ids = torch.tensor(ids)
     return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
 
 
 def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
     """Encode a prompt and a response's text for a scorer with another tokenizer or template. An answer that
     its template rewrites, as some do with thoughts, is taken as the template writes it."""
-    tokenizer, plain = scorer.tokenizer, chat.special_tokens(scorer.tokenizer).sub
+    tokenizer = scorer.tokenizer
+    plain = chat.special_tokens(scorer.tokenizer).sub
     messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
     text = plain("", text)
     try:
@@ -216,7 +220,8 @@ def check_prompts(scorer, prompts):
 def load_value_model(gated, tokenizer, prompts, args, device):
     """The value model: the reward model, body and head; of an advantage model row r of its head, with bias
     -mean e(x) over some prompts; for a function, or other tokens, the first policy's body and a head of 0."""
-    scorer, checkpointing = gated.scorer, args.gradient_checkpointing
+    scorer = gated.scorer
+    checkpointing = args.gradient_checkpointing
     if scorer.function or not scorer.same_tokens:
         model = pretrained.load_scorer(args.model, tokenizer, 1, checkpointing, args.seed)
         torch.nn.init.zeros_(model.score.weight)
@@ -227,7 +232,8 @@ def load_value_model(gated, tokenizer, prompts, args, device):
         with torch.no_grad():
             head.weight.copy_(model.score.weight[:1])
             head.bias.fill_(-mean_expected_reward(scorer, random_subset(prompts, 256), args, device))
-        model.score, model.config.num_labels = head, 1
+        model.score = head
+        model.config.num_labels = 1
     return dist.shard(model, device)
 
 

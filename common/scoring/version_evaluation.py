@@ -8,7 +8,7 @@ from common import dist, responses
 from common.batches import random_subset
 from common.loading import pretrained
 from common.scoring import measures, scorers
-from common.scoring.evaluation import FIGURES, describe_samples, kl_of
+from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of
 
 
 def comparable(evaluations, version) -> dict:
@@ -19,12 +19,14 @@ def comparable(evaluations, version) -> dict:
 
 def gains_over(evaluations, version, names: dict) -> dict[str, float]:
     """The paired differences of score and true reward to other versions. names: {name: version}."""
-    same, samples, figures = comparable(evaluations, version), evaluations[version]["samples"], {}
+    same = comparable(evaluations, version)
+    samples = evaluations[version]["samples"]
+    metrics = {}
     for name, other in names.items():
         if other in same and other != version:
             keys = {f"eval/score_over_{name}": "score", f"gold/score_over_{name}": "gold"}
-            figures.update(measures.gains(same[other], samples, keys))
-    return figures
+            metrics.update(measures.gains(same[other], samples, keys))
+    return metrics
 
 
 class RejectionSamplingEvaluation:
@@ -33,23 +35,28 @@ class RejectionSamplingEvaluation:
     and the best of K to select, "temperature": the one where that is highest, "scorer": its version}."""
 
     def __init__(self, held_out, scorer, tokenizer, args):
-        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.args = args
         self.prompts = random_subset(held_out, args.eval_prompts)
         self.swept = random_subset(held_out, args.sweep_prompts) if args.n_samples else []
         self.fingerprint = [prompt.key for prompt in self.prompts]
 
     def __call__(self, policy, version, evaluations) -> dict:
-        args, k = self.args, self.args.n_samples
+        args = self.args
+        k = self.args.n_samples
         sample = partial(responses.answers, policy, self.tokenizer, args=args)
         score = partial(scorers.score, self.scorer, batch_size=args.score_batch_size)
         seed = partial(dist.seed_of, args.seed, "study", version)
-        rounds, first = [], 1 if self.prompts else 0
+        rounds = []
+        first = 1 if self.prompts else 0
         with dist.consolidated(policy):  # the weights are gathered once
             pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
             for i, t in enumerate(args.temperatures if self.swept else (), first):
                 rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
-        curves, scored = [], [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
+        curves = []
+        scored = [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
         # A response that would not be selected counts, for the choice, as the worst of all
         lowest = min((scores.min().item() for scores in scored), default=0.0)
         for temperature, answers, scores in zip(args.temperatures, rounds, scored):
@@ -67,59 +74,65 @@ class RejectionSamplingEvaluation:
         evaluation = {"samples": samples, "curves": curves, "temperature": chosen["temperature"]}
         return {**evaluation, "scorer": self.scorer.version}
 
-    def figures(self, evaluations, version) -> dict[str, float]:
+    def metrics_of(self, evaluations, version) -> dict[str, float]:
         """Means of a version's samples, its sweep at the temperature taken, and paired differences to the
         first version and to the one before."""
         evaluation = evaluations[version]
-        figures = measures.means(evaluation["samples"], FIGURES)
+        metrics = measures.means(evaluation["samples"], SAMPLE_METRICS)
         for curve in [curve for curve in evaluation["curves"] if curve["chosen"]]:
-            figures.update({f"sweep/{key}": curve[key][-1] for key in ("max", "median")})
-            figures["sweep/temperature"] = curve["temperature"]
+            metrics.update({f"sweep/{key}": curve[key][-1] for key in ("max", "median")})
+            metrics["sweep/temperature"] = curve["temperature"]
         compared_with = {"first": min(evaluations), "before": version - 1}
-        return {**figures, **gains_over(evaluations, version, compared_with)}
+        return {**metrics, **gains_over(evaluations, version, compared_with)}
 
 
 class DPOEvaluation:
     """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
-    held-out prompt, "pairs": what `pair_figures`(policy, held_out_pairs, args) says, "scorer": its version}.
+    held-out prompt, "pairs": what `pair_metrics`(policy, held_out_pairs, args) says, "scorer": its version}.
     A pairwise oracle's score is the probability that a response beats version 0's."""
 
-    def __init__(self, held_out, held_out_pairs, pair_figures, scorer, tokenizer, args):
+    def __init__(self, held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args):
         """scorer: None where there are no --eval-prompts."""
         self.prompts = random_subset(held_out, args.eval_prompts)
-        self.held_out_pairs, self.pair_figures = held_out_pairs, pair_figures
-        self.scorer, self.tokenizer, self.args = scorer, tokenizer, args
+        self.held_out_pairs = held_out_pairs
+        self.pair_metrics = pair_metrics
+        self.scorer = scorer
+        self.tokenizer = tokenizer
+        self.args = args
         self.fingerprint = [*(prompt.key for prompt in self.prompts), *(pair.row for pair in held_out_pairs)]
 
     def __call__(self, policy, version, evaluations) -> dict:
         pairs = self.held_out_pairs
-        figures = self.pair_figures(policy, pairs, self.args) if pairs else {}
+        metrics = self.pair_metrics(policy, pairs, self.args) if pairs else {}
         samples = self.answer(policy, version, evaluations) if self.prompts else []
-        return {"samples": samples, "pairs": figures, "scorer": self.scorer and self.scorer.version}
+        return {"samples": samples, "pairs": metrics, "scorer": self.scorer and self.scorer.version}
 
     def answer(self, policy, version, evaluations) -> list[dict]:
-        args, seed = self.args, dist.seed_of(self.args.seed, "eval")  # one seed whenever a run asks
-        size, device = args.score_batch_size, policy.device
+        args = self.args
+        seed = dist.seed_of(args.seed, "eval")  # the same at each evaluation of a run
+        size = args.score_batch_size
+        device = policy.device
         pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         first = evaluations[0]["samples"] if version else []
         opponents = [responses.Response([], row["response"], row["finished"]) for row in first]
-        scores, kl = scorers.oracle_scores(self.scorer, pairs, opponents, size), [0.0] * len(pairs)
+        scores = scorers.oracle_scores(self.scorer, pairs, opponents, size)
+        kl = [0.0] * len(pairs)
         if version:
-            kl_to = partial(kl_of, policy)
-            kl = pretrained.ask_policy(args.model, self.tokenizer, args, device, kl_to, pairs, size)
+            kl_to = partial(kl_of, policy, pairs=pairs, size=size)
+            kl = pretrained.ask_policy(args.model, self.tokenizer, args, device, kl_to)
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
-    def figures(self, evaluations, version) -> dict[str, float]:
+    def metrics_of(self, evaluations, version) -> dict[str, float]:
         """Means of a version's samples, its figures on the held-out pairs, and its samples against those of
         the first version and of the one before."""
         samples = evaluations[version]["samples"]
-        figures = {**evaluations[version]["pairs"], **measures.means(samples, FIGURES)}
-        losses = figures.pop("losses", None)  # of each pair
+        metrics = {**evaluations[version]["pairs"], **measures.means(samples, SAMPLE_METRICS)}
+        losses = metrics.pop("losses", None)  # of each pair
         if version and losses:
-            figures.update(measures.change("pairs/loss_change", evaluations[0]["pairs"]["losses"], losses))
+            metrics.update(measures.change("pairs/loss_change", evaluations[0]["pairs"]["losses"], losses))
         same = comparable(evaluations, version)
         if version and samples and 0 in same:
-            figures.update(measures.against(same[0], samples, None, "sft/", self.scorer.pairwise))
+            metrics.update(measures.against(same[0], samples, None, "sft/", self.scorer.pairwise))
         if version > 1:
-            figures.update(gains_over(evaluations, version, {"before": version - 1}))
-        return figures
+            metrics.update(gains_over(evaluations, version, {"before": version - 1}))
+        return metrics

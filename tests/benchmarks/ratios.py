@@ -32,7 +32,7 @@ for name in sys.argv[1:]:
     values = torch.cat(batches.of_each_comparison(scores, model, held_out, 32, True))
     for ratios, of_all in zip(("true", "1"), values.T.tolist()):
         rows = reward_evaluation.scored_rows(held_out, of_all)
-        figures = {**measures.pair_figures(rows), **measures.known_figures(rows), **clipped}
+        figures = {**measures.pair_metrics(rows), **measures.known_metrics(rows), **clipped}
         figures["spread"] = category_spread(rows)
         shown = "accuracy ece ece_low ece_high nll gold/correlation ratio/clipped spread".split()
         print(name, "ratios", ratios, {key: round(figures[key], 4) for key in shown if key in figures})

@@ -199,7 +199,7 @@ def ranked(folders) -> list[str]:
     names, parts = ([*dict.fromkeys(of)] for of in zip(*rows))
     lines = []
     for name in names:
-        figures = [measures.pair_figures(rows[name, part]) for part in parts]
+        figures = [measures.pair_metrics(rows[name, part]) for part in parts]
         cells = [f"{measures.interval(of, 'accuracy', '.0%')} of {of['pairs']:.0f}" for of in figures]
         lines.append([f"`{name}`", *cells])
     return markdown(["", *parts], lines)
