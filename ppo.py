@@ -41,7 +41,7 @@ from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_val
 # The program around it needs these: data, runs, evaluation, checkpoints
 from common.errors import InputError
 from common.data import auxiliary, prompt_sets, splits
-from common.loading import checks, pretrained
+from common.loading import checks, lora, pretrained
 from common.scoring import evaluation, functions, measures, safety, scorers
 from common.run import checkpoints, cli, plots
 from common.run.run import Run, launch
@@ -458,6 +458,23 @@ PANELS = {
 PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier]
 
 
+def load_policy(args, tokenizer, device):
+    """The policy, sharded, without a gradient for the first --freeze-layers layers."""
+    policy = pretrained.load_policy(
+        args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
+    )
+    for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
+        layer.requires_grad_(False)
+    if not any(weight.requires_grad for weight in policy.parameters()):
+        raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
+    return dist.shard(policy, device)
+
+
+def is_lora_on_reference(args) -> bool:
+    """Whether the weights under the policy's adapters are the reference's: then no copy of them is loaded."""
+    return args.lora_rank > 0 and args.reference in (None, args.model)
+
+
 def main(args: Args):
     run = Run(args, "ppo", check, PLOTS)
     if run.finished:
@@ -477,17 +494,13 @@ def main(args: Args):
     scorer = safety.load_gated(args, tokenizer, run.device)
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
-    policy = pretrained.load_policy(
-        args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
-    )
-    for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
-        layer.requires_grad_(False)
-    if not any(weight.requires_grad for weight in policy.parameters()):
-        raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
-    policy = dist.shard(policy, run.device)
-    reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
+    policy = load_policy(args, tokenizer, run.device)
+    reference = None
+    if not is_lora_on_reference(args):
+        reference = pretrained.load_frozen(args.reference or args.model, tokenizer, args, run.device)
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
-    args.packing = args.packing and all(map(checks.packs, (policy, reference, value)))
+    args.packing = args.packing and all(map(checks.packs, filter(None, (policy, reference, value))))
+    reference = reference or lora.FrozenBase(policy)
     policy_optimizer = dist.adamw(policy, args.lr, args)
     value_optimizer = dist.adamw(value, args.value_lr, args)
     agent = Agent(policy, value, reference, tokenizer, policy_optimizer, value_optimizer)
@@ -537,6 +550,8 @@ def main(args: Args):
     exported = state["best_version"]["iteration"] if args.patience else state["step"]
     if args.patience:
         checkpoints.load_checkpoint(best, only_policy, step=exported)
+    if is_lora_on_reference(args):  # the export merges the adapters into the policy's own weights
+        evaluate.reference = pretrained.load_frozen(args.model, tokenizer, args, run.device)
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},

@@ -220,6 +220,29 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
     return advantages, advantages + values
 
 
+def group_advantages(rewards, n, leave_one_out=False, scale=True):
+    """The advantage of each response over the n responses to its prompt: PPO without a value model.
+
+    GRPO      (r_i - mean of r) / (std of r + 1e-4)           (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
+    Dr. GRPO  r_i - mean of r, with scale=False               (Liu et al., arXiv:2503.20783, section 3.2)
+    RLOO      r_i - mean of the other n - 1 rewards, with leave_one_out=True, scale=False: n / (n - 1) times
+              Dr. GRPO's                                      (Ahmadian et al., arXiv:2402.14740, eq. 5)
+    The standard deviation is that of a sample, with n - 1. In a group of equal rewards all advantages are 0.
+
+    rewards: (B,), reward units, the n responses to a prompt one after the other; n: 2 or more. No gradient
+      flows. ValueError for another B or n.
+    Returns (B,): with scale=True without a unit, else reward units."""
+    if n < 2 or rewards.dim() != 1 or len(rewards) % n:
+        raise ValueError(f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {n}, 2 or more")
+    groups = rewards.detach().view(-1, n)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if leave_one_out:
+        advantages = advantages * n / (n - 1)
+    if scale:
+        advantages = advantages / (groups.std(1, keepdim=True) + 1e-4)
+    return advantages.view(-1)
+
+
 def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=0.2, n_tokens=None):
     """PPO's clipped policy loss, averaged over response tokens.
 

@@ -486,6 +486,23 @@ def saved(folder):
     return equal and adapters != {}
 
 
+@case
+def frozen_base(folder):
+    """The largest differences, of all tokens: the base of a sharded policy to the model it began as, and to the policy."""
+    policy = pretrained.load_policy("tiny", TOKENIZER, lora_rank=2)
+    for parameter in policy.model.layers.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.1)
+    policy = dist.shard(policy, CPU)
+    ids = torch.arange(24).view(2, 12)
+    every = torch.ones(2, 11, dtype=torch.bool)
+    with torch.no_grad():
+        of_base = lora.FrozenBase(policy).token_logprobs(ids, every)
+        of_start = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU).token_logprobs(ids, every)
+        of_policy = policy.token_logprobs(ids, every)
+    return [(of_base - x).abs().max().item() for x in (of_start, of_policy)]
+
+
 def sharding(folder):
     model = pretrained.load_policy(str(folder), TOKENIZER)
     on_meta = [p.is_meta for p in model.parameters()]

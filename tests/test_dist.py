@@ -345,6 +345,11 @@ def test_the_steps_of_a_scorer_leave_ranks_with_fewer_comparisons_or_none():
     assert [3, 2] in mine and [1, 0] in mine  # with micro-batches of 2: an empty second one, and none at all
 
 
+def test_the_weights_under_a_sharded_policys_adapters_are_its_reference(two):
+    to_start, to_policy = two("frozen_base")
+    assert to_start == 0 and to_policy > 1e-3
+
+
 def test_scores_and_log_probabilities_equal_one_rank_on_every_rank_and_in_order(two):
     ranks, one = two("of_models"), dist_cases.answers(two.folder)
     assert ranks[0] == ranks[1] and set(one) == set(ranks[0])

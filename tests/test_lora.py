@@ -52,6 +52,19 @@ def test_fresh_adapters_change_neither_log_probabilities_nor_greedy_tokens():
     assert torch.equal(first.response_tokens, second.response_tokens)
 
 
+def test_a_frozen_base_has_the_bits_of_a_separate_copy_and_leaves_the_policy_as_it_is():
+    model = learnt()
+    base = lora.FrozenBase(model)
+    with_adapters = logprobs(model)
+    assert torch.equal(logprobs(base), logprobs(pretrained.load_policy("tiny", TOKENIZER)))
+    assert torch.equal(logprobs(model), with_adapters)
+    assert (with_adapters - logprobs(base)).abs().max() > 1e-3
+    assert base.config is model.config and base.device == model.device
+    with pytest.raises(IndexError):  # the adapters are on again after an error, too
+        base.token_logprobs(IDS + 10**6, EVERY)
+    assert torch.equal(logprobs(model), with_adapters)
+
+
 def test_adapters_alone_learn_at_ten_times_the_rate():
     model = pretrained.load_policy("tiny", TOKENIZER, lora_rank=4)
     names = {name for name, p in model.named_parameters() if p.requires_grad}

@@ -579,6 +579,47 @@ def test_gae_passes_no_gradient_and_leaves_its_inputs_alone():
     assert (rewards == 1).all() and (values == 1).all()
 
 
+# -- group_advantages ---------------------------------------------------------------------
+GROUPS = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 5.0])  # two prompts, three responses each: means 3 and 5
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [-2, -1, 3]),  # times 1 / (std + 1e-4), with std^2 = (4 + 1 + 9) / 2 = 7
+        ({"scale": False}, [-2, -1, 3]),
+        ({"leave_one_out": True, "scale": False}, [1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2]),
+        ({"leave_one_out": True}, [-3, -1.5, 4.5]),  # times the same
+    ],
+    ids=["GRPO", "Dr. GRPO", "RLOO", "RLOO, scaled"],
+)
+def test_group_advantages_by_hand(options, expected):
+    unit = 1 if "scale" in options else math.sqrt(7) + 1e-4
+    got = losses.group_advantages(GROUPS, 3, **options)
+    assert got.tolist() == pytest.approx([x / unit for x in expected] + [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (GROUPS - 4) / GROUPS.std(),  # of the whole rollout
+        torch.tensor([-2, -1, 3, 0, 0, 0]) / math.sqrt(14 / 3),  # the standard deviation of a population
+        losses.group_advantages(GROUPS.view(3, 2).T.reshape(-1), 3),  # a prompt's responses not side by side
+        losses.group_advantages(GROUPS, 2),
+    ],
+    ids=["rollout", "population", "order", "n"],
+)
+def test_group_advantages_differ_from_their_wrong_variants(wrong):
+    assert (losses.group_advantages(GROUPS, 3) - wrong).abs().max() > 0.1
+
+
+def test_group_advantages_pass_no_gradient_and_want_whole_groups_of_two_or_more():
+    assert not losses.group_advantages(GROUPS.clone().requires_grad_(), 2).requires_grad
+    for rewards, n in ((GROUPS, 4), (GROUPS, 1), (GROUPS.view(2, 3), 3)):
+        with pytest.raises(ValueError, match="group_advantages"):
+            losses.group_advantages(rewards, n)
+
+
 # -- ppo_policy_loss ---------------------------------------------------------------------
 # Six tokens at a clip of 0.2: ratio, advantage -> the smaller of ratio A and clip(ratio, 0.8, 1.2) A
 RATIOS = [1.1, 1.5, 0.5, 0.9, 0.5, 1.5]

@@ -6,6 +6,7 @@ Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alph
 """
 
 import collections
+import contextlib
 import math
 import re
 
@@ -21,7 +22,11 @@ LR_FACTOR = 10
 
 
 class LoraLinear(nn.Linear):
+    is_off = False  # then the layer computes W x alone
+
     def forward(self, x):
+        if self.is_off:
+            return super().forward(x)
         change = linear(linear(x, self.lora_a), self.lora_b)
         return super().forward(x) + change * (ALPHA / len(self.lora_a))
 
@@ -54,6 +59,31 @@ def attach(model, rank: int, seed: int):
     model.lr_factor = LR_FACTOR
     model.merge_adapters = merge_adapters
     return model
+
+
+@contextlib.contextmanager
+def adapters_off(model):
+    """Inside, the model computes with the weights that it came with."""
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    try:
+        for layer in adapted:
+            layer.is_off = True
+        yield
+    finally:
+        for layer in adapted:
+            layer.is_off = False
+
+
+class FrozenBase:
+    """The model that a policy with adapters began as, without a second copy of its weights: the policy with
+    its adapters off. It is valid until merge_adapters changes the policy's weights."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.token_logprobs = adapters_off(policy)(policy.token_logprobs)
+
+    def __getattr__(self, name):
+        return getattr(self.policy, name)
 
 
 def merge_adapters(weights: dict):
