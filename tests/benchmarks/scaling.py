@@ -1,0 +1,144 @@
+"""Accuracy of a reward model by the number of training pairs and of parameters, on the tiny world (the notes'
+figure 6: +1.1 points a doubling of the data, +1.8 a doubling of the parameters, of T5 models on summaries).
+
+    python tests/benchmarks/scaling.py                            72 runs of reward.py, about an hour on one core
+    python tests/benchmarks/scaling.py --report-only              the table and the picture of the runs that are there
+
+Six numbers of pairs, four widths, three seeds; a seed draws the pairs, the initial weights and their order. Every
+run takes at most 500 optimiser steps and at most 20 passes over its pairs, and is evaluated ten times on the same
+4,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss: so few pairs that are seen
+often are not judged by where they overfit. (This choice flatters every run a little, by the same rule.)
+
+A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
+settings of the other one; its interval is Student's over the seeds' slopes."""
+
+import json
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import peers  # noqa: F401, it lets common be found
+import torch
+import tyro
+from transformers import LlamaForCausalLM
+
+import reward
+from common.data import files, tiny
+from common.run import plots
+
+PAIRS = (375, 750, 1500, 3000, 6000, 12000)
+WIDTHS = (16, 32, 64, 128)  # of the hidden states: three layers, the tiny model's proportions
+T_TWO = 4.303  # 97.5 % quantile of Student's t with two degrees of freedom: three seeds
+
+
+@dataclass
+class Args:
+    folder: str = "runs/scaling"
+    """directory of the runs and of results.jsonl; runs that are there are not made again"""
+    report_only: bool = False
+    """print the table and draw the picture of the runs that are there"""
+
+
+def model_of(width, seed, folder) -> tuple[str, int]:
+    """The folder of a random Llama of this width, and its number of parameters."""
+    config = tiny.model().config
+    config.hidden_size = width
+    config.intermediate_size = width * 11 // 4
+    config.num_attention_heads = config.num_key_value_heads = max(1, width // 32)
+    config.head_dim = width // config.num_attention_heads
+    config.initializer_range = 0.9 / math.sqrt(width)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config)
+    path = f"{folder}/models/{width}_{seed}"
+    model.save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path, model.num_parameters()
+
+
+def run(n, width, seed, folder) -> dict:
+    """Train a reward model and return its accuracy at the evaluation of least held-out loss."""
+    path, n_parameters = model_of(width, seed, folder)
+    data = f"{folder}/pairs_{n}_{seed}.jsonl"
+    files.write_jsonl(data, tiny.rows("preferences", "train", seed)[:n])
+    steps = min(500, 20 * n // 32)
+    out = f"{folder}/{n}_{width}_{seed}"
+    reward.main(
+        reward.Args(
+            model=path, dataset=data, eval_dataset="tiny", max_steps=steps, eval_every=max(1, steps // 10),
+            length_prompts=0, save_every=0, seed=seed, output_dir=out, overwrite=True,
+        )
+    )  # fmt: skip
+    rows = [row for row in files.read_jsonl(f"{out}/metrics.jsonl") if "eval/nll" in row]
+    best = min(rows, key=lambda row: row["eval/nll"])
+    kept = {key: best[key] for key in ("step", "eval/accuracy", "eval/nll")}
+    kept["bayes"] = files.read_json(f"{out}/summary.json")["after"]["eval/bayes_accuracy"]
+    return {"pairs": n, "width": width, "parameters": n_parameters, "seed": seed, **kept}
+
+
+def slope(rows, column) -> float:
+    """Points of accuracy a doubling of the column: least squares with a level for each value of the other column."""
+    other = "parameters" if column == "pairs" else "pairs"
+    top = bottom = 0.0
+    for value in {row[other] for row in rows}:
+        points = [(math.log2(row[column]), 100 * row["eval/accuracy"]) for row in rows if row[other] == value]
+        mean_x = statistics.fmean(x for x, _ in points)
+        mean_y = statistics.fmean(y for _, y in points)
+        top += sum((x - mean_x) * (y - mean_y) for x, y in points)
+        bottom += sum((x - mean_x) ** 2 for x, _ in points)
+    return top / bottom
+
+
+def report(rows, folder):
+    widths = sorted({(row["width"], row["parameters"]) for row in rows})
+    print("pairs".ljust(8), *(f"{n:>9,} par." for _, n in widths))
+    for n in PAIRS:
+        cells = []
+        for width, _ in widths:
+            values = [100 * row["eval/accuracy"] for row in rows if (row["pairs"], row["width"]) == (n, width)]
+            cells.append(f"{statistics.fmean(values):14.1f}" if values else f"{'-':>14}")
+        print(f"{n:<8}", *cells)
+    seeds = sorted({row["seed"] for row in rows})
+    for column in ("pairs", "parameters"):
+        slopes = [slope([row for row in rows if row["seed"] == seed], column) for seed in seeds]
+        half = T_TWO * statistics.stdev(slopes) / math.sqrt(len(slopes)) if len(slopes) == 3 else math.nan
+        mean = statistics.fmean(slopes)
+        each = ", ".join(f"{x:.2f}" for x in slopes)
+        print(f"a doubling of the {column}: {mean:+.2f} points [{mean - half:.2f}, {mean + half:.2f}] ({each})")
+    drawing, [axis] = plots.figure(1, (5.2, 3.6))
+    for width, n in widths:
+        y = []
+        for pairs in PAIRS:
+            chosen = [row["eval/accuracy"] for row in rows if (row["pairs"], row["width"]) == (pairs, width)]
+            y.append(100 * statistics.fmean(chosen) if chosen else math.nan)
+        [line] = axis.plot(PAIRS, y, "o-", markersize=4)
+        name = f"{n / 1000:.0f}k parameters"
+        axis.annotate(name, (PAIRS[-1], y[-1]), (6, 0), textcoords="offset points", color=line.get_color(), va="center")
+    most = 100 * rows[0]["bayes"]  # the held-out pairs are the same in all runs
+    axis.axhline(most, color="k", linestyle="--", linewidth=1)
+    axis.annotate("the true reward's accuracy", (PAIRS[0], most), (0, 4), textcoords="offset points")
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(PAIRS, [f"{n:,}" for n in PAIRS])
+    axis.margins(x=0.28)
+    axis.set(title="more pairs help, more parameters do once there are pairs", xlabel="training pairs", ylabel="accuracy, %")
+    plots.save(drawing, Path(folder) / "scaling.png")
+
+
+def main(args: Args):
+    path = Path(args.folder) / "results.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = files.read_jsonl(path)
+    done = {(row["pairs"], row["width"], row["seed"]) for row in rows}
+    settings = [(n, width, seed) for seed in range(3) for width in WIDTHS for n in PAIRS]
+    for setting in settings:
+        if not args.report_only and setting not in done:
+            rows.append(run(*setting, args.folder))
+            with open(path, "a") as file:
+                file.write(json.dumps(rows[-1]) + "\n")
+            print(rows[-1], file=sys.stderr, flush=True)
+    report(rows, args.folder)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
