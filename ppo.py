@@ -21,7 +21,8 @@ summary.json, with --patience best/, and checkpoint/: both models, their optimis
     torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
 
 Differs from the papers: old log probabilities come from the training forward and not from the sampler, so the
-ratio is 1 on the first minibatch; a truncated response's value beyond its end is 0.
+ratio is 1 on the first minibatch; where the two differ, in bfloat16, tokens are weighted by the one over the
+other (--importance-cap); a truncated response's value beyond its end is 0.
 """
 
 import math
@@ -36,7 +37,8 @@ from common import dist, models, responses
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split, to_device
 from common.errors import Diverged, NothingToLearn
-from common.losses import gae, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss, sft_loss, whiten
+from common.losses import gae, importance_weights, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss
+from common.losses import sft_loss, whiten
 
 # The program around it needs these: data, runs, evaluation, checkpoints
 from common.errors import InputError
@@ -109,6 +111,9 @@ class Args:
     """Over all response tokens of a rollout."""
     clip_ratio: float = 0.2
     """epsilon."""
+    importance_cap: float | None = None
+    """Largest weight pi_old / q of a token that the sampler drew from q; 0: no weights. None: 2 where models
+    compute in bfloat16 or float16, else 0."""
     clip_value: float = 0.15
     """c, in units of the normalised reward."""
     # other losses
@@ -200,7 +205,8 @@ class Rollout:
     finished: torch.Tensor  # (B,) bool: the response ended with an end token
     scores: torch.Tensor | None = None  # (B,) of whole responses, as the scorer gives them
     response_rewards: torch.Tensor | None = None  # (B,) r(x, y): scores normalised, less the penalty
-    old_logprobs: torch.Tensor | None = None  # log pi_old, as all below (B, R)
+    sample_logprobs: torch.Tensor | None = None  # log q, of the sampler's distribution, as all below (B, R)
+    old_logprobs: torch.Tensor | None = None  # log pi_old
     entropies: torch.Tensor | None = None  # of pi_old
     ref_logprobs: torch.Tensor | None = None  # log pi_0
     old_values: torch.Tensor | None = None  # V_old
@@ -242,6 +248,14 @@ def minibatches_of(n_responses, iteration, args):
     return [split(order, args.minibatch_size) for order in orders]
 
 
+def sampler_weights(rollout, args):
+    """The tokens' weights by --importance-cap, (B, R): the sampler may draw from another distribution."""
+    if not args.importance_cap:
+        return 1.0
+    old = rollout.old_logprobs
+    return importance_weights(old, rollout.sample_logprobs, rollout.mask, args.importance_cap)
+
+
 def estimate_advantages(rollout, args):
     """Fill in advantages and returns. Returns the mean KL to the reference, nats a response."""
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
@@ -251,7 +265,7 @@ def estimate_advantages(rollout, args):
     advantages, rollout.returns = gae(token_rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
     if args.whiten_advantages:
         advantages = whiten(advantages, rollout.mask)  # every rank has the whole rollout
-    rollout.advantages = torch.where(rollout.mask, advantages, 0.0)
+    rollout.advantages = torch.where(rollout.mask, advantages, 0.0) * sampler_weights(rollout, args)
     return masked_sum(kl, rollout.mask).item() / len(last)
 
 
@@ -315,8 +329,7 @@ def metrics_of(rollout, steps):
     n = total["n"]
     returns = rollout.returns[rollout.mask]
     errors = returns - rollout.old_values[rollout.mask]
-    drawn = torch.tensor([x for _, response in rollout.pairs for x in response.logprobs])
-    gap = drawn - rollout.old_logprobs[rollout.mask]  # sampler minus training forward
+    gap = (rollout.sample_logprobs - rollout.old_logprobs)[rollout.mask]  # sampler minus training forward
     row = {
         "reward/score": rollout.scores.mean().item(),
         "reward/deviation": rollout.scores.std(correction=0).item(),
@@ -373,6 +386,8 @@ def run_iteration(
     documents = responses.documents(pairs)
     finished = torch.tensor([response.finished for _, response in pairs])
     rollout = Rollout(pairs, documents, response_mask(documents), finished)
+    drawn = torch.tensor([x for _, response in pairs for x in response.logprobs])
+    rollout.sample_logprobs = torch.zeros(rollout.mask.shape).masked_scatter(rollout.mask, drawn)
     if not finished.any() and args.missing_eos_penalty:
         why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
         why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
@@ -432,6 +447,7 @@ def check(args):
         ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
         ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
+        ("importance_cap", not args.importance_cap or args.importance_cap >= 1, "0, or 1 or more"),
         ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "--rehearsal-data"),
         ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
     )
@@ -501,6 +517,8 @@ def main(args: Args):
     value = scorers.load_value_model(scorer, tokenizer, prompts, args, run.device)
     args.packing = args.packing and all(map(checks.packs, filter(None, (policy, reference, value))))
     reference = reference or lora.FrozenBase(policy)
+    if args.importance_cap is None:
+        args.importance_cap = 0.0 if policy.compute_dtype == torch.float32 else 2.0
     policy_optimizer = dist.adamw(policy, args.lr, args)
     value_optimizer = dist.adamw(value, args.value_lr, args)
     agent = Agent(policy, value, reference, tokenizer, policy_optimizer, value_optimizer)

@@ -243,6 +243,23 @@ def group_advantages(rewards, n, leave_one_out=False, scale=True):
     return advantages.view(-1)
 
 
+def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
+    """The weight of each token's advantage where the sampler drew from another distribution q than pi_old:
+
+    w_t = min(pi_old(y_t) / q(y_t), cap)
+
+    With these weights, the policy loss over tokens that q drew estimates the loss over tokens of pi_old; the cap
+    bounds its variance and lets some bias in. q differs from pi_old by rounding (sampling and training round
+    bfloat16 differently), by top-p, and if another program samples. (Truncated importance sampling: rho of
+    IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
+
+    old_logprobs, sample_logprobs: (B, T-1) nats, log pi_old and log q. action_mask: (B, T-1) bool. cap: > 0.
+    Returns (B, T-1), without a unit, 1 where action_mask is False. No gradient flows."""
+    _same_shape(old_logprobs=old_logprobs, sample_logprobs=sample_logprobs, action_mask=action_mask)
+    gap = torch.where(action_mask, old_logprobs - sample_logprobs, torch.zeros_like(old_logprobs)).detach()
+    return torch.where(action_mask, gap.exp().clamp(max=cap), torch.ones_like(gap))
+
+
 def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=0.2, n_tokens=None):
     """PPO's clipped policy loss, averaged over response tokens.
 

@@ -620,6 +620,37 @@ def test_group_advantages_pass_no_gradient_and_want_whole_groups_of_two_or_more(
             losses.group_advantages(rewards, n)
 
 
+# -- importance_weights -------------------------------------------------------------------
+def of_importance(cap, outside=0.0):
+    """pi_old = 0.2, 0.4, 0.9 and q = 0.4, 0.4, 0.3, a token outside the mask before and after them."""
+    old = torch.tensor([[outside, math.log(0.2), math.log(0.4), math.log(0.9), outside]])
+    drawn = torch.tensor([[-outside, math.log(0.4), math.log(0.4), math.log(0.3), outside]])
+    mask = torch.tensor([[False, True, True, True, False]])
+    return losses.importance_weights(old, drawn, mask, cap)[0].tolist()
+
+
+@pytest.mark.parametrize("outside", [0.0, 7.0, NAN])
+def test_importance_weights_by_hand_whatever_stands_outside_the_mask(outside):
+    assert of_importance(2.0, outside) == pytest.approx([1, 0.5, 1, 2, 1])  # 0.9 / 0.3 = 3, capped
+    assert of_importance(100.0, outside) == pytest.approx([1, 0.5, 1, 3, 1])
+
+
+@pytest.mark.parametrize(
+    "wrong", [[1, 2, 1, 1 / 3, 1], [1, 1, 1, 2, 1], [1, 0.5, 1, 3, 1]], ids=["q / pi", "cap below", "no cap"]
+)
+def test_importance_weights_differ_from_their_wrong_variants(wrong):
+    assert max(abs(a - b) for a, b in zip(of_importance(2.0), wrong)) > 0.1
+
+
+def test_importance_weights_make_the_mean_over_q_one_over_pi_and_pass_no_gradient():
+    """Three tokens: sum_y q(y) w(y) f(y) = sum_y pi(y) f(y) if no weight is capped."""
+    pi, q, f = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [1.0, -2.0, 5.0]])
+    every = torch.ones(1, 3, dtype=torch.bool)
+    weights = losses.importance_weights(pi.log()[None], q.log()[None].requires_grad_(), every, 10.0)
+    assert (q * weights[0] * f).sum().item() == pytest.approx((pi * f).sum().item())
+    assert (q * f).sum() != pytest.approx((pi * f).sum()) and not weights.requires_grad
+
+
 # -- ppo_policy_loss ---------------------------------------------------------------------
 # Six tokens at a clip of 0.2: ratio, advantage -> the smaller of ratio A and clip(ratio, 0.8, 1.2) A
 RATIOS = [1.1, 1.5, 0.5, 0.9, 0.5, 1.5]

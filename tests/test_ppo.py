@@ -188,11 +188,22 @@ def estimate(values=([0.0] * 3, [0.0] * 2), **options):
     """(advantages, returns, the mean KL of a response)."""
     options = {"kl_coef": 0.5, "gamma": 1.0, "lam": 1.0, "whiten_advantages": False, **options}
     rollout = rollout_of(TWO, response_rewards=torch.tensor([10.0, -1.0]), old_logprobs=OLD, ref_logprobs=REF)
+    rollout.sample_logprobs = options.pop("sample_logprobs", None)
     rollout.old_values = rows_of_tokens(values)
     kl = ppo.estimate_advantages(rollout, make_args(**options))
     assert not rollout.advantages[1, 2] and not rollout.returns[1, 2]  # behind the shorter response
     lists = lambda rows: [row[mask].tolist() for row, mask in zip(rows, rollout.mask)]
     return lists(rollout.advantages), lists(rollout.returns), kl
+
+
+def test_advantages_are_weighted_by_pi_old_over_the_samplers_probability_up_to_the_cap():
+    """log pi_old - log q is log 0.5, 0, log 4 and 0, 0: weights 0.5, 1, 2 (capped at 2) and 1, 1. Returns keep theirs."""
+    drawn = OLD - rows_of_tokens([[math.log(0.5), 0.0, math.log(4)], [0.0, 0.0]])
+    options = {"sample_logprobs": drawn, "importance_cap": 2.0}
+    advantages, returns, _ = estimate(**options)
+    assert near(advantages, [[9.8 / 2, 9.9, 9.7 * 2], TO_COME[1]]) and near(returns, TO_COME)
+    for off in (0.0, None):
+        assert near(estimate(**{**options, "importance_cap": off})[0], TO_COME)
 
 
 def near(got, want):
@@ -642,7 +653,7 @@ def test_a_run_leaves_the_whole_run_directory(small, undisturbed):
     assert sorted(path.name for path in (folder / "checkpoint").iterdir()) == ["latest", "step_4"]
     written = read_json(folder / "args.json")
     args = parse(ppo.RECIPES, ["tiny"] + flags(**options_of(small, folder, **all_options(small))))
-    assert written["args"] == vars(args) and written["stage"] == "ppo"
+    assert written["args"] == {**vars(args), "importance_cap": 0.0} and written["stage"] == "ppo"
     assert "wrote " in undisturbed.ended.out and "eval/score: " in undisturbed.ended.out
     (n_steps,) = re.findall(r"plan: .*; ([\d,]+) optimiser steps", undisturbed.ended.out)
     assert int(n_steps) == read_jsonl(folder / "metrics.jsonl")[-1]["step"]
@@ -862,6 +873,7 @@ def test_the_ratio_is_1_at_any_temperature_with_a_nucleus_and_checkpointed_activ
     succeeds(run(small, tmp_path, **{**SHORT, **options}))
     assert column(tmp_path, "policy/first_ratio_max") == [1.0] * 3
     assert column(tmp_path, "policy/first_approx_kl") == [0.0] * 3
+    assert read_json(tmp_path / "args.json")["args"]["importance_cap"] == 0.0  # in float32
     # the sampler draws from the nucleus alone, in which each token is more probable
     assert all(kl > 0.001 for kl in column(tmp_path, "policy/sampler_kl"))
     assert all(ratio <= 1 / 0.9 + 0.01 for ratio in column(tmp_path, "policy/sampler_ratio_max"))
@@ -1163,7 +1175,7 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
     assert parts[2] == 0
 
 
-@pytest.mark.parametrize("name, most", [("grpo", 54), ("cpl", 39)])
+@pytest.mark.parametrize("name, most", [("grpo", 55), ("cpl", 39)])
 def test_a_patch_is_short(name, most):
     lines = (ROOT / "docs" / f"{name}.patch").read_text().splitlines()
     assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= most
