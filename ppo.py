@@ -221,8 +221,9 @@ class Rollout:
 
 
 def blocks_of(documents, numbers, args):
-    """The documents of these numbers, packed into rows of at most --max-length tokens."""
-    return make_blocks([documents[i] for i in sorted(numbers)], args.max_length, args.packing)
+    """The documents of these numbers, packed evenly for the ranks into rows of --max-length tokens."""
+    chosen = [documents[i] for i in sorted(numbers)]
+    return make_blocks(chosen, args.max_length, args.packing, multiple=dist.world_size())
 
 
 def normalise(scores, statistics, kind):

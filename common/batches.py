@@ -5,6 +5,7 @@ and blind to the other ones: the prompt is computed once, and the results are th
 Several such trees share a row while there is room."""
 
 import json
+import math
 import unicodedata
 import zlib
 from typing import NamedTuple
@@ -118,11 +119,34 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
     return blocks
 
 
-def make_blocks(documents: list[Document], max_length: int, packing=True) -> list[list[Document]]:
-    """Documents -> blocks, lists of documents that share a row: packed, or one each."""
+def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]:
+    """Pack as `pack` does, into the least multiple of `multiple` blocks that fits: each document, longest
+    first, goes to the shortest block. If there are fewer documents than blocks, each has a block of its own."""
+    first_fit = pack(lengths, size)
+    n = math.ceil(len(first_fit) / multiple) * multiple
+    while True:
+        blocks = [[] for _ in range(n)]
+        room = numpy.full(n, size)
+        for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+            shortest = int(room.argmax())
+            blocks[shortest].append(index)
+            room[shortest] -= lengths[index]
+        if room.min(initial=0) >= 0:
+            return [block for block in blocks if block]
+        if n == len(first_fit):
+            return first_fit
+        n += multiple
+
+
+def make_blocks(
+    documents: list[Document], max_length: int, packing=True, multiple=1
+) -> list[list[Document]]:
+    """Documents -> blocks, lists of documents that share a row: packed, or one each. multiple: ranks that
+    share the blocks; their number becomes a multiple of it, and the rows about equally long."""
     if not packing:
         return [[document] for document in documents]
-    packed = pack([len(document.ids) for document in documents], max_length)
+    lengths = [len(document.ids) for document in documents]
+    packed = pack(lengths, max_length) if multiple == 1 else pack_evenly(lengths, max_length, multiple)
     return [[documents[i] for i in block] for block in packed]
 
 

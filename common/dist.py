@@ -46,6 +46,7 @@ def setup() -> torch.device:
     if device:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan a shape: decoding has many shapes
     else:
         _keep_freed_memory()
     if several and not td.is_initialized():
@@ -76,6 +77,18 @@ def machine() -> dict:
     name = f"{here} ({torch.cuda.get_device_name(here)})" if here.type == "cuda" else str(here)
     dtype = str(compute_dtype_of(here)).removeprefix("torch.")
     return {"device": name, "compute_dtype": dtype, "world_size": world_size()}
+
+
+def peak_memory(device, name: str) -> dict[str, float]:
+    """{"memory/NAME_gb": the most that this rank's tensors took on an accelerator since the last call,
+    "memory/reserved_gb": the most that torch has taken from it}, in units of 10^9 bytes. {} on the CPU and on
+    Apple's MPS."""
+    if device.type in ("cpu", "mps"):
+        return {}
+    peak = torch.accelerator.max_memory_allocated(device) / 1e9
+    reserved = torch.accelerator.max_memory_reserved(device) / 1e9
+    torch.accelerator.reset_peak_memory_stats(device)
+    return {f"memory/{name}_gb": peak, "memory/reserved_gb": reserved}
 
 
 def _warn_of_unused_gpu(driver=Path("/dev/nvidiactl")):
@@ -212,8 +225,11 @@ def shard(model, device, compute_dtype=None):
     barrier()  # rank 0 had the weights to read
     weights = model.state_dict() if is_main() else {}
     # The state dict lacks buffers that can be computed, rotary frequencies for one
-    on_rank_0 = [dict(model.named_buffers()), getattr(model, "generation_config", None)]
-    buffers, model.generation_config = gather(on_rank_0 if is_main() else [])
+    on_rank_0 = []
+    if is_main():
+        buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()}  # gather keeps their device
+        on_rank_0 = [buffers, getattr(model, "generation_config", None)]
+    buffers, model.generation_config = gather(on_rank_0)
     model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
     mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import math
 import operator
 import sys
 from collections import deque
@@ -322,6 +323,13 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
         return self.longest
 
 
+def _width_multiple(device) -> int:
+    """The number of columns that the width of a decoding step is a multiple of. A GPU chooses a kernel of
+    attention, and builds some, for each new shape: fewer widths cost it a few masked columns. A CPU pays for
+    columns only."""
+    return 1 if device.type == "cpu" else 64
+
+
 class RaggedCache(Cache):
     """A transformers cache for one token a row and step. Rows differ in length and end in the same column:
     to the model they are a left-padded batch, of which it makes positions, masks and windows itself."""
@@ -361,6 +369,8 @@ class RaggedCache(Cache):
         longest = max(lengths)
         self.end = self.end + 1
         self.held = max(self.held, longest + 1)
+        multiple = _width_multiple(device)
+        longest = min(math.ceil((longest + 1) / multiple) * multiple, self.end) - 1
         for layer in self.layers:
             layer.begin(len(lengths), longest, self.end)
         return torch.arange(-longest, 1, device=device) >= -to_device(lengths, device)[:, None]

@@ -17,7 +17,7 @@ from helpers import bot, user
 from templates import CHATML, FAMILIES, GPT2, QWEN, SPECIAL, byte_tokenizer, family, piece_tokenizer
 
 from common import responses
-from common.batches import Comparison, Document, Row, collate, pack
+from common.batches import Comparison, Document, Row, collate, make_blocks, pack, pack_evenly
 from common.errors import InputError
 from common.data import auxiliary, chat, comparisons, demonstrations, formats, message_columns, mixtures
 from common.data import progress, prompt_sets, splits, tiny
@@ -1004,6 +1004,30 @@ def test_pack_is_first_fit_decreasing(n, longest):
     assert all(sum(lengths[i] for i in block) <= 100 for block in blocks)
     with pytest.raises(ValueError, match="101"):
         pack([*lengths, 101], 100)
+
+
+@pytest.mark.parametrize("n, multiple", [(64, 8), (64, 64), (200, 8), (5, 8), (0, 4), (31, 3)])
+def test_even_packing_gives_each_rank_as_much_and_loses_no_document(n, multiple):
+    rng = random.Random(n)
+    lengths = [rng.randint(20, 400) for _ in range(n)]
+    blocks = pack_evenly(lengths, 512, multiple)
+    sizes = [sum(lengths[i] for i in block) for block in blocks]
+    assert sorted(i for block in blocks for i in block) == list(range(n))
+    assert len(blocks) == n if n < multiple else len(blocks) % multiple == 0
+    assert max(sizes, default=0) <= 512
+    if (n, multiple) in ((64, 8), (200, 8)):
+        per_rank = [sum(sorted(sizes)[rank::8]) for rank in range(8)]
+        assert sum(per_rank) / 8 / max(per_rank) > 0.95
+        first_fit = sorted(sum(lengths[i] for i in block) for block in pack(lengths, 512))
+        assert sum(first_fit) / 8 / max(sum(first_fit[rank::8]) for rank in range(8)) < 0.95
+
+
+def test_blocks_of_one_rank_are_packed_first_fit_and_of_several_evenly():
+    documents = [document(list(range(1, n + 1)), 1) for n in (9, 5, 5, 3, 3, 3)]
+    of = lambda multiple: [[len(d.ids) for d in block] for block in make_blocks(documents, 14, multiple=multiple)]
+    assert of(1) == [[9, 5], [5, 3, 3, 3]]
+    assert of(2) == of(1)  # the shortest row first would need four
+    assert of(4) == [[9], [5, 3], [5], [3, 3]]
 
 
 def document(ids, n_prompt, prompt="a"):

@@ -564,6 +564,56 @@ def test_a_slow_download_or_tokenisation_outlasts_the_timeout_of_a_collective(tw
     assert two("one_rank_takes_longer_than_a_collective_may") == 1
 
 
+def test_buffers_travel_from_rank_0_on_the_cpu_and_peaks_of_memory_are_read_and_forgotten(monkeypatch):
+    """A tensor that is gathered keeps its device, which is rank 0's own GPU."""
+    moved = []
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: moved.append(tensor) or tensor.clone())
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "rank", lambda: 0)
+
+    def stop(values):
+        raise InterruptedError(values)
+
+    monkeypatch.setattr(dist, "gather", stop)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    model = tiny.model()
+    with pytest.raises(InterruptedError) as stopped:
+        dist.shard(model, torch.device("cpu"))
+    [buffers, _] = stopped.value.args[0]
+    assert buffers.keys() == dict(model.named_buffers()).keys() and len(moved) == len(buffers) > 0
+
+    read = dict(max_memory_allocated=3e9, max_memory_reserved=5e9, reset_peak_memory_stats=None)
+    for name, value in read.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda device, value=value: value)
+    gpu = torch.device("cuda", 0)
+    assert dist.peak_memory(gpu, "update") == {"memory/update_gb": 3.0, "memory/reserved_gb": 5.0}
+    assert dist.peak_memory(torch.device("cpu"), "update") == {}
+
+
+def test_a_slow_function_of_one_rank_is_waited_for_beyond_the_limit_of_a_collective(tmp_path):
+    (tmp_path / "slow.py").write_text("""
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+from common import dist
+from common.batches import Row
+from common.responses import Prompt, Response
+from common.scoring import scorers
+dist.TIMEOUT = timedelta(seconds=3)
+dist.setup()
+def slow(prompts, responses, rows):
+    time.sleep(6 if dist.rank() else 0)
+    return [float(len(text)) for text in responses]
+prompt = Prompt([1], [{"role": "user", "content": "a"}], Row("f:1", {}))
+pairs = [(prompt, Response([2], "a" * n, True)) for n in range(4)]
+scorer = scorers.Scorer("slow", "1", SimpleNamespace(function=slow, name="slow"))
+print(scorers.score(scorer, pairs, 2))
+dist.shutdown()
+""")
+    ended = processes.script(tmp_path / "slow.py", ranks=2)
+    assert ended.code == 0 and ended.out.count("[0.0, 1.0, 2.0, 3.0]") == 2, ended.out + ended.err
+
+
 def test_a_rank_that_is_alone_shards_where_it_has_a_process_group_and_fsdp_casts(tmp_path):
     """So tests/benchmarks/gpu.py tries nccl and FSDP2 on one GPU. Autocast is for a model that is whole."""
     (tmp_path / "code.py").write_text("""

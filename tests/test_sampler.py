@@ -59,9 +59,16 @@ FAMILIES = {  # by what their layers keep, windows of 8 tokens
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_generate_and_logprobs_plain_forwards(family, monkeypatch):
-    """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice."""
+WIDER = ("grouped heads", "learned positions", "windows", "ALiBi", "convolutions", "recurrence")
+
+
+@pytest.mark.parametrize(
+    "family, multiple", [*((name, 1) for name in FAMILIES), *((name, 16) for name in WIDER)]
+)
+def test_greedy_equals_generate_and_logprobs_plain_forwards(family, multiple, monkeypatch):
+    """Token for token, beyond the window; slots are refilled, rows moved, the columns used up twice. multiple: of
+    columns, by which steps are as wide as on a GPU."""
+    monkeypatch.setattr(sampler, "_width_multiple", lambda device: multiple)
     monkeypatch.setattr(sampler, "SPARE_COLUMNS", 3)
     monkeypatch.setattr(sampler, "LARGE_VOCABULARY", V)
     model, stop_ids = tiny_families.build(FAMILIES[family]), list(range(5, V, 12))

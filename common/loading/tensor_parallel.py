@@ -16,6 +16,7 @@ import functools
 
 import torch.distributed as td
 
+from common import dist
 from common.errors import InputError
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # whose decoder layers have these linear layers:
@@ -39,7 +40,7 @@ def check(config, n: int):
 @functools.cache
 def group_of(n: int):
     """The group of n consecutive ranks that this one is in. Every rank must call it."""
-    return td.new_subgroups(n)[0]
+    return td.new_subgroups(n, timeout=dist.TIMEOUT)[0]
 
 
 @contextlib.contextmanager

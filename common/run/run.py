@@ -128,6 +128,7 @@ class Run:
         self.last_checkpoint = f"the last good checkpoint, if --save-every made one, is in {self.checkpoint}"
         self.state = {"step": 0}
         self.laps = {}
+        self.peaks = {}
         self.saved = time.monotonic()
         self.saving_s = 0.0
         Run.current = self
@@ -186,6 +187,7 @@ class Run:
     def begin_round(self):
         self.began = time.time()
         self.laps = {}
+        self.peaks = {}
 
     # inside a round of `steps`
     def seconds(self) -> float:
@@ -193,8 +195,10 @@ class Run:
         return time.time() - self.began
 
     def lap(self, name: str):
-        """The seconds since the last lap, or since the round began, become time/NAME_s of its row."""
+        """The seconds since the last lap, or since the round began, become time/NAME_s of its row; on an
+        accelerator the largest memory of tensors since then memory/NAME_gb."""
         self.laps[f"time/{name}_s"] = self.seconds() - sum(self.laps.values())
+        self.peaks.update(dist.peak_memory(self.device, name))
 
     def due(self, every: int) -> bool:
         """Whether the round is one of every so many; the last one is not, for what follows it."""
@@ -203,7 +207,8 @@ class Run:
 
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
         """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
-        self.metrics.log(step, iteration, **row, **self.laps)
+        self.peaks.update(dist.peak_memory(self.device, "rest" if self.laps else "step"))
+        self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
         if shown:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
 

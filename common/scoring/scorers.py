@@ -116,6 +116,7 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
         my_indices = range(len(pairs))[dist.rank() :: dist.world_size()]
         batches = split([pairs[i] for i in my_indices], batch_size)
         answers = [by_part for batch in batches for by_part in functions._call(scorer.function, batch)]
+        dist.barrier()  # a function may ask an API, which may take longer than a collective may last
         answers = [by_part for _, by_part in sorted(dist.gather(list(zip(my_indices, answers))))]
     else:
         end = pretrained.end_of_scored(scorer.model, scorer.tokenizer)
