@@ -121,7 +121,7 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
 
 def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]:
     """Pack as `pack` does, into the least multiple of `multiple` blocks that fits: each document, longest
-    first, goes to the shortest block. If there are fewer documents than blocks, each has a block of its own."""
+    first, goes to the shortest block. Fewer documents than blocks have a block each."""
     first_fit = pack(lengths, size)
     n = math.ceil(len(first_fit) / multiple) * multiple
     while True:

@@ -249,9 +249,9 @@ def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
     w_t = min(pi_old(y_t) / q(y_t), cap)
 
     With these weights, the policy loss over tokens that q drew estimates the loss over tokens of pi_old; the
-    cap bounds its variance and lets some bias in. q differs from pi_old by rounding (sampling and training round
-    bfloat16 differently), by top-p, and if another program samples. (Truncated importance sampling: rho of
-    IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
+    cap bounds its variance and lets some bias in. q differs from pi_old by rounding (sampling and training
+    round bfloat16 differently), by top-p, and if another program samples. (Truncated importance sampling: rho
+    of IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
 
     old_logprobs, sample_logprobs: (B, T-1) nats, log pi_old and log q. action_mask: (B, T-1) bool. cap: > 0.
     Returns (B, T-1), without a unit, 1 where action_mask is False. No gradient flows."""

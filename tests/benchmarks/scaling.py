@@ -5,8 +5,8 @@ figure 6: +1.1 points a doubling of the data, +1.8 a doubling of the parameters,
     python tests/benchmarks/scaling.py --report-only              the table and the picture of the runs that are there
 
 Six numbers of pairs, four widths, three seeds; a seed draws the pairs, the initial weights and their order. Every
-run takes at most 500 optimiser steps and at most 20 passes over its pairs, and is evaluated ten times on the same
-4,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss: so few pairs that are seen
+run takes at most 400 optimiser steps and at most 20 passes over its pairs, and is evaluated six times on the same
+2,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss: so few pairs that are seen
 often are not judged by where they overfit. (This choice flatters every run a little, by the same rule.)
 
 A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
@@ -28,7 +28,7 @@ import reward
 from common.data import files, tiny
 from common.run import plots
 
-PAIRS = (375, 750, 1500, 3000, 6000, 12000)
+PAIRS = (200, 400, 800, 1600, 3200, 6400)
 WIDTHS = (16, 32, 64, 128)  # of the hidden states: three layers, the tiny model's proportions
 T_TWO = 4.303  # 97.5 % quantile of Student's t with two degrees of freedom: three seeds
 
@@ -62,11 +62,13 @@ def run(n, width, seed, folder) -> dict:
     path, n_parameters = model_of(width, seed, folder)
     data = f"{folder}/pairs_{n}_{seed}.jsonl"
     files.write_jsonl(data, tiny.rows("preferences", "train", seed)[:n])
-    steps = min(500, 20 * n // 32)
+    steps = min(400, 20 * n // 32)
+    held_out = f"{folder}/held_out.jsonl"
+    files.write_jsonl(held_out, tiny.rows("preferences", "test")[:2000])
     out = f"{folder}/{n}_{width}_{seed}"
     reward.main(
         reward.Args(
-            model=path, dataset=data, eval_dataset="tiny", max_steps=steps, eval_every=max(1, steps // 10),
+            model=path, dataset=data, eval_dataset=held_out, max_steps=steps, eval_every=max(1, steps // 6),
             length_prompts=0, save_every=0, seed=seed, output_dir=out, overwrite=True,
         )
     )  # fmt: skip
