@@ -25,7 +25,7 @@ counts as its likelier side; the tiny recipe starts from random weights.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -278,23 +278,31 @@ def main(args: Args):
     )
 
 
+BASE = Args(
+    model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+    epochs=1.0,  # section 4.1, as the schedule and the warm-up
+    lr=1e-5,  # Llama 2's (arXiv:2307.09288, section 3.2.2) of a reward model
+    lr_schedule="cosine_with_min_lr",
+    warmup_ratio=0.1,
+    batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+    micro_batch_size=4,
+    max_length=1024,
+    length_prompts=16,
+    max_new_tokens=256,
+    slots=32,
+)
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
-        Args(
-            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-            epochs=1.0,  # section 4.1, as the schedule and the warm-up
-            lr=1e-5,  # Llama 2's (arXiv:2307.09288, section 3.2.2) of a reward model
-            lr_schedule="cosine_with_min_lr",
-            warmup_ratio=0.1,
-            batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
-            micro_batch_size=4,
-            max_length=1024,
-            length_prompts=16,
-            max_new_tokens=256,
-            slots=32,
-        ),
+        BASE,
+    ),
+    "large": (
+        "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
+        replace(
+            BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-6,  # section 4.1
+            batch_size=128, max_length=4096, max_new_tokens=512, slots=16, gradient_checkpointing=True,
+        ),  # fmt: skip
     ),
     "advantage_model": (
         "the paper's run on HH-RLHF, from another model of 7B",

@@ -22,7 +22,7 @@ in the iteration; all else that --resume needs is in these files.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -438,25 +438,33 @@ def main(args: Args):
     versions.finish({"pool": len(pool.rows)})
 
 
+BASE = Args(
+    epochs=2.0,  # RLHF Workflow, section 3.3
+    beta=0.1,  # the same
+    warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
+    # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
+    lr=1e-5,
+    batch_size=8,
+    prompts_per_iteration=None,  # ours, as all below
+    max_new_tokens=256,
+    slots=32,
+    micro_batch_size=2,
+    score_batch_size=8,
+    max_length=1024,
+    eval_prompts=200,
+)
 RECIPES = {
     "tiny": ("the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
-        Args(
-            epochs=2.0,  # RLHF Workflow, section 3.3
-            beta=0.1,  # the same
-            warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
-            # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
-            lr=1e-5,
-            batch_size=8,
-            prompts_per_iteration=None,  # ours, as all below
-            max_new_tokens=256,
-            slots=32,
-            micro_batch_size=2,
-            score_batch_size=8,
-            max_length=1024,
-            eval_prompts=200,
-        ),
+        BASE,
+    ),
+    "large": (
+        "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
+        replace(
+            BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-7, batch_size=128,  # RLHF Workflow, section 3.3
+            prompts_per_iteration=2000, max_new_tokens=1024, max_length=4096, gradient_checkpointing=True,
+        ),  # fmt: skip
     ),
     "rlhf_workflow": (
         "RLHF Workflow's three iterations of 20,000 prompts; --length-penalty 0.001 for its concise model",

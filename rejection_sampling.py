@@ -26,7 +26,7 @@ being trained, its optimiser and its step; all else a resumed run finds in pool.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -362,6 +362,21 @@ def main(args: Args):
     versions.finish({"pool": len(pool.rows), "kl_bound": kl_bound})
 
 
+BASE = Args(
+    epochs=2.0,  # Llama 2, section 3.1, of SFT, as the learning rate
+    lr=2e-5,
+    warmup_ratio=0.03,  # ours, as all below
+    packing=False,  # a step takes documents, not packed rows, of which short responses make few
+    prompts_per_iteration=200,
+    temperatures=(0.7, 1.0),
+    sweep_prompts=16,
+    max_new_tokens=256,
+    slots=32,
+    micro_batch_size=2,
+    score_batch_size=8,
+    max_length=1024,
+    eval_prompts=200,
+)
 RECIPES = {
     "tiny": (
         "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
@@ -370,21 +385,16 @@ RECIPES = {
     ),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
-        Args(
-            epochs=2.0,  # Llama 2, section 3.1, of SFT, as the learning rate
-            lr=2e-5,
-            warmup_ratio=0.03,  # ours, as all below
-            packing=False,  # a step takes documents, not packed rows, of which short responses make few
-            prompts_per_iteration=200,
-            temperatures=(0.7, 1.0),
-            sweep_prompts=16,
-            max_new_tokens=256,
-            slots=32,
-            micro_batch_size=2,
-            score_batch_size=8,
-            max_length=1024,
-            eval_prompts=200,
-        ),
+        BASE,
+    ),
+    "large": (
+        "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
+        replace(
+            BASE, model="Qwen/Qwen2.5-7B-Instruct", n_samples=16,  # Llama 2, figure 8: 10 to 100
+            packing=True, weight_decay=0.1, batch_size=64,  # section 3.1, of SFT
+            prompts_per_iteration=2000, sweep_prompts=64, max_new_tokens=1024, max_length=4096,
+            micro_batch_size=1, gradient_checkpointing=True,
+        ),  # fmt: skip
     ),
     "llama2": (
         "Llama 2's, four versions; prompts and models of your own",

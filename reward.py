@@ -23,7 +23,7 @@ times the difference's share of its data set's largest one; the tiny recipe star
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -224,25 +224,31 @@ def main(args: Args):
     )
 
 
+BASE = Args(
+    model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
+    epochs=1.0,  # Llama 2, section 3.2.2, as all down to the warm-up: a second epoch overfits
+    lr=1e-5,
+    lr_schedule="cosine_with_min_lr",
+    warmup_ratio=0.03,
+    min_warmup_steps=5,
+    batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+    micro_batch_size=4,
+    max_length=1024,
+    length_prompts=16,
+    max_new_tokens=256,
+    slots=32,
+)
 LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
-        Args(
-            model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-            epochs=1.0,  # Llama 2, section 3.2.2, as all down to the warm-up: a second epoch overfits
-            lr=1e-5,
-            lr_schedule="cosine_with_min_lr",
-            warmup_ratio=0.03,
-            min_warmup_steps=5,
-            batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
-            micro_batch_size=4,
-            max_length=1024,
-            length_prompts=16,
-            max_new_tokens=256,
-            slots=32,
-        ),
+        BASE,
+    ),
+    "large": (
+        "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
+        # A step takes 128: of some tens of thousands of comparisons Llama 2's 512 make few
+        replace(BASE, model="Qwen/Qwen2.5-7B-Instruct", batch_size=128, max_length=4096, **LARGE),
     ),
     "llama2": (
         "Llama 2's reward model, on an open part of its data",

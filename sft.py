@@ -200,6 +200,13 @@ RECIPES = {
             sample_prompts=32, max_new_tokens=256, slots=32,
         ),
     ),
+    "large": (
+        "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
+        replace(
+            LARGE, model="Qwen/Qwen2.5-7B-Instruct", max_length=4096,
+            epochs=2.0, lr=2e-5, weight_decay=0.1, batch_size=64,  # Llama 2, section 3.1
+        ),
+    ),
     "rlhf_workflow": (
         "RLHF Workflow's SFT of Llama-3-8B; give --chat-template docs/templates/llama3.jinja",
         replace(

@@ -814,7 +814,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
 
 
 def test_recipes_have_the_papers_numbers():
-    assert list(dpo.RECIPES) == "tiny base rlhf_workflow zephyr rlhf_workflow_offline dpo".split()
+    assert list(dpo.RECIPES) == "tiny base large rlhf_workflow zephyr rlhf_workflow_offline dpo".split()
     assert dpo.RECIPES["tiny"][1] == dpo.Args() == parse(dpo.RECIPES, [])
     args = parse(dpo.RECIPES, [])
     assert (args.model, args.scorer, args.dataset) == ("runs/sft", "runs/reward", "tiny")

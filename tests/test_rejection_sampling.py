@@ -683,7 +683,7 @@ def test_numbers_that_make_no_sense_are_named_before_anything_is_loaded(options,
 
 # -- recipes -----------------------------------------------------------------------------
 def test_recipes_have_the_papers_numbers():
-    assert list(rs.RECIPES) == ["tiny", "base", "llama2", "rest"] and rs.RECIPES["tiny"][1] == rs.Args()
+    assert list(rs.RECIPES) == ["tiny", "base", "large", "llama2", "rest"] and rs.RECIPES["tiny"][1] == rs.Args()
     args = parse(rs.RECIPES, ["llama2"])
     assert (args.lr, args.batch_size, args.max_length, args.epochs) == (2e-5, 64, 4096, 2.0)
     assert (args.weight_decay, args.iterations, args.threshold) == (0.1, 4, ())
