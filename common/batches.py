@@ -196,7 +196,7 @@ class Comparison(NamedTuple):
     prompt_ids: torch.Tensor  # (P,) int32
     response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
     ranks: torch.Tensor  # (K,), 0 is best; one that is behind by less than 1 is no worse
-    source: str  # the data set, for figures and tables
+    source: str  # the data set, for metrics and tables
     row: Row
     rating: str | None = None  # one of RATINGS
     margin: float | None = None  # Llama 2's m as the row gives it

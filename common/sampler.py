@@ -256,8 +256,8 @@ def join(prompts, rollout, pad_id=0):
 
     input_ids: (B, T) int64, right-padded with pad_id. attention_mask: (B, T) int64, 0 for padding.
     action_mask: (B, T-1) bool, True at t where token t+1 is a response token, the stop id included.
-    Figures (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
-    torch.zeros(action_mask.shape).masked_scatter(action_mask, figures[rollout.sample_mask])."""
+    Values (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
+    torch.zeros(action_mask.shape).masked_scatter(action_mask, values[rollout.sample_mask])."""
     index = rollout.prompt_index
     prompts = token_ids(prompts)
     starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), of the responses
@@ -367,7 +367,7 @@ class RaggedCache(Cache):
                 tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = self.held
         longest = max(lengths)
-        self.end = self.end + 1
+        self.end += 1
         self.held = max(self.held, longest + 1)
         multiple = _width_multiple(device)
         longest = min(math.ceil((longest + 1) / multiple) * multiple, self.end) - 1

@@ -19,7 +19,7 @@ def note(text):
 def progress(total: int, start: int, name: str, rows=None, lines=True):
     """On rank 0 a tqdm bar over `total` steps or `rows`, which it then iterates over; elsewhere a silent one.
     Where stderr is no terminal, about twenty plain lines, or none with lines=False. Show at most three
-    figures with `set_postfix`, refresh=False."""
+    metrics with `set_postfix`, refresh=False."""
     options = {"total": total, "initial": start, "desc": name, "unit": "step" if lines else "row"}
     if sys.stderr.isatty():
         return tqdm(rows, dynamic_ncols=True, leave=lines, disable=not dist.is_main(), **options)

@@ -26,7 +26,7 @@ def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
     """`documents`, comparisons or prompts without those that teach an answer to a question of `held_out`,
-    whose figures they would flatter."""
+    whose metrics they would flatter."""
 
     def other(document):
         if not held_out_questions.isdisjoint(document.questions):

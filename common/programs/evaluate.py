@@ -195,7 +195,7 @@ COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="t
 
 
 def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
-    """name -> figures. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
+    """name -> metrics. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
     results = {}
     reference_rows = rows[args.reference]
     for name, of_policy in rows.items():
@@ -223,7 +223,7 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
 
 
 def table_line(name, result) -> dict:
-    """A policy's figures as people read them; games by the true reward where it is known."""
+    """A policy's metrics as people read them; games by the true reward where it is known."""
     kind = "gold" if "gold" in result else "score"
     line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
     line[f"{kind} gain"] = measures.interval(result, f"{kind}_gain")
@@ -272,7 +272,7 @@ def compare_policies(args, run):
         else:
             pretrained.ask_policy(models[name], tokenizer, args, device, partial(ask, name=name))
 
-    # scores and figures
+    # scores and metrics
     samples = []
     results = {}
     for temperature, of_policy in answers.items():
@@ -334,7 +334,7 @@ def score_rows(scorer, held_out, args) -> list[dict]:
 
 
 def pair_table(results) -> list[dict]:
-    """The figures as people read them, a line a part and scorer. results: scorer -> part -> figures."""
+    """The metrics as people read them, a line a part and scorer. results: scorer -> part -> metrics."""
     lines = []
     for part, name in itertools.product(next(iter(results.values())), results):
         result = results[name][part]

@@ -30,7 +30,7 @@ class Metrics:
             self.last = int(last["step"]), int(last["iteration"])
 
     def log(self, step: int, iteration: int, **values):
-        self.n_rows = self.n_rows + 1
+        self.n_rows += 1
         self.last = (step, iteration)
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
@@ -39,7 +39,7 @@ class Metrics:
 
 
 def finite(metrics: dict) -> dict:
-    """`figures` without those that are NaN or infinite: of nothing, or of what does not vary."""
+    """Keep the metrics that are finite: leave out those that are NaN or infinite, the mean of nothing, for example."""
     return {key: x for key, x in metrics.items() if not isinstance(x, float) or math.isfinite(x)}
 
 
@@ -51,7 +51,7 @@ WORSE = [  # a figure, and the end of its paired difference's interval that says
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
-    """Three samples, the figures `shown` before -> after, and the held-out ones that ended worse: what a
+    """Three samples, the metrics `shown` before -> after, and the held-out ones that ended worse: what a
     person wants to read, the rest is in the run's summary.json."""
     for sample in [sample for sample in samples if "response" in sample][-3:]:
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""

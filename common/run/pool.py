@@ -1,4 +1,4 @@
-"""The pool of rejection sampling and iterative DPO: scored responses that outlive a crash, and their figures.
+"""The pool of rejection sampling and iterative DPO: scored responses that outlive a crash, and their metrics.
 
 It is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
 

@@ -149,7 +149,7 @@ class Run:
         return self.state
 
     def log_before(self, evaluate, model, keep_samples=False):
-        """The figures that `evaluate`(model) gives before training; a resumed run has them in its checkpoint.
+        """The metrics that `evaluate`(model) gives before training; a resumed run has them in its checkpoint.
         keep_samples: its `samples` stand in samples.jsonl, with those after training behind them."""
         if "before" not in self.state:
             self.state["before"] = evaluate(model)
@@ -206,7 +206,7 @@ class Run:
         return every > 0 and step % every == 0 and step < self.total
 
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
-        """A row of metrics.jsonl; `shown`: the keys of at most three figures beside the progress bar."""
+        """A row of metrics.jsonl; `shown`: the keys of at most three metrics beside the progress bar."""
         self.peaks.update(dist.peak_memory(self.device, "rest" if self.laps else "step"))
         self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
         if shown:
@@ -253,8 +253,8 @@ class Run:
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
         """write_results of a script that trains one model.
 
-        after, samples: figures and rows of samples.jsonl after training. summary: what else summary.json
-        says. shown: the figures that are printed, before and after."""
+        after, samples: metrics and rows of samples.jsonl after training. summary: what else summary.json
+        says. shown: the metrics that are printed, before and after."""
         if not math.isfinite(after.get("eval/nll", 0.0)):
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})

@@ -161,7 +161,7 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
 
 
 def with_policy_answers(train, name, tokenizer, args, device):
-    """(the training comparisons of advantage_model.py, figures). Eq. 8 needs each response's ratios to the K
+    """(the training comparisons of advantage_model.py, metrics). Eq. 8 needs each response's ratios to the K
     policies that wrote the data, eq. 7 responses of the policy `name`, whose mean reward e learns."""
     n = args.expected_reward_samples
     k = args.n_others

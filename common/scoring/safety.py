@@ -67,7 +67,7 @@ def fit_logistic_regression(x, won, n_games, penalty) -> torch.Tensor:
 
 
 def fit_safety_gate(rows, threshold):
-    """(gate, figures): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
+    """(gate, metrics): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
     labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
     half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
     halves = [], []

@@ -123,7 +123,7 @@ class DPOEvaluation:
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
     def metrics_of(self, evaluations, version) -> dict[str, float]:
-        """Means of a version's samples, its figures on the held-out pairs, and its samples against those of
+        """Means of a version's samples, its metrics on the held-out pairs, and its samples against those of
         the first version and of the one before."""
         samples = evaluations[version]["samples"]
         metrics = {**evaluations[version]["pairs"], **measures.means(samples, SAMPLE_METRICS)}
