@@ -39,7 +39,7 @@ class Metrics:
 
 
 def finite(metrics: dict) -> dict:
-    """Keep the metrics that are finite: leave out those that are NaN or infinite, the mean of nothing, for example."""
+    """The metrics that are finite numbers: a mean of nothing, for example, is left out."""
     return {key: x for key, x in metrics.items() if not isinstance(x, float) or math.isfinite(x)}
 
 
