@@ -598,7 +598,7 @@ RECIPES = {
         ),
     ),
     "large": (
-        "your own model of 1 to 8B on 8 GPUs of 80 GB (13B: --lora-rank 16); give --model and --dataset",
+        "your own model of 1 to 8B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(LARGE, n_samples=4, prompts_per_iteration=128, lr=1e-6, eval_every=10, patience=10, slots=32),
     ),
     "llama2": (
