@@ -169,6 +169,7 @@ def _labelled(row, min_score_gap) -> Comparison:
     labels.update(label_scores=label_scores, indices=tuple(range(len(texts))))
     for name in OF_EACH:
         _of_each(values, name, labels["indices"])  # now, while it is noted what is read
+    values.get("reference")  # the same: what `describe` gives
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
 
@@ -343,6 +344,7 @@ def describe(comparison) -> dict:
             for response, value in zip(responses, values):
                 response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
+    row["reference"] = printable(comparison.row.data.get("reference"))
     soft = {} if comparison.preference is None else {"preference": comparison.preference}
     return {**row, **soft, "responses": responses}
 

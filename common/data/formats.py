@@ -113,7 +113,7 @@ def _dialogue(prompt):
 
 
 def _post(info):
-    """A post of openai/summarize_from_feedback as its authors ask for a summary of it, or an article."""
+    """A post of Reddit as OpenAI asks for its TL;DR (arXiv:2009.01325, table 4), or an article."""
     if "post" not in info:
         return f"{info['article']}\n\nTL;DR:"
     return f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: {info['post']}\n\nTL;DR:"
@@ -142,6 +142,8 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
         for i, text in enumerate([] + row["chosen"] + row["rejected"])]},
     "info summaries choice": lambda row: {"prompt": _post(row["info"]), "responses": [  # OpenAI's summaries
         {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
+    # TL;DR's own summaries; a space stands before the texts of `summaries`, too
+    "subreddit title post summary": lambda row: {"prompt": _post(row), "completion": " " + row["summary"]},
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from common.errors import InputError
 from common.data import chat, comparisons, files, formats, mapping, message_columns, mixtures, progress
 from common.data import prompt_sets
 from common.loading import pretrained
-from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers
+from common.scoring import evaluation, functions, measures, reward_evaluation, safety, scorers, texts
 from common.run import plots
 from common.run.cli import check_flags
 from common.run.run import Run, launch, start_run
@@ -48,6 +48,8 @@ class Args:
     perhaps as name=path. A plot joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs."""
     scorers: tuple[str, ...] = ()
     """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
+    edits: int = 0
+    """With --scorers: better responses to judge beside a copy in which two words are swapped; 0: none."""
     dataset: str = "tiny"
     """Prompts, or with --scorers pairs and rankings; all rows of a file, so give one nobody learnt from."""
     max_length: int = 64
@@ -92,6 +94,7 @@ def check(args):
     check_flags(
         args,
         ("scorers", not (args.scorers and args.policies), "none beside --policies"),
+        ("edits", args.scorers or not args.edits, "0 without --scorers"),
         ("temperatures", warm, "one or more, each 0 or more"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
         ("max_length", args.scorers or args.max_length > args.max_new_tokens, "more than --max-new-tokens"),
@@ -319,17 +322,32 @@ def load_pairs(paths, args):
     return held_out, tokenizer
 
 
+def edited_pairs(held_out, tokenizer, n) -> list:
+    """Pair better responses with copies in which two words are swapped (texts.swapped), as when the persons
+    of a summary change roles (arXiv:2009.01325, section 4.3): comparisons, to n prompts one each, drawn by
+    hash among those where it can be done, of the category `edits`. How many these are is printed."""
+    copies = {}
+    for c in held_out:
+        better = c.texts[c.ranks.argmin()]
+        if copy := texts.swapped(better, message_columns.transcript(c.prompt)):
+            copies[c.key] = c._replace(texts=[better, copy], preference=None, category="edits", indices=())
+    progress.note(f"--edits {n}: {len(copies):,} prompts have a better response with two words to swap")
+    chosen = random_subset(list(copies.values()), n)
+    ids = [chat.encode_responses(tokenizer, c.prompt, c.texts)[1] for c in chosen]
+    ranks = torch.tensor([0, 1])
+    return [c._replace(response_ids=list(map(torch.tensor, x)), ranks=ranks) for c, x in zip(chosen, ids)]
+
+
 def score_rows(scorer, held_out, args) -> list[dict]:
     """The comparisons as rows of samples.jsonl (reward_evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
         prompt = responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
-        texts = zip(c.response_ids, c.texts)
-        candidates = [responses.Response(ids.tolist(), text, True) for ids, text in texts]
-        pairs += [(prompt, response) for response in candidates]
-        duels += [(prompt, candidates[i], candidates[j]) for i, j in labelled_pairs(c)]
-    score, texts = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
-    values = score(scorer, texts, args.score_batch_size)
+        answers = [responses.Response(ids.tolist(), text, True) for ids, text in zip(c.response_ids, c.texts)]
+        pairs += [(prompt, answer) for answer in answers]
+        duels += [(prompt, answers[i], answers[j]) for i, j in labelled_pairs(c)]
+    score, items = (scorers.log_odds, duels) if scorer.pairwise else (scorers.score, pairs)
+    values = score(scorer, items, args.score_batch_size)
     return reward_evaluation.scored_rows(held_out, values, scorer.pairwise)
 
 
@@ -355,20 +373,23 @@ def compare_scorers(args, run):
     samples = []
     results = {}
     held_out, tokenizer = load_pairs(paths, args)
+    edits = edited_pairs(held_out, tokenizer, args.edits) if args.edits else []
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
-        rows[name] = score_rows(scorer, held_out, args)
-        samples += [{"scorer": name, **row} for row in rows[name]]
+        scored = score_rows(scorer, [*held_out, *edits], args)
         scorer = None  # gone before the next one is loaded
         gc.collect()
+        samples += [{"scorer": name, **row} for row in scored]
+        rows[name] = scored[: len(held_out)]
+        parts = {("all",): rows[name], **measures.parts_of(rows[name])}
+        if edits:
+            parts["edits/score_falls",] = scored[len(held_out) :]
+        results[name] = {}
+        for part, inside in parts.items() if dist.is_main() else ():
+            result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
+            results[name][" ".join(part)] = result
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
-    if dist.is_main():
-        for name, of_scorer in rows.items():
-            results[name] = {}
-            for part, inside in {("all",): of_scorer, **measures.parts_of(of_scorer)}.items():
-                result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
-                results[name][" ".join(part)] = result
-        progress.print_table(pair_table(results))
+    progress.print_table(pair_table(results))
     return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)
 
 

@@ -5,6 +5,9 @@ import statistics
 
 import torch
 
+from common.data import message_columns
+from common.scoring import texts
+
 
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
     """{key, key_low, key_high}; of fewer than 10 items, which are no evidence, {key, key_n}, their number."""
@@ -206,12 +209,20 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
 
 def known_metrics(rows) -> dict[str, float]:
-    """baseline/length_accuracy, of length as the score, which a model must beat. Of what only the tiny world
-    knows eval/bayes_accuracy, of a labeler without noise on the same pairs, and gold/correlation, of the
-    scores with the true reward over all responses."""
+    """Accuracies of simple scores, which a model must beat: baseline/length_accuracy, of length;
+    baseline/copying_accuracy, of texts.copied; of rows with a `reference` baseline/rouge_l_accuracy, of
+    texts.rouge_l, without the pairs of which one response has the reference's very words: its ROUGE-L is 1,
+    whatever it says. Of what only the tiny world knows eval/bayes_accuracy, of a labeler without noise on the
+    same pairs, and gold/correlation, of the scores with the true reward over all responses."""
     responses = [r for row in rows for r in row["responses"]]
     pairs = pairs_of(rows)
+    copied = lambda i, r: texts.copied(r["text"], message_columns.transcript(rows[i]["prompt"]))
+    rouge_l = lambda i, r: texts.rouge_l(r["text"], rows[i]["reference"])
     metrics = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
+    metrics["baseline/copying_accuracy"] = accuracy([copied(i, a) - copied(i, b) for _, i, a, b in pairs])
+    referenced = [(rouge_l(i, a), rouge_l(i, b)) for _, i, a, b in pairs if rows[i].get("reference")]
+    if differences := [a - b for a, b in referenced if max(a, b) < 1]:
+        metrics["baseline/rouge_l_accuracy"] = accuracy(differences)
     if all("utility" in r for r in responses):
         metrics["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
     if all("gold" in r and "score" in r for r in responses):
