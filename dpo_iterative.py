@@ -544,6 +544,18 @@ RECIPES = {
         ),
     ),
 }
+RECIPES["summarize"] = (
+    "the DPO paper's summaries; python sft.py summarize comes first",
+    replace(
+        RECIPES["dpo"][1],  # appendix B: all else is as for dialogues
+        beta=0.5,  # the same
+        offline_data="trl-lib/tldr-preference",  # section 6: the comparisons of arXiv:2009.01325
+        dataset="trl-lib/tldr[test]",  # prompts for the evaluation alone
+        warmup_ratio=0.103,  # 150 of 1,451 steps
+        max_length=640,  # ours, as max_new_tokens
+        max_new_tokens=64,
+    ),
+)
 
 if __name__ == "__main__":
     launch(main, RECIPES)

@@ -629,6 +629,19 @@ RECIPES = {
             rehearsal_data="runs/rehearsal.jsonl",  # of python -m common.programs.rehearsal (section 3.2)
         ),
     ),
+    "summarize": (
+        "Stiennon et al.'s summaries; sft.py summarize and reward.py summarize come first",
+        replace(
+            LARGE, model="runs/sft", dataset="trl-lib/tldr",
+            # arXiv:2009.01325, appendix B.1: a million episodes; lr falls to 0 there, here is constant. For
+            # 6.7B 256 episodes an iteration, lr 7e-6. InstructGPT (arXiv:2203.02155, appendix C.4): 256,000
+            # episodes, 1 epoch of 8 minibatches, kl_coef 0.02, value_lr 9e-6, pretrained gradient times 27.8
+            iterations=1953, prompts_per_iteration=512, epochs=4, lr=1.5e-5, kl_coef=0.05, lam=0.95,
+            # Not said, as the temperature (InstructGPT's is 1). The paper shifts the scores to a mean of 0 on
+            # the data's own summaries
+            value_lr=1.5e-5, minibatch_size=512, reward_norm="none", max_length=640, max_new_tokens=64,
+        ),
+    ),
     "rlaif": (
         "RLAIF's dialogues; --scorer common.programs.ai_feedback:rater=ORG/LABELER is direct RLAIF",
         replace(

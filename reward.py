@@ -299,6 +299,22 @@ RECIPES = {
             **LARGE,
         ),
     ),
+    "summarize": (
+        "Stiennon et al.'s, of summaries; python sft.py summarize comes first",
+        Args(
+            model="runs/sft",
+            dataset="trl-lib/tldr-preference",  # the paper's comparisons, as pairs
+            # arXiv:2009.01325, appendix B.1, as model, the default cosine and the next two. InstructGPT
+            # (arXiv:2203.02155, appendix C.2): lr 9e-6, which falls to a tenth; 64 rankings of 4 to 9 answers
+            epochs=1.0,
+            lr=1.5e-5,  # 5e-6 for 6.7B
+            batch_size=64,
+            warmup_ratio=0.0,  # not said, as all below
+            weight_decay=0.0,
+            max_length=640,
+            **LARGE,
+        ),
+    ),
     "rlaif": (
         "RLAIF's, on what python -m common.programs.ai_feedback label wrote",
         Args(

@@ -239,6 +239,17 @@ RECIPES = {
             packing=False, max_length=512, max_grad_norm=10.0,  # the authors' code, 150 of 2,500 steps
         ),
     ),
+    "summarize": (
+        "Stiennon et al.'s SFT on Reddit's TL;DR; give --chat-template docs/templates/chat.jinja",
+        replace(
+            LARGE, model="EleutherAI/pythia-1.4b-deduped", dataset="trl-lib/tldr",  # theirs: a GPT-3 of 1.3B
+            # arXiv:2009.01325, appendix B.1; for 6.7B lr 2.83e-5. InstructGPT (arXiv:2203.02155, appendix
+            # C.1) has 16 epochs of 32 rows a step, lr 9.65e-6, which falls to a tenth, and dropout 0.2
+            epochs=1.0, lr=6.35e-5, lr_schedule="cosine", batch_size=128,
+            # Not said. Of max_length 512 tokens are the post's (table 4)
+            packing=False, warmup_ratio=0.0, weight_decay=0.0, max_length=640, max_new_tokens=64,
+        ),
+    ),
     "constitutional": (
         "Constitutional AI's SL-CAI, on what python -m common.programs.ai_feedback revise wrote",
         replace(

@@ -424,6 +424,45 @@ def test_pairs_of_more_public_sets_are_read(name, tmp_path):
     assert demonstrations.load_sft(spec, tokenizer, 500)[0].messages == [*prompt, bot("b")]
 
 
+POST = {"subreddit": "r", "title": "t", "post": "p"}
+POST_AS_PROMPT = "SUBREDDIT: r/r\n\nTITLE: t\n\nPOST: p\n\nTL;DR:"
+TLDR = {  # forms of one post of Reddit with the summary " b", and the columns that nobody reads
+    "comparisons": ({"info": {"id": "t3", **POST, "site": None, "article": None}, "summaries": [
+        {"text": " c", "policy": "sup1", "note": "n"}, {"text": " b", "policy": "ref", "note": None}], "choice": 1,
+        "worker": "w", "batch": "batch3", "split": "train", "extra": {"confidence": 7}},
+        ["batch", "extra", "info.id", "split", "summaries.note", "summaries.policy", "worker"]),
+    "TL;DR": ({"id": "t3", **POST, "summary": "b"}, ["id"]),
+    "prompt, completion": ({"prompt": POST_AS_PROMPT, "completion": " b"}, []),
+    "pairs": ({"prompt": POST_AS_PROMPT, "chosen": " b", "rejected": " c"}, ["rejected"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TLDR)
+def test_all_forms_of_a_summary_give_the_same_prompt_and_the_same_demonstration(name, tmp_path, capsys):
+    row, unread = TLDR[name]
+    spec = write(tmp_path / "r.jsonl", [row])
+    (document,) = demonstrations.load_sft(spec, byte_tokenizer(), 500)
+    assert document.messages == [user(POST_AS_PROMPT), bot(" b")]
+    not_read = {line.partition(": not read as demonstrations (in so many rows): ")[2]
+                for line in capsys.readouterr().out.splitlines()} - {""}  # fmt: skip
+    named = sorted(column.partition(" (")[0] for line in not_read for column in line.split(", "))
+    assert named == unread
+    (prompt,) = prompt_sets.load_prompts(spec, "train", byte_tokenizer(), 500)
+    assert prompt.turns == [user(POST_AS_PROMPT)]
+    if name in ("comparisons", "pairs"):
+        (c,) = comparisons.load(spec, "train", byte_tokenizer(), 500)
+        assert (c.prompt, c.texts) == ([user(POST_AS_PROMPT)], [" b", " c"])
+        assert c.key == document.key  # so a post is held out of all of them or of none
+
+
+def test_a_reference_of_a_comparison_is_read_and_stands_in_its_samples(tmp_path, capsys):
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    spec = write(tmp_path / "r.jsonl", [{**pair, "reference": "d e"}, {**pair, "prompt": "f", "reference": None}])
+    loaded = comparisons.load(spec, "train", byte_tokenizer(), 500)
+    assert "not read" not in capsys.readouterr().out
+    assert [comparisons.describe(c)["reference"] for c in loaded] == ["d e", None]
+
+
 # -- files and mixtures --------------------------------------------------------------------
 A, B = {"prompt": "a", "completion": "b, \xe9"}, {"prompt": "c", "completion": None}
 FILES = {  # (content, the places of A and B)

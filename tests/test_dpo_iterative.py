@@ -814,7 +814,7 @@ def test_every_argument_is_read_somewhere_beside_its_check():
 
 
 def test_recipes_have_the_papers_numbers():
-    assert list(dpo.RECIPES) == "tiny base large rlhf_workflow zephyr rlhf_workflow_offline dpo".split()
+    assert list(dpo.RECIPES) == "tiny base large rlhf_workflow zephyr rlhf_workflow_offline dpo summarize".split()
     assert dpo.RECIPES["tiny"][1] == dpo.Args() == parse(dpo.RECIPES, [])
     args = parse(dpo.RECIPES, [])
     assert (args.model, args.scorer, args.dataset) == ("runs/sft", "runs/reward", "tiny")
@@ -833,5 +833,9 @@ def test_recipes_have_the_papers_numbers():
     assert (offline.beta, offline.lr, offline.batch_size, offline.epochs) == (0.1, 5e-7, 128, 1.0)
     assert (paper.beta, paper.lr, paper.batch_size, paper.iterations) == (0.1, 1e-6, 64, 0)
     assert paper.warmup_ratio == pytest.approx(150 / (160_800 / 64), abs=0.001)
+    summaries = parse(dpo.RECIPES, ["summarize"])
+    assert (summaries.beta, summaries.lr, summaries.batch_size, summaries.iterations) == (0.5, 1e-6, 64, 0)
+    assert summaries.warmup_ratio == pytest.approx(150 / (92_858 / 64), abs=0.001)
+    assert summaries.offline_data == "trl-lib/tldr-preference"
     args = parse(dpo.RECIPES, ["rlhf_workflow", "--length-penalty", "0.001", "--temperatures", "0.5"])
     assert (args.length_penalty, args.temperatures, args.beta) == (0.001, (0.5,), 0.1)

@@ -1109,6 +1109,8 @@ PAPERS = {
     "rlaif": {"lr": 1e-5, "kl_coef": 0.05, "temperature": 0.9, "prompts_per_iteration": 128, "n_samples": 1,
               "minibatch_size": 128, "iterations": 160_800 * 8 // 128, "max_new_tokens": 128,
               "max_length": 1024 + 128, "lam": 1.0, "whiten_advantages": False, "epochs": 1},
+    "summarize": {"lr": 1.5e-5, "kl_coef": 0.05, "epochs": 4, "prompts_per_iteration": 512, "n_samples": 1,
+                  "iterations": 1_000_000 // 512, "model": "runs/sft", "dataset": "trl-lib/tldr"},
 }  # fmt: skip
 
 

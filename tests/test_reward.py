@@ -338,6 +338,9 @@ def test_recipes_have_the_papers_numbers():
     assert (args.lr_schedule, args.warmup_ratio, args.length_prompts) == ("cosine", 0.03, 2000)
     args = parse(reward.RECIPES, ["rlaif"])
     assert (args.lr, args.batch_size, args.max_length, args.epochs) == (1e-5, 32, 1024 + 128, 2.0)
+    args = parse(reward.RECIPES, ["summarize"])
+    assert (args.lr, args.batch_size, args.epochs, args.lr_schedule) == (1.5e-5, 64, 1.0, "cosine")
+    assert (args.model, args.dataset) == ("runs/sft", "trl-lib/tldr-preference")
     args = parse(reward.RECIPES, [])
     assert list(reward.RECIPES)[0] == "tiny" and args.sft_model is None
     assert comparisons.MARGINS == {"small": pytest.approx(SMALL), "large": LARGE}

@@ -543,3 +543,6 @@ def test_recipes_have_the_papers_numbers():
     assert (workflow.warmup_ratio, workflow.lr_schedule, workflow.packing) == (0.03, "cosine", True)
     assert list(sft.RECIPES)[0] == "tiny" and sft.RECIPES["tiny"][1] == sft.Args()
     assert of["dpo"] == (5e-7, 64, 512, 1.0) and of["constitutional"] == (3e-4 / 2, 1024, 2048, 1.0)
+    assert of["summarize"] == (6.35e-5, 128, 640, 1.0)
+    summarize = sft.RECIPES["summarize"][1]
+    assert (summarize.lr_schedule, summarize.packing, summarize.dataset) == ("cosine", False, "trl-lib/tldr")

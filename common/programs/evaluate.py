@@ -381,11 +381,11 @@ def compare_scorers(args, run):
         gc.collect()
         samples += [{"scorer": name, **row} for row in scored]
         rows[name] = scored[: len(held_out)]
-        parts = {("all",): rows[name], **measures.parts_of(rows[name])}
+        by_part = {("all",): rows[name], **measures.parts_of(rows[name])}
         if edits:
-            parts["edits/score_falls",] = scored[len(held_out) :]
+            by_part["edits/score_falls",] = scored[len(held_out) :]
         results[name] = {}
-        for part, inside in parts.items() if dist.is_main() else ():
+        for part, inside in by_part.items() if dist.is_main() else ():
             result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
             results[name][" ".join(part)] = result
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
