@@ -344,9 +344,9 @@ def describe(comparison) -> dict:
             for response, value in zip(responses, values):
                 response[name] = value
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
-    row["reference"] = printable(comparison.row.data.get("reference"))
-    soft = {} if comparison.preference is None else {"preference": comparison.preference}
-    return {**row, **soft, "responses": responses}
+    reference = printable(comparison.row.data.get("reference"))
+    labels = {"preference": comparison.preference, "reference": reference, "responses": responses}
+    return {**row, **{name: value for name, value in labels.items() if value is not None}}
 
 
 def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch: int) -> list[int]:
