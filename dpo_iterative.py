@@ -543,19 +543,19 @@ RECIPES = {
             gradient_checkpointing=True,
         ),
     ),
-}
-RECIPES["summarize"] = (
-    "the DPO paper's summaries; python sft.py summarize comes first",
-    replace(
-        RECIPES["dpo"][1],  # appendix B: all else is as for dialogues
-        beta=0.5,  # the same
-        offline_data="trl-lib/tldr-preference",  # section 6: the comparisons of arXiv:2009.01325
-        dataset="trl-lib/tldr[test]",  # prompts for the evaluation alone
-        warmup_ratio=0.103,  # 150 of 1,451 steps
-        max_length=640,  # ours, as max_new_tokens
-        max_new_tokens=64,
+    "summarize": (
+        "the DPO paper's summaries; python sft.py summarize comes first",
+        Args(
+            offline_data="trl-lib/tldr-preference",  # section 6: the comparisons of arXiv:2009.01325
+            dataset="trl-lib/tldr[test]",  # prompts for the evaluation alone
+            # Appendix B, where all but beta is as for dialogues; a warm-up of 150 of 1,451 steps
+            iterations=0, beta=0.5, batch_size=64, lr=1e-6, warmup_ratio=0.103, epochs=1.0,
+            lr_schedule="constant_with_warmup", max_grad_norm=10.0,  # the authors' code
+            max_length=640, max_new_tokens=64, micro_batch_size=8, eval_prompts=0,  # ours
+            gradient_checkpointing=True,
+        ),  # fmt: skip
     ),
-)
+}
 
 if __name__ == "__main__":
     launch(main, RECIPES)
