@@ -282,7 +282,7 @@ def test_recipes_of_one_paper_chain_and_all_are_in_their_limits():
                     assert name in of_runs[model]
     assert downloads.pop("tiny") == {"tiny"} and downloads.pop("rlhf_workflow") == LLAMA_3 | {"tiny"}
     assert len(downloads.pop("llama2") - {"tiny"}) == 2  # sft.py begins with the base model
-    others = "base large qwen advantage_model zephyr rlhf_workflow_offline dpo rlaif constitutional"
+    others = "base large qwen advantage_model zephyr rlhf_workflow_offline dpo rlaif constitutional summarize"
     assert set(downloads) == {*others.split(), "rlhf_workflow_preference"}
     assert all(len(models - {"tiny"}) == 1 for models in downloads.values())  # PPO wants its very template
 
