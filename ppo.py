@@ -467,6 +467,7 @@ def plan_of(prompts, args) -> str:
 
 
 PANELS = {
+    "win rate over the first policy": ["sft/score_win_rate", "sft/gold_win_rate"],
     "reward": ["reward/score", "eval/score", "reward/gold", "gold/score"],
     "KL per response": ["kl/per_response", "eval/kl"],
     "entropy": ["policy/entropy"],
@@ -531,6 +532,7 @@ def main(args: Args):
     plan = plan_of(prompts, args)
     state = run.begin(plan=plan, modules=modules, state=fresh_state(), held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
+    evaluate.first = state.get("samples", [])  # which later responses to the same prompts are to beat
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
     if args.patience and "best_version" not in state:  # this policy, until another one is better
         score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
@@ -574,7 +576,7 @@ def main(args: Args):
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},
-        shown=("eval/score", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
+        shown=("eval/score", "sft/score_win_rate", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
     )  # fmt: skip
 
 

@@ -461,6 +461,7 @@ def test_figures_of_a_version_are_means_and_what_it_wins_against_the_first_one()
         "sft/gold_win": 0.25, "sft/gold_lose": 0.25, "sft/gold_tie": 0.5, "sft/gold_gain": 0.0,
         "sft/score_tie_margin": 0.1, "sft/gold_tie_margin": 0.0,
         "sft/score_gain_n": 4, "sft/gold_gain_n": 4,  # too few for an interval
+        "sft/score_win_rate": 0.5, "sft/gold_win_rate": 0.5, "sft/score_win_rate_n": 4, "sft/gold_win_rate_n": 4,
     }  # fmt: skip
     assert figures(STUDIES, 1, pairwise=True) == pytest.approx(wanted)
     assert figures(STUDIES, 1)["sft/score_tie_margin"] == pytest.approx(0.1118, abs=1e-4)

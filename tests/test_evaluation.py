@@ -1,14 +1,18 @@
 """common/scoring/evaluation.py and reward_evaluation.py: rows of samples.jsonl, figures. (What their objects say of a
 model: the tests of the scripts.)"""
 
+import math
 from types import SimpleNamespace
 
+import ppo
 import pytest
 import reward
-from helpers import TOKENIZER, prompt
+import torch
+from helpers import CPU, TOKENIZER, prompt
 
 from common import responses
 from common.batches import Row
+from common.loading import pretrained
 from common.scoring import evaluation, reward_evaluation
 
 
@@ -25,6 +29,26 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
     known = evaluation.describe_samples(pairs, "tiny", score=[0.5, 2.0])
     assert known[0] == {**first, "gold": 1.7, "perfect": 3.0}  # two right words, one needless
     assert evaluation.describe_samples(pairs, "rows.jsonl")[0] == said
+
+
+def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whatever_came_between():
+    """The first scores 0, 2, 4 have a deviation of sqrt(8 / 3), so up to 0.163 is a tie. Of the last ones, 1,
+    2.1 and 3, one is won, one tied, one lost; against those between, 5, 5 and -1, the last would win once and
+    lose twice."""
+    args = ppo.Args(model="tiny", max_new_tokens=4, max_length=64)
+    asked = [prompt(text) for text in ("copy ant", "copy bear", "copy cat")]
+    policy = pretrained.load_frozen("tiny", TOKENIZER, args, CPU)
+    given = iter([[0.0, 2.0, 4.0], [5.0, 5.0, -1.0], [1.0, 2.1, 3.0]])
+    scorer = SimpleNamespace(score=lambda pairs: torch.tensor(next(given), dtype=torch.float64))
+    evaluate = evaluation.HeldOutPrompts(asked, scorer, policy, TOKENIZER, args)
+    assert not any(key.startswith("sft/") for key in evaluate(policy))
+    evaluate.first = evaluate.samples
+    between = evaluate(policy)
+    assert (between["sft/score_win"], between["sft/score_lose"], between["sft/score_gain"]) == (2 / 3, 1 / 3, 1)
+    last = {key: x for key, x in evaluate(policy).items() if key.startswith("sft/score")}
+    known = {"win": 1 / 3, "tie": 1 / 3, "lose": 1 / 3, "win_rate": 0.5, "win_rate_n": 3, "gain": 0.1 / 3, "gain_n": 3}
+    known["tie_margin"] = math.sqrt(8 / 3) / 10
+    assert last == pytest.approx({f"sft/score_{key}": x for key, x in known.items()})
 
 
 def test_accuracy_of_each_data_set_and_category_where_there_are_several(monkeypatch):

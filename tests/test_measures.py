@@ -39,11 +39,10 @@ def pair(difference, **more):
     [
         ("eval/nll", "eval/nll_change", [3.0, 3.2] * 10, [9.0, 9.4] * 10, "3.1 -> 9.2;"),
         ("pairs/loss", "pairs/loss_change", [0.7] * 10, [0.8] * 10, "0.7 -> 0.8;"),
-        ("eval/score", "eval/score_gain", [1.0] * 10, [0.5, 0.75] * 5, "1 -> 0.625;"),
+        ("eval/score", "sft/score_gain", [1.0] * 10, [0.5, 0.75] * 5, "1 -> 0.625;"),
         ("eval/score", "eval/score_over_first", [1.0] * 10, [0.0] * 10, "1 -> 0;"),
-        ("eval/score", "sft/score_gain", [1.0] * 10, [0.0] * 10, "1 -> 0;"),
         # 8 right of 40, and 7: seven that were right are wrong now, six that were wrong are right
-        ("eval/score", "eval/score_gain", [1.0] * 8 + [0.0] * 32, [1.0] + [0.0] * 7 + [1.0] * 6 + [0.0] * 26, ""),
+        ("eval/score", "sft/score_gain", [1.0] * 8 + [0.0] * 32, [1.0] + [0.0] * 7 + [1.0] * 6 + [0.0] * 26, ""),
         ("eval/nll", "eval/nll_change", [1.0] * 20, [0.9, 1.2] * 10, ""),
         ("eval/nll", "eval/nll_change", [3.0] * 10, [2.0] * 10, ""),
         ("eval/nll", "eval/nll_change", [3.0] * 9, [9.0] * 9, ""),  # so few are no evidence
@@ -452,19 +451,23 @@ def test_a_game_is_won_beyond_the_margin_and_tied_at_it():
 
 def test_win_tie_and_lose_by_hand():
     """Differences 1, 0.1, -0.1, -0.2 and 0, twice: one beats a margin of 0.15, one falls below it. The mean
-    is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9."""
+    is 0.16, the sample variance 2 (0.84^2 + 0.06^2 + 0.26^2 + 0.36^2 + 0.16^2) / 9 = 1.864 / 9. The win rate
+    is 0.2 + 0.6 / 2; Wilson's interval of 5 of 10, from scipy."""
     scores = [(0.0, 1.0), (1.0, 1.1), (2.0, 1.9), (0.5, 0.3), (-1.0, -1.0)] * 2
     before, after = [[{"score": pair[i]} for pair in scores] for i in (0, 1)]
     got, half = measures.against(before, after, 0.15, "x/"), 1.96 * math.sqrt(1.864 / 90)
     shares = {"x/score_win": 0.2, "x/score_lose": 0.2, "x/score_tie": 0.6}
     ends = {"x/score_gain_low": 0.16 - half, "x/score_gain_high": 0.16 + half}
-    assert got == pytest.approx({**shares, **ends, "x/score_gain": 0.16, "x/score_tie_margin": 0.15})
+    ends |= {"x/score_win_rate": 0.5, "x/score_win_rate_low": 0.2366, "x/score_win_rate_high": 0.7634}
+    known = {**shares, **ends, "x/score_gain": 0.16, "x/score_tie_margin": 0.15}
+    assert got == pytest.approx(known, abs=2e-4)
     # Nine prompts are too few for an interval
     few = measures.against(before[:9], after[:9], 0.15)
     assert few["score_gain_n"] == 9 and not {"score_gain_low", "score_gain_high"} & set(few)
     assert measures.interval(few, "score_gain") == "+0.18 (n = 9)"
     got = measures.against([{"score": 0.0, "gold": 2.0}], [{"score": 0.25, "gold": 1.0}], 0.25)
     assert (got["score_tie"], got["gold_lose"], got["gold_gain"]) == (1, 1, -1)  # at the margin it is a tie
+    assert (got["score_win_rate"], got["gold_win_rate"], got["score_win_rate_n"]) == (0.5, 0, 1)
 
 
 @pytest.mark.parametrize("unit", [1.0, 1e-3])

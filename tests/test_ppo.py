@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+import statistics
 from types import SimpleNamespace
 
 import processes
@@ -730,7 +731,14 @@ def test_the_figures_against_the_first_policy_are_those_of_the_samples(undisturb
     a, b = ([row for row in rows if row["when"] == when] for when in ("before", "after"))
     assert len(a) == len(b) == 6 and [r["prompt"] for r in a] == [r["prompt"] for r in b]
     assert rows == a + b
-    assert after["eval/score_gain"] == pytest.approx(sum(y["score"] - x["score"] for x, y in zip(a, b)) / 6)
+    differences = [y["score"] - x["score"] for x, y in zip(a, b)]
+    assert after["sft/score_gain"] == pytest.approx(sum(differences) / 6) and after["sft/score_gain_n"] == 6
+    margin = statistics.pstdev(row["score"] for row in a) / 10
+    won, lost = sum(d > margin for d in differences), sum(d < -margin for d in differences)
+    assert (after["sft/score_win"], after["sft/score_lose"]) == (won / 6, lost / 6)
+    assert after["sft/score_win_rate"] == pytest.approx((won + (6 - won - lost) / 2) / 6)
+    rows = read_jsonl(undisturbed.folder / "metrics.jsonl")
+    assert [row["iteration"] for row in rows if "sft/score_win_rate" in row] == [2, 4, ITERATIONS]  # not before
     assert after["eval/score"] == pytest.approx(sum(row["score"] for row in b) / 6)
     assert after["eval/kl"] == pytest.approx(sum(row["kl"] for row in b) / 6)
 
@@ -833,7 +841,7 @@ def learnt(small, tmp_path_factory):
 
 def test_the_true_reward_of_held_out_prompts_rises(learnt):
     before, after = column(learnt, "gold/score")
-    assert after > before + 0.2 and column(learnt, "gold/score_gain_low")[0] > 0
+    assert after > before + 0.2 and column(learnt, "sft/gold_gain_low")[-1] > 0
     assert after == pytest.approx(column(learnt, "eval/score")[-1])  # the scorer is the true reward
 
 

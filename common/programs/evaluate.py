@@ -215,8 +215,6 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
             won = measures.outcomes(scores[name], scores[args.reference], margin)
             longer = [len(a["response"]) - len(b["response"]) for a, b in zip(rows[name], reference_rows)]
             result[f"{kind}_win_lc"] = length_controlled(won, longer)
-            rate = sum(won) / n
-            result.update(measures.with_interval(f"{kind}_win_rate", rate, *measures.wilson(rate, n), n))
         games = [measures.outcomes(a, b, margin) for a, b in itertools.combinations(scores.values(), 2)]
         if games:
             elos = ratings(games, len(rows), list(rows).index(args.reference), args)

@@ -45,8 +45,7 @@ def finite(metrics: dict) -> dict:
 
 WORSE = [  # a figure, and the end of its paired difference's interval that says it ended worse
     ("eval/nll", "eval/nll_change_low"), ("pairs/loss", "pairs/loss_change_low"),
-    ("eval/score", "eval/score_gain_high"), ("eval/score", "eval/score_over_first_high"),
-    ("eval/score", "sft/score_gain_high"),
+    ("eval/score", "sft/score_gain_high"), ("eval/score", "eval/score_over_first_high"),
 ]  # fmt: skip
 
 

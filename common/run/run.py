@@ -261,8 +261,6 @@ class Run:
         after = logs.finite(after)
         kept = self.state.get("samples")
         if kept:
-            gains = {"eval/score_gain": "score", "gold/score_gain": "gold"}
-            after.update(measures.gains(kept, samples, gains))
             samples = [*kept, *({"when": "after", **sample} for sample in samples)]
         self.metrics.log(*self.metrics.last, **after)
         summary = {**summary, "before": before, "after": after}

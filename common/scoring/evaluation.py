@@ -89,11 +89,13 @@ class HeldOutDocuments:
 
 class HeldOutPrompts:
     """What ppo.py evaluates: one response at temperature 1 to each held-out prompt, scored; its KL to the
-    reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl."""
+    reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl.
+    `first`: those of the policy that the run began with, over which wins are counted once they are known."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
         self.prompts = random_subset(prompts, args.eval_prompts)
         self.samples = []
+        self.first = []
         self.scorer = scorer
         self.reference = reference
         self.tokenizer = tokenizer
@@ -121,4 +123,5 @@ class HeldOutPrompts:
         columns = {"score": scores.tolist(), "kl": (logprobs - ref_logprobs).sum(1).tolist()}
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()
-        return {**measures.means(self.samples, SAMPLE_METRICS), "eval/entropy": mean_entropy.item()}
+        wins = measures.against(self.first, self.samples, None, "sft/") if self.first else {}
+        return {**measures.means(self.samples, SAMPLE_METRICS), "eval/entropy": mean_entropy.item(), **wins}

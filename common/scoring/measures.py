@@ -79,7 +79,8 @@ def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> 
 
 def against(before, after, tie_margin: float | None, prefix="", pairwise=False) -> dict[str, float]:
     """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
-    shares of prompts on which the second one wins, ties and loses (outcomes), the margin, and the gain.
+    shares of prompts on which the second one wins, ties and loses (outcomes), the win rate, in which a tie
+    is half a win, with Wilson's interval, the margin, and the gain.
     tie_margin None: a tenth of the first one's standard deviation, 0.1 of a pairwise oracle's scores."""
     metrics = {}
     for column in [column for column in JUDGES if column in after[0]]:
@@ -92,6 +93,8 @@ def against(before, after, tie_margin: float | None, prefix="", pairwise=False) 
         won = outcomes(second, first, margin)
         for name, result in (("win", 1), ("lose", 0), ("tie", 0.5)):
             metrics[f"{key}_{name}"] = won.count(result) / len(won)
+        rate = sum(won) / len(won)
+        metrics.update(with_interval(f"{key}_win_rate", rate, *wilson(rate, len(won)), len(won)))
         metrics.update(gains(before, after, {f"{key}_gain": column}))
     return metrics
 
