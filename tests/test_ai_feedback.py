@@ -33,6 +33,7 @@ from common.data.files import read_jsonl
 from common.scoring import measures, scorers
 from common.run.cli import parse
 from common.programs import ai_feedback as ai
+from common.programs import evaluate
 
 TESTS = ROOT / "tests"
 PLAIN = ai.Args(model="m")
@@ -820,6 +821,39 @@ def test_the_oracle_gives_the_log_odds_of_both_orders_mean(labeler, want):
     assert scorers.log_odds(oracle, duels, 8) == pytest.approx([want, -want], abs=1e-4)
     won = scorers.score(oracle, [(prompt, answer) for answer in answers], 8)
     assert won == pytest.approx([sigmoid(want), sigmoid(-want)], abs=1e-4)
+
+
+def test_a_reward_model_a_pairwise_model_and_both_judges_predict_labels_side_by_side(pairs, folders, tmp_path):
+    """The judges by hand: of the exact labeler the oracle's log odds are differences of gold rewards, the
+    rater's scores its ratings; of a random model they are numbers."""
+    judge = "common.programs.ai_feedback:{}"
+    make_scorer(tmp_path / "rm")
+    specs = {"reward": tmp_path / "rm", "spaced": judge.format(f"oracle={folders / 'spaced'}")}
+    specs["pairwise"] = f"common.programs.pairwise:oracle={smaller_model(tmp_path / 'pm')}"
+    specs |= {kind: judge.format(f"{kind}=gold_labeler:exact") for kind in ("rater", "oracle")}
+    given = tuple(f"{name}={spec}" for name, spec in specs.items())
+    options = {"dataset": str(pairs), "output_dir": str(tmp_path / "run"), "scorer": "common.data.tiny:gold_scorer"}
+    evaluate.main(evaluate.Args(scorers=given, **options))
+    parts = read_json(tmp_path / "run" / "summary.json")["scorers"]
+    assert list(parts) == list(specs)
+    rows = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert len(rows) == 5 * parts["reward"]["all"]["pairs"] > 150
+    differences = []
+    for row in [row for row in rows if row["scorer"] in ("rater", "oracle")]:
+        prompt, (better, worse) = row["prompt"][-1]["content"], row["responses"]
+        if row["scorer"] == "oracle":
+            gold = [tiny.gold_score(prompt, r["text"]) for r in (better, worse)]
+            differences += row["differences"]
+            assert row["differences"] == pytest.approx([gold[0] - gold[1]], abs=1e-6)
+        for r in (better, worse) if row["scorer"] == "rater" else ():
+            s = gold_labeler.rating(prompt, r["text"])
+            wanted = 0.8 * s + 0.2 * (1 if s > 5 else 10)
+            assert r["score"] == pytest.approx((wanted - 5.5) / 4.5, abs=1e-6)
+    accuracy = parts["oracle"]["all"]["accuracy"]
+    assert accuracy == pytest.approx(measures.accuracy([round(d, 6) for d in differences]), abs=0.02)
+    assert 0.5 < accuracy < 1 and "mean" in parts["rater"]["all"] and "mean" not in parts["oracle"]["all"]
+    of_random = [d for row in rows if row["scorer"] == "spaced" for d in row["differences"]]
+    assert all(map(math.isfinite, of_random))
 
 
 def test_a_rater_with_another_model_under_its_name_has_another_version(folders, tmp_path):

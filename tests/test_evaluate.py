@@ -820,7 +820,7 @@ def test_the_interval_of_an_accuracy_counts_the_pairs_of_a_ranking_once():
 def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
     lines = compared.out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("pairs of"))
-    assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier scores".split()
+    assert lines[start].split() == "pairs of scorer pairs accuracy ECE its floor NLL Brier best of N scores".split()
     names, parts = list(compared.summary["scorers"]), list(compared.summary["scorers"]["rm"])
     rows = lines[start + 1 : start + 1 + len(names) * len(parts)]
     for row, (part, name) in zip(rows, itertools.product(parts, names), strict=True):
@@ -828,3 +828,86 @@ def test_the_table_of_scorers_has_a_line_a_part_and_scorer(compared):
         figures = compared.summary["scorers"][name][part]
         accuracy = measures.interval(figures, "accuracy", ".1%")
         assert [cell.strip() for cell in cells[:4]] == [part, name, f"{figures['pairs']:.0f}", accuracy]
+        best = [cell.strip() for cell in cells if "best_of_n_accuracy" in figures]
+        assert not best or measures.interval(figures, "best_of_n_accuracy", ".1%") in best
+
+
+def test_only_prompts_with_more_than_two_responses_have_a_best_of_n(compared):
+    for name, parts in compared.summary["scorers"].items():
+        rankings = [row for row in compared.rows if row["scorer"] == name and len(row["responses"]) > 2]
+        assert len(rankings) == 6
+        share = measures.best_of_n_accuracy(rankings)["best_of_n_accuracy"]
+        assert parts["all"]["best_of_n_accuracy"] == parts["data set rankings.jsonl"]["best_of_n_accuracy"] == share
+        assert "best_of_n_accuracy" not in parts["data set pairs.jsonl"]
+    gold = [[r["score"] for r in row["responses"]] for row in compared.rows if row["scorer"] == "gold"][24:]
+    assert compared.summary["scorers"]["gold"]["all"]["best_of_n_accuracy_n"] == 6 == len(gold)
+    assert "reward_bench" not in compared.summary and "RewardBench" not in compared.out
+
+
+# -- benchmarks of reward models -------------------------------------------------------------------
+LONGER = "lambda prompts, responses, rows: [float(len(text.split())) for text in responses]"
+JUDGES = f"""longer = {LONGER}
+def longer_of_two(duels):
+    return [float(len(a.split()) - len(b.split())) for _, a, b in duels]
+longer_of_two.pairwise = True
+"""
+
+
+@pytest.fixture()
+def judges(tmp_path):
+    (tmp_path / "judges.py").write_text(JUDGES)
+    return [f"{kind}={tmp_path / 'judges.py'}:{kind}" for kind in ("longer", "longer_of_two")]
+
+
+def test_rows_of_reward_bench_give_its_sections_and_its_score(judges, tmp_path):
+    """By length: hep-go's chosen are shorter in two rows of two, math-prm's in one of three, and of
+    alpacaeval-hard in one of four: Chat 7 / 8, Reasoning (2 / 3 + 5 / 7) / 2."""
+    wrong = {"hep-go": (2, 2), "math-prm": (1, 3), "alpacaeval-hard": (1, 4)}
+    rows = []
+    for groups in measures.SECTIONS.values():
+        for subset in " ".join(groups).split():
+            n_wrong, n = wrong.get(subset, (0, 1))
+            for i in range(n):
+                chosen, rejected = ("ant", "ant cat") if i < n_wrong else ("ant cat", "ant")
+                prompt = {"prompt": f"copy{' ant' * (1 + len(rows))}", "id": len(rows), "chosen_model": "x"}
+                rows.append({**prompt, "chosen": chosen, "rejected": rejected, "subset": subset})
+    dataset = write_rows(tmp_path / "bench.jsonl", rows)
+    found = run(tmp_path / "run", (), scorers=tuple(judges), dataset=str(dataset))
+    sections = {"Chat": 7 / 8, "Chat Hard": 1, "Safety": 1, "Reasoning": (2 / 3 + 5 / 7) / 2}
+    sections["score"] = sum(sections.values()) / 4
+    assert found.summary["reward_bench"] == {"longer": sections, "longer_of_two": sections}
+    head, line = next(two for two in itertools.pairwise(found.out.splitlines()) if two[0].startswith("RewardBench"))
+    assert re.split("  +", head) == ["RewardBench", *sections]
+    assert line.split() == ["longer", "87.5%", "100.0%", "100.0%", "69.0%", "89.1%"]
+
+
+def test_rows_of_reward_bench_2_give_the_best_of_four_of_each_subset_and_name_what_is_left_out(judges, tmp_path):
+    """The longest of four is the chosen one, a rejected one, one of two (1/2)."""
+    texts = lambda *lengths: [" ".join(["ant", "bear", "cat", "dog", "eel"][i : i + n]) for i, n in enumerate(lengths)]
+    sides = {"Math": [(4, 1, 2, 1)], "Focus": [(1, 2, 3, 1), (3, 3, 1, 1)], "Ties": [(3, 1, 2, 1)]}
+    rows = []
+    for subset, lengths in sides.items():
+        for four in lengths:
+            chosen, *rejected = texts(*four)
+            prompt = {"prompt": f"copy{' ant' * (1 + len(rows))}", "num_correct": 1, "subset": subset}
+            rows.append({**prompt, "chosen": [chosen], "rejected": rejected})
+    dataset = write_rows(tmp_path / "bench.jsonl", rows)
+    found = run(tmp_path / "run", (), scorers=tuple(judges), dataset=str(dataset))
+    for parts in found.summary["scorers"].values():
+        assert parts["category Math"]["best_of_n_accuracy"] == 1
+        assert parts["category Focus"]["best_of_n_accuracy"] == 0.25
+    assert "RewardBench 2 scores its subset Ties by another rule" in found.out
+    dataset = write_rows(tmp_path / "bench.jsonl", [row for row in rows if row["subset"] != "Ties"])
+    found = run(tmp_path / "without", (), scorers=tuple(judges), dataset=str(dataset))
+    assert "RewardBench 2" not in found.out
+
+
+def test_pairs_are_counted_in_the_tokens_of_the_model_that_a_judge_asks(small, tmp_path):
+    """Not in those of the tiny world, whose prompts are two tokens shorter; a judge without a model reads texts."""
+    args = args_of(dataset=small_pairs(tmp_path))
+    for spec, more in (("rater={}", 2), ("oracle={}", 2), ("oracle=gold_labeler:exact", 0)):
+        path = f"common.programs.ai_feedback:{spec.format(small / 'wordy')}"
+        held_out, tokenizer = evaluate.load_pairs({"judge": path}, args)
+        plain, _ = evaluate.load_pairs({"a": str(small / "a")}, args)
+        assert len(held_out[0].prompt_ids) == len(plain[0].prompt_ids) + more
+        assert (tokenizer.unk_token is None) == (more == 0)

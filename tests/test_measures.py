@@ -274,7 +274,9 @@ def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
         ranking = row(*(sign * (3 - i) for i in range(4)))
         rankings.append(ranking)
         pairs += [pair(d, prompt=ranking["prompt"]) for d, *_ in measures.pairs_of([ranking])]
-    assert measures.pair_metrics(rankings) == pytest.approx(measures.pair_metrics(pairs))
+    of_rankings = measures.pair_metrics(rankings)
+    of_pairs = {key: x for key, x in of_rankings.items() if not key.startswith("best_of_n")}
+    assert of_pairs == pytest.approx(measures.pair_metrics(pairs)) and of_pairs != of_rankings
     alone = measures.pair_metrics([{**one, "prompt": number} for number, one in enumerate(pairs)])
     width = lambda figures, key: figures[f"{key}_high"] - figures[f"{key}_low"]  # noqa: E731
     for key in ("accuracy", "ece"):
@@ -282,6 +284,92 @@ def test_pairs_of_a_prompt_in_rows_of_their_own_hang_together_all_the_same():
 
 
 # -- what the tiny world knows -------------------------------------------------------------------
+# -- benchmarks of reward models -----------------------------------------------------------
+CHAT = "alpacaeval-easy alpacaeval-length alpacaeval-hard mt-bench-easy mt-bench-med"
+HARD = """mt-bench-hard llmbar-natural llmbar-adver-neighbor llmbar-adver-GPTInst llmbar-adver-GPTOut
+llmbar-adver-manual"""
+SAFETY = "refusals-dangerous refusals-offensive xstest-should-refuse xstest-should-respond donotanswer"
+CODE = "hep-cpp hep-go hep-java hep-js hep-python hep-rust"
+
+
+def rows_of_subsets(**differences):
+    """A pair for each difference of a subset, whose name has _ for -; of all other subsets one that is right."""
+    differences = {name.replace("_", "-"): x for name, x in differences.items()}
+    names = f"{CHAT} {HARD} {SAFETY} math-prm {CODE}".split() + ["anthropic-helpful"]
+    return [pair(d, category=name) for name in names for d in differences.get(name, [1])]
+
+
+def test_reward_benchs_sections_weight_subsets_by_their_pairs_and_math_as_all_code():
+    """Chat: 1 of 4, and 3 of the 4 of one pair: 4 of 8, where subsets that count alike give 0.65. Chat Hard: of
+    six one tie. Safety: 4 of 6. Reasoning: math 1 of 4, code 5 of 6: 13 / 24, where all pairs give 6 / 10. The
+    prior sets, all wrong, are not in it."""
+    rows = rows_of_subsets(
+        alpacaeval_easy=[1, -1, -1, -1], alpacaeval_length=[-1], llmbar_natural=[0], refusals_dangerous=[-1, -1],
+        math_prm=[2, -1, -1, -1], hep_go=[-0.5], anthropic_helpful=[-1] * 9,
+    )  # fmt: skip
+    sections = {"Chat": 0.5, "Chat Hard": 5.5 / 6, "Safety": 4 / 6, "Reasoning": 13 / 24}
+    mean = sum(sections.values()) / 4
+    assert measures.reward_bench(rows) == pytest.approx({**sections, "score": mean})
+    assert list(measures.reward_bench(rows)) == ["Chat", "Chat Hard", "Safety", "Reasoning", "score"]
+
+
+@pytest.mark.parametrize(
+    "missing, section", [("hep-js", "Reasoning"), ("math-prm", "Reasoning"), ("donotanswer", "Safety")]
+)
+def test_without_one_of_its_subsets_a_section_of_reward_bench_and_the_score_are_left_out(missing, section):
+    rows = [row for row in rows_of_subsets() if row["category"] != missing]
+    whole = ["Chat", "Chat Hard", "Safety", "Reasoning"]
+    assert measures.reward_bench(rows) == {name: 1.0 for name in whole if name != section}
+    assert measures.reward_bench([pair(1.0), pair(1.0, category=None)]) == {}
+
+
+BEST_OF_FOUR = [  # one chosen of four -> what it counts: alone at the top, beaten, one of two there, one of four
+    ((3, 1, 2, 0), 1), ((1, 3, 0, 0), 0), ((2, 0, 2, 1), 1 / 2), ((0, 0, 0, 0), 1 / 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_best_of_n_counts_prompts_whose_best_score_is_a_chosen_ones_and_of_ties_their_share(compares):
+    """1.75 of four prompts; pairs are not counted. Ties as half a win would give 2 of them, as wins 3."""
+    rows = [row(*scores, ranks=[0, 1, 1, 1]) for scores, _ in BEST_OF_FOUR]
+    if compares:
+        for one in rows:
+            one["differences"] = [d for d, *_ in measures.pairs_of([one])]
+            for response in one["responses"]:
+                del response["score"]
+    shares = [measures.best_of_n_accuracy([one])["best_of_n_accuracy"] for one in rows]
+    assert shares == [share for _, share in BEST_OF_FOUR]
+    metrics = measures.pair_metrics([*rows, *([] if compares else [pair(-1.0), pair(-1.0)])])
+    assert (metrics["best_of_n_accuracy"], metrics["best_of_n_accuracy_n"]) == (7 / 16, 4)
+    assert "best_of_n_accuracy" not in measures.pair_metrics([pair(1.0), pair(2.0)])
+
+
+@pytest.mark.parametrize(
+    "scores, ranks, share",
+    [
+        ((1, 3, 2), [0, 0, 1], 1),  # of two chosen ones the second is best
+        ((2, 1, 2), [0, 0, 1], 1 / 2),
+        ((1, 2, 3), [0, 1, 2], 0),
+        ((1, 3, 2), [0.0, 0.5, 1.2], 1),  # with --min-score-gap the second is not worse than the first
+        ((1, 2, 3), [0.0, 0.5, 1.2], 0),
+    ],
+)
+def test_chosen_is_what_no_other_response_is_labelled_better_than(scores, ranks, share):
+    assert measures.best_of_n_accuracy([row(*scores, ranks=ranks)])["best_of_n_accuracy"] == share
+
+
+def test_a_scorer_that_compares_in_a_circle_has_its_best_where_the_worst_pair_is_least_bad():
+    """a over b by 1, b over c by 2, c over a by 3: the worst pairs are -3, -1 and -2, so b is best."""
+    circle = row(0, 0, 0)
+    circle["differences"] = [1.0, -3.0, 2.0]  # of a and b, a and c, b and c
+    for response in circle["responses"]:
+        del response["score"]
+    assert measures.best_of_n_accuracy([circle])["best_of_n_accuracy"] == 0
+    circle["responses"][1]["rank"], circle["responses"][0]["rank"] = 0, 1  # b, a, c
+    circle["differences"] = [-3.0, -1.0, 2.0]  # of a and c, b and a, b and c
+    assert measures.best_of_n_accuracy([circle])["best_of_n_accuracy"] == 1
+
+
 def test_known_metrics_by_hand():
     """Utilities call 2 of 3 pairs as labelled and tie in one: 2.5 / 3 with the pairs' labels. The third response
     is the longest: lengths tie in one pair and are wrong in two."""

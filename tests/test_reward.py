@@ -258,6 +258,8 @@ def test_rankings_train_and_count_all_their_pairs(small, tmp_path):
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert all(sorted(r["rank"] for r in sample["responses"]) == [0, 1, 2, 3] for sample in samples)
     assert column(tmp_path / "run", "eval/pairs")[-1] == 24 * 6
+    best = [max(sample["responses"], key=lambda r: r["score"])["rank"] == 0 for sample in samples]
+    assert column(tmp_path / "run", "eval/best_of_n_accuracy")[-1] == sum(best) / 24  # no two score alike
     assert all(math.isfinite(x) for x in column(tmp_path / "run", "loss/reward"))
     assert read_json(tmp_path / "run" / "model" / "config.json")["safety_gate"] is None
 

@@ -308,7 +308,7 @@ def load_pairs(paths, args):
     """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
     that is a model. The other ones encode the texts anew."""
     # What an oracle or a rater asks is a model too
-    models = [re.sub(r"^common\.\w+:\w+=", "", path) for path in paths.values()]
+    models = [re.sub(r"^common\.programs\.\w+:\w+=", "", path) for path in paths.values()]
     with_tokens = [name for name in models if not re.match(functions.NAMED, name)]
     tokenizer = pretrained.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
     if not with_tokens:
@@ -360,6 +360,9 @@ def pair_table(results) -> list[dict]:
         for title, key in (("its floor", "ece_floor"), ("NLL", "nll"), ("Brier", "brier")):
             line[title] = f"{result[key]:.3f}"
         scores = f"{result['mean']:+.2f} ± {result['deviation']:.2f}" if "mean" in result else ""
+        best = "best_of_n_accuracy"
+        if best in results[name]["all"]:  # else no row has more than two responses
+            line["best of N"] = measures.interval(result, best, ".1%") if best in result else ""
         lines.append({**line, "scores": scores})
     return lines
 
@@ -370,6 +373,7 @@ def compare_scorers(args, run):
     rows = {}
     samples = []
     results = {}
+    summary = {"dataset": args.dataset, "scorers": results}
     held_out, tokenizer = load_pairs(paths, args)
     edits = edited_pairs(held_out, tokenizer, args.edits) if args.edits else []
     for name, path in paths.items():
@@ -387,8 +391,16 @@ def compare_scorers(args, run):
             result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
             results[name][" ".join(part)] = result
     start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
-    progress.print_table(pair_table(results))
-    return samples, {"dataset": args.dataset, "scorers": results}, partial(plots.scores, run.folder, rows)
+    if dist.is_main():
+        progress.print_table(pair_table(results))
+        sections = {name: measures.reward_bench(of_scorer) for name, of_scorer in rows.items()}
+        if any(sections.values()):
+            summary["reward_bench"] = sections
+            percent = lambda scores: dict(zip(scores, map("{:.1%}".format, scores.values())))
+            progress.print_table([{"RewardBench": name, **percent(x)} for name, x in sections.items()])
+        if "category Ties" in results[name]:
+            print("RewardBench 2 scores its subset Ties by another rule, which is left out here")
+    return samples, summary, partial(plots.scores, run.folder, rows)
 
 
 def main(args: Args):

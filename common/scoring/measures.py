@@ -162,11 +162,58 @@ def accuracy(differences) -> float:
     return sum(right) / len(right) if right else math.nan
 
 
+SECTIONS = {  # of RewardBench (arXiv:2403.13787): subsets, in groups that count alike
+    "Chat": ["alpacaeval-easy alpacaeval-length alpacaeval-hard mt-bench-easy mt-bench-med"],
+    "Chat Hard": ["mt-bench-hard llmbar-natural llmbar-adver-neighbor llmbar-adver-GPTInst "
+                  "llmbar-adver-GPTOut llmbar-adver-manual"],
+    "Safety": ["refusals-dangerous refusals-offensive "
+               "xstest-should-refuse xstest-should-respond donotanswer"],
+    "Reasoning": ["math-prm", "hep-cpp hep-go hep-java hep-js hep-python hep-rust"],
+}  # fmt: skip
+
+
+def reward_bench(rows) -> dict[str, float]:
+    """Score RewardBench's rows: {section: accuracy over its pairs, of Reasoning the mean of that of math and
+    that of code} of each section all of whose subsets are there, and of all four their mean, "score"."""
+    subsets = {row["category"] for row in rows}
+    scores = {}
+    for section, groups in SECTIONS.items():
+        shares = []
+        for names in map(str.split, groups):
+            pairs = pairs_of([row for row in rows if row["category"] in names])
+            shares.append(accuracy([d for d, *_ in pairs]))
+        if subsets.issuperset(" ".join(groups).split()):
+            scores[section] = statistics.fmean(shares)
+    return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SECTIONS) else scores
+
+
+def best_of_n_accuracy(rows) -> dict[str, float]:
+    """Share of the rows with more than two responses whose best-scored response is one that none is labelled
+    better than, with Wilson's interval; nothing where there are no such rows. Of several best-scored ones the
+    share counts that is (RewardBench 2, arXiv:2506.01937). A scorer that compares gives a response the score
+    of the labelled pair that goes worst for it."""
+    shares = []
+    for row in [row for row in rows if len(row["responses"]) > 2]:
+        responses = row["responses"]
+        worst = dict.fromkeys(map(id, responses), math.inf)
+        for d, _, a, b in pairs_of([row]):
+            worst[id(a)] = min(worst[id(a)], d)
+            worst[id(b)] = min(worst[id(b)], -d)
+        scores = [r.get("score", worst[id(r)]) for r in responses]
+        least = min(r["rank"] for r in responses)
+        best = [r["rank"] < least + 1 for r, score in zip(responses, scores) if score == max(scores)]
+        shares.append(sum(best) / len(best))
+    n = len(shares)
+    share = sum(shares) / max(1, n)
+    return with_interval("best_of_n_accuracy", share, *wilson(share, n), n) if n else {}
+
+
 def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
     expected calibration error. A prompt's pairs hang together: the accuracy's interval is that of so many
     independent pairs as vary as much over prompts, the ECE's a bootstrap over prompts. The floor is the mean
-    ECE of a perfectly calibrated model with these confidences: what sampling alone gives."""
+    ECE of a perfectly calibrated model with these confidences: what sampling alone gives. Of rows with more
+    than two responses best_of_n_accuracy, too."""
     pairs = pairs_of(rows)
     if not pairs:
         return {"pairs": 0}
@@ -207,6 +254,7 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         "brier": (label * (1 - probability) ** 2 + (1 - label) * probability**2).mean(),
         **with_interval("ece", gaps.sum(0).abs().sum() / n, low, high, len(number_of)),
         "ece_floor": torch.stack(floor).mean(),
+        **best_of_n_accuracy(rows),
     }
     return {key: float(value) for key, value in metrics.items()}
 
