@@ -125,8 +125,8 @@ def ppo_main(folder, output_dir, **options):
 
 
 def evaluate_main(folder, output_dir):
-    """Greedy answers to 5 prompts, of which rank 1 gets 2, read by a model."""
-    files = {"scorer": "rs scorer", "dataset": "asked.jsonl", "output_dir": output_dir}
+    """Greedy answers to 5 prompts of two turns, of which rank 1 gets 2, read by a model."""
+    files = {"scorer": "rs scorer", "dataset": "turns.jsonl", "output_dir": output_dir}
     options = {name: str(folder / file) for name, file in files.items()} | {"reference": "tied"}
     options |= {"policies": (str(folder / "untied"), str(folder / "tied")), "temperatures": (0.0,)}
     options |= {"safety_scorer": "common.data.tiny:safety_scorer", "max_new_tokens": 8}

@@ -2,6 +2,7 @@
 One launch serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its own."""
 
 import collections
+import itertools
 import json
 import math
 import platform
@@ -57,6 +58,8 @@ def prepare(folder):
         ("text", "text", "train", 30),
     ):
         write_rows(folder / f"{name}.jsonl", tiny.rows(kind, split)[:count])
+    questions = [row["prompt"] for row in tiny.rows("prompts", "test")[:6]]
+    write_rows(folder / "turns.jsonl", [{"turns": list(two)} for two in itertools.pairwise(questions)])
     (folder / "one").mkdir()
     dist_cases.write_checkpoint(folder / "one")
     checkpoints.save_model(dist_cases.scorer(1)[0], dist_cases.TOKENIZER, folder / "rs scorer")
@@ -779,7 +782,8 @@ def test_greedy_figures_of_two_ranks_are_those_of_one(two):
     folders = [two.folder / f"evaluated by {name}" for name in ("one", "two")]
     one, both = (read_jsonl(folder / "samples.jsonl") for folder in folders)
     text = lambda rows: [(r["policy"], r["prompt"], r["response"], r["safety"]) for r in rows]
-    assert text(one) == text(both) and len(one) == 10 and len({r["response"] for r in one}) > 2
+    assert text(one) == text(both) and len(one) == 20 and len({r["response"] for r in one}) > 2
+    assert [r["turn"] for r in one] == 2 * ([1] * 5 + [2] * 5)
     assert close([r["score"] for r in one], [r["score"] for r in both], 1e-4)
     assert len({r["score"] for r in one}) > 5
     one, both = (json.loads((f / "summary.json").read_text())["temperatures"]["0"] for f in folders)

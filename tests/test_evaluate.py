@@ -9,6 +9,7 @@ import re
 import statistics
 from types import SimpleNamespace
 
+import gold_labeler
 import numpy
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from common import batches, dist, models, responses
 from common.batches import random_subset
 from common.errors import InputError
-from common.data import comparisons, progress, tiny
+from common.data import chat, comparisons, progress, tiny
 from common.data.files import read_jsonl
 from common.loading import pretrained
 from common.scoring import evaluation, measures, scorers
@@ -911,3 +912,117 @@ def test_pairs_are_counted_in_the_tokens_of_the_model_that_a_judge_asks(small, t
         plain, _ = evaluate.load_pairs({"a": str(small / "a")}, args)
         assert len(held_out[0].prompt_ids) == len(plain[0].prompt_ids) + more
         assert (tokenizer.unk_token is None) == (more == 0)
+
+
+# -- questions of several turns --------------------------------------------------------------------
+TWO_TURNS = [  # as FastChat's question.jsonl has them
+    {"question_id": 81, "category": "writing", "turns": ["copy ant bear", "reverse cat dog"]},
+    {"question_id": 111, "category": "math", "turns": ["first eel fox", "last goat hen"], "reference": ["eel", "hen"]},
+    {"question_id": 112, "category": "math", "turns": ["rest ibis ant", "copy owl"]},
+]
+GRADES = """def grade(prompts, responses, rows):
+    return [10.0 * len(row["messages"]) + len(question) / 100 for row, question in zip(rows, prompts)]
+"""
+
+
+@pytest.fixture(scope="module")
+def two_turns(small, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("turns")
+    (folder / "grades.py").write_text(GRADES)
+    dataset = str(write_rows(folder / "question.jsonl", TWO_TURNS))
+    options = {"dataset": dataset, "reference": "a", "temperatures": (1.0, 0.0), "scorer": f"{folder}/grades.py:grade"}
+    found = run(folder / "run", [small / "a", small / "b"], **options)
+    found.options = {**options, "overwrite": True, "temperatures": (0.0,)}
+    found.folder = folder
+    return found
+
+
+def test_the_second_question_is_asked_behind_the_policys_own_first_answer(two_turns, loaded):
+    for name, t in itertools.product("ab", (1.0, 0.0)):
+        rows = of(two_turns, name, t)
+        assert [row["turn"] for row in rows] == [1, 1, 1, 2, 2, 2]
+        for row, (first, second) in zip(TWO_TURNS, zip(rows[:3], rows[3:])):
+            question, further = row["turns"]
+            assert first["prompt"] == [{"role": "user", "content": question}]
+            answer = {"role": "assistant", "content": first["response"]}
+            assert second["prompt"] == [*first["prompt"], answer, {"role": "user", "content": further}]
+            assert first["category"] == second["category"] == row["category"]
+    assert [r["response"] for r in of(two_turns, "a", 0.0)] != [r["response"] for r in of(two_turns, "b", 0.0)]
+
+
+def test_the_second_answer_is_what_the_policy_writes_behind_that_dialogue(two_turns, loaded):
+    """Greedily; not what it writes to the second question alone, or behind the other policy's answer."""
+    options = {"max_new_tokens": 6, "slots": 64, "temperature": 0.0}
+    other = of(two_turns, "b", 0.0)[3:]
+    rows = of(two_turns, "a", 0.0)[3:]
+    texts = {}
+    for name, dialogues in {
+        "own": [row["prompt"] for row in rows], "other": [row["prompt"] for row in other],
+        "alone": [row["prompt"][-1:] for row in rows],
+    }.items():  # fmt: skip
+        prompts = [responses.Prompt(chat.prompt_ids(TOKENIZER, turns), turns, None) for turns in dialogues]
+        pairs = responses.sample_pairs(loaded[0], TOKENIZER, prompts, **options)
+        texts[name] = [response.text for _, response in pairs]
+    assert [row["response"] for row in rows] == texts["own"] != texts["alone"] and texts["own"] != texts["other"]
+
+
+def test_scores_of_turns_and_categories_are_the_judges_means(two_turns):
+    for t, name in itertools.product(("1", "0"), "ab"):
+        figures = two_turns.summary["temperatures"][t][name]
+        rows = of(two_turns, name, float(t))
+        lengths = [len(row["prompt"][-1]["content"]) / 100 for row in rows]
+        scores = [10 + x for x in lengths[:3]] + [30 + x for x in lengths[3:]]  # one message, three messages
+        assert figures["score/turn_1"] == pytest.approx(sum(scores[:3]) / 3)
+        assert figures["score/turn_2"] == pytest.approx(sum(scores[3:]) / 3)
+        assert figures["score"] == pytest.approx(sum(scores) / 6)
+        assert figures["score/writing"] == pytest.approx((scores[0] + scores[3]) / 2)
+        assert figures["score/math"] == pytest.approx((scores[1] + scores[2] + scores[4] + scores[5]) / 4)
+        assert isinstance(rows[3]["kl"] if t == "1" else 0.0, float) and figures["score_win_rate_n"] == 6
+        line = evaluate.table_line(name, figures)
+        assert line["score/turn_2"] == f"{figures['score/turn_2']:.2f}" and "rating" not in line
+    assert two_turns.summary["prompts"] == 3
+    assert "not read as prompts (in so many rows): question_id (3), reference (1)" in two_turns.out
+
+
+def test_of_ai_feedbacks_rater_the_ratings_are_shown(two_turns, small, tmp_path, monkeypatch):
+    """It gives 10 where the dialogue has an earlier answer and 4 elsewhere."""
+
+    class Sure(gold_labeler.GoldLabeler):
+        def probabilities(self, questions, options):
+            places = [9 if "assistant: " in question.values["prompt"] else 3 for question in questions]
+            return torch.eye(10, dtype=torch.float64)[places]
+
+    monkeypatch.setattr(gold_labeler, "mine", Sure, raising=False)
+    options = {**two_turns.options, "scorer": "common.programs.ai_feedback:rater=gold_labeler:mine"}
+    found = run(tmp_path / "run", [small / "a"], **options)
+    figures = found.summary["temperatures"]["0"]["a"]
+    ratings = {key: x for key, x in figures.items() if key.startswith("rating")}
+    known = {"rating": 7, "rating/turn_1": 4, "rating/turn_2": 10, "rating/writing": 7, "rating/math": 7}
+    assert ratings == pytest.approx(known) and figures["score"] == pytest.approx((7 - 5.5) / 4.5)
+    assert evaluate.table_line("a", figures)["rating/turn_2"] == "10.00"
+
+
+def test_turns_that_cannot_be_asked_are_dropped_and_named(two_turns, small, tmp_path):
+    rows = [
+        *TWO_TURNS[:2], {"turns": ["copy cat", "copy " + "ant " * 60]}, {"turns": ["copy dog", 5]},
+        {"turns": ["copy eel", "copy <|user|> eel"]}, {"turns": ["copy fox"]}, {"turns": 3}, {"prompt": "copy hen"},
+    ]  # fmt: skip
+    dataset = str(write_rows(tmp_path / "rows.jsonl", rows))
+    found = run(tmp_path / "run", [small / "a"], **{**two_turns.options, "dataset": dataset})
+    assert "with all answers it may exceed 64 tokens (--max-length) (rows.jsonl:3)" in found.out
+    assert "turns is no list of texts without special tokens (rows.jsonl:4, rows.jsonl:5)" in found.out
+    assert "(rows.jsonl:7)" in found.out
+    assert [row["turn"] for row in found.rows] == [1, 1, 1, 1, 2, 2]
+    answered = [{**TWO_TURNS[0], "completion": "ant bear"}, *({"prompt": x, "completion": "ant"} for x in PROMPTS[:2])]
+    dataset = str(write_rows(tmp_path / "rows.jsonl", answered))
+    options = {**two_turns.options, "dataset": dataset, "reference": "dataset"}
+    found = run(tmp_path / "answered", [small / "a", "dataset"], **options)
+    assert "it asks several questions, and a row holds one answer (rows.jsonl:1)" in found.out
+    assert len(found.rows) == 4 and "turn" not in found.rows[0]
+
+
+def test_second_answers_want_a_judge_that_scores(two_turns, small, judges, tmp_path):
+    spec = judges[1].partition("=")[2]
+    with pytest.raises(InputError, match="longer_of_two compares answers.*take one that scores"):
+        run(tmp_path / "run", [small / "a"], **{**two_turns.options, "scorer": spec})
+    assert not (tmp_path / "run").exists()

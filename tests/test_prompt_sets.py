@@ -59,6 +59,9 @@ FORMATS = {
     ),
     "chosen as HH dialogue": ({"chosen": HH + " dog", "rejected": HH + " eel"}, TALK),
     "chosen as messages": ({"chosen": [*TALK, bot("dog")], "rejected": [*TALK, bot("eel")]}, TALK),
+    "MT-Bench's turns": ({"question_id": 81, "category": "math", "turns": ["cat", "dog"]}, [user("cat")]),
+    "turns beside a prompt": ({"prompt": "ant", "turns": ["cat", "dog"]}, [user("ant")]),
+    "turns of another meaning": ({"prompt": "ant", "turns": 2}, [user("ant")]),
 }
 
 
@@ -127,6 +130,17 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
 def test_the_last_turn_of_every_prompt_is_the_users(messages, load):
     """Such a row may be dropped or cut; a scorer gets the last turn as the prompt."""
     assert all(p.turns[-1]["role"] == "user" for p in load([{"prompt": "owl"}, {"messages": messages}]))
+
+
+def test_of_turns_the_further_ones_are_said_to_be_unread_unless_the_caller_reads_them(tmp_path, capsys):
+    rows = [{"category": "math", "turns": ["cat", "dog"]}, {"category": "math", "turns": ["ant"]}]
+    paths = [write_rows(tmp_path / "p.jsonl", rows), tmp_path / "p.csv"]
+    paths[1].write_text('category,turns\nmath,"[""cat"", ""dog""]"\nmath,"[""ant""]"\n')
+    for path in paths:
+        for reads, words in ((), f"{path.name}: not read as prompts (in so many rows): turns (2)"), (["turns"], ""):
+            prompts = prompt_sets.load_prompts(str(path), "train", TOKENIZER, 64, reads=reads)
+            assert [p.question for p in prompts] == ["cat", "ant"] and prompts[0].row.data["turns"] == ["cat", "dog"]
+            assert capsys.readouterr().out.strip() == words
 
 
 def test_category_is_text_or_none(load):

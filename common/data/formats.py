@@ -18,7 +18,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of th
 NOT_TEXT = set(  # the columns that something here reads, and that hold neither text nor numbers alone
     """messages conversations context_messages trajectory history responses label is_safety chosen_is_safe
     rejected_is_safe chosen_behavior_logprobs rejected_behavior_logprobs tags completions answers
-    is_response_0_safe is_response_1_safe info summaries choice""".split()
+    is_response_0_safe is_response_1_safe info summaries choice turns""".split()
 )
 
 EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
@@ -144,6 +144,7 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
         {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
     # TL;DR's own summaries; a space stands before the texts of `summaries`, too
     "subreddit title post summary": lambda row: {"prompt": _post(row), "completion": " " + row["summary"]},
+    "turns": lambda row: {"prompt": "" + dict.get(row, "turns")[0]},  # MT-Bench; evaluate.py reads them all
 }  # fmt: skip
 
 

@@ -11,14 +11,16 @@ from common.responses import Prompt
 from common.data import chat, formats, mapping, message_columns, mixtures, splits
 
 
-def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None) -> list[Prompt]:
+def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) -> list[Prompt]:
     """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
     and named. Columns: those of prompt_turns. InputError if none is left.
 
-    grade: of several rows of a prompt the one of which this function gives most; None: the first."""
+    grade: of several rows of a prompt the one of which this function gives most; None: the first.
+    reads: more columns that the caller reads."""
 
     def turns_of(row):
-        row.data.get("category")  # Prompt.category will read it
+        for name in ("category", *reads):  # Prompt.category will read the first
+            row.data.get(name)
         if row.data.get("is_safety") not in (None, False, True):
             raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
         return message_columns.prompt_turns(row.data)

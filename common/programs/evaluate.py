@@ -19,6 +19,7 @@ import itertools
 import math
 import os
 import re
+import statistics
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -138,6 +139,18 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     of those rows alone that hold one, of several rows of a prompt the best; else the response is None."""
 
     def with_answer(prompt):
+        further = further_questions(prompt)
+        if answered and further:
+            raise ValueError("it asks several questions, and a row holds one answer")
+        if not all(isinstance(x, str) and not chat.special_tokens(tokenizer).search(x) for x in further):
+            raise ValueError("turns is no list of texts without special tokens")
+        if not answered:
+            last = prompt
+            while further_questions(last):
+                last = next_prompt(tokenizer, last, "")
+            if len(last.ids) + len(further) * args.max_new_tokens > room:
+                raise ValueError(f"with all answers it may exceed {args.max_length} tokens (--max-length)")
+            return prompt, None
         text = message_columns.sft_messages(prompt.row.data)[0][-1]["content"]
         _, [ids] = chat.encode_responses(tokenizer, prompt.turns, [text])
         if len(prompt.ids) + len(ids) > args.max_length:
@@ -146,9 +159,46 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
     room = args.max_length - args.max_new_tokens
     grade = score_of_answer if answered else None
-    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade)
-    pairs = mapping.map_rows(prompts, with_answer, args.dataset) if answered else [(p, None) for p in prompts]
+    prompts = prompt_sets.load_prompts(args.dataset, args.split, tokenizer, room, grade, ["turns"])
+    pairs = mapping.map_rows(prompts, with_answer, args.dataset)
     return random_subset(pairs, args.eval_prompts, lambda pair: pair[0].key)
+
+
+def further_questions(prompt) -> list[str]:
+    """Those questions of a row's `turns` (MT-Bench's form, arXiv:2306.05685) that come after the prompt's."""
+    earlier = [turn["content"] for turn in prompt.turns if turn["role"] == "user"]
+    turns = prompt.row.data.get("turns")
+    return turns[len(earlier) :] if isinstance(turns, list) and turns[: len(earlier)] == earlier else []
+
+
+def next_prompt(tokenizer, prompt, answer) -> responses.Prompt:
+    """Ask the first of further_questions behind an answer, without what would be read as special tokens."""
+    answer = chat.special_tokens(tokenizer).sub("", answer)
+    question = {"role": "user", "content": further_questions(prompt)[0]}
+    turns = [*prompt.turns, {"role": "assistant", "content": answer}, question]
+    return prompt._replace(ids=chat.prompt_ids(tokenizer, turns), turns=turns)
+
+
+def answer_turns(policy, tokenizer, prompts, args, t, turn=0) -> list[tuple]:
+    """[(prompt, response)] at temperature t: of all prompts, then of those that have a second question, asked
+    behind the policy's own first answer, and so on."""
+    seed = dist.seed_of(args.seed, "evaluate", f"{t}/{turn}" if turn else t)
+    pairs = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
+    prompts = [next_prompt(tokenizer, p, response.text) for p, response in pairs if further_questions(p)]
+    return pairs + (answer_turns(policy, tokenizer, prompts, args, t, turn + 1) if prompts else [])
+
+
+def scores_by_turn(rows, scorer) -> dict[str, float]:
+    """Mean scores of rows that have a `turn`: {"score": of all, "score/turn_1": of the first answers, ...,
+    "score/CATEGORY": of a category's, ...}; of ai_feedback's rater its ratings, 1 to 10: {"rating": ...}."""
+    kind = "rating" if "ai_feedback:rater=" in scorer else "score"
+    scores = {}
+    for row in [row for row in rows if "turn" in row]:
+        score = 5.5 + 4.5 * row["score"] if kind == "rating" else row["score"]
+        for name in (kind, f"{kind}/turn_{row['turn']}", f"{kind}/{row['category']}"):
+            scores.setdefault(name, []).append(score)
+    names = sorted(scores, key=lambda name: "/turn_" not in name)  # these first
+    return {name: statistics.fmean(scores[name]) for name in names if not name.endswith("/None")}
 
 
 def score_of_answer(row) -> float:
@@ -204,6 +254,7 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
     for name, of_policy in rows.items():
         result = results[name] = measures.means(of_policy, COLUMNS)
         result.update(measures.against(reference_rows, of_policy, args.tie_margin, pairwise=pairwise))
+        result.update(scores_by_turn(of_policy, args.scorer))
         if "safety" in of_policy[0]:
             marked = [row for row in of_policy if row["is_safety"]] or of_policy
             result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
@@ -233,6 +284,7 @@ def table_line(name, result) -> dict:
     line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"
     if f"{kind}_elo" in result:
         line["Elo"] = measures.interval(result, f"{kind}_elo", ".0f")
+    line.update({key: f"{x:.2f}" for key, x in result.items() if key.startswith(("rating", "score/"))})
     line["KL"] = f"{result['kl']:z.2f}" if "kl" in result else ""
     line.update({"tokens": result["length"], "ended": f"{result['finished']:.0%}"})
     if "harmless" in result:
@@ -249,6 +301,10 @@ def compare_policies(args, run):
     prompts = [prompt for prompt, _ in given]
     options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
     oracle = scorers.load_scorer(args.scorer, **options, pairwise=True)
+    has_turns = any(map(further_questions, prompts))
+    if has_turns and oracle.pairwise:
+        why = "compares answers, of which second ones follow different first ones"
+        raise InputError(f"--scorer {args.scorer} {why}: for rows with turns take one that scores")
     of_tiny = "common.data.tiny:safety_scorer" if mixtures.is_tiny(args.dataset) else None
     safety_spec = args.safety_scorer or of_tiny
     safety_scorer = safety_spec and scorers.load_scorer(safety_spec, **options, safety=True)
@@ -257,8 +313,7 @@ def compare_policies(args, run):
     # answers, policy by policy
     def ask(policy, name):
         for t, pairs in answers.items():
-            seed = dist.seed_of(args.seed, "evaluate", t)
-            pairs[name] = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
+            pairs[name] = answer_turns(policy, tokenizer, prompts, args, t)
             if reference and t:
                 kl[t, name] = evaluation.kl_of(policy, reference, pairs[name], args.score_batch_size, t)
 
@@ -285,7 +340,9 @@ def compare_policies(args, run):
             columns = {"score": scores, "kl": kl.get((temperature, name))}
             if safety_scorer:
                 columns["safety"] = scorers.score(safety_scorer, pairs, args.score_batch_size)
-                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt in prompts]
+                columns["is_safety"] = [bool(prompt.row.data.get("is_safety")) for prompt, _ in pairs]
+            if has_turns:
+                columns["turn"] = [(len(prompt.turns) + 1) // 2 for prompt, _ in pairs]
             rows[name] = evaluation.describe_samples(pairs, args.dataset, **columns)
             samples += [{"policy": name, "temperature": temperature, **row} for row in rows[name]]
         results[f"{temperature:g}"] = metrics_of(rows, args, oracle.pairwise)
