@@ -1,5 +1,6 @@
 """common/programs/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
 
+import math
 from types import SimpleNamespace
 
 import processes
@@ -129,14 +130,14 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 
 
 # -- rows --------------------------------------------------------------------------------
-def rows_from(monkeypatch, answers, clusters=1, per_cluster=9):
-    """rehearsal_rows of the prompts of TEXTS, the policy's answers being these."""
+def rows_from(monkeypatch, answers, criterion="score"):
+    """rehearsal_rows of the prompts of TEXTS, the policy's answers being these, in one cluster."""
     monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, answers)))
     model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
-    judge = scorers.Scorer("f", "1", functions.Term(count))
+    judge = scorers.Scorer("f", "1", functions.Term(count)) if criterion == "score" else None
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
-    args = rehearsal.Args(clusters=clusters, per_cluster=per_cluster, max_new_tokens=8)
+    args = rehearsal.Args(clusters=1, per_cluster=9, max_new_tokens=8, criterion=criterion)
     return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
 
 
@@ -156,6 +157,54 @@ def test_rows_hold_the_prompt_the_response_its_cluster_and_its_score_best_first(
     assert rows[0]["prompt"] == [{"role": "user", "content": TEXTS[4]}]
     with pytest.raises(InputError, match="no response ended within 8 tokens"):
         rows_from(monkeypatch, [cut] * 5)
+
+
+FOUR = ["ant bear", "bear", "ant bear cat dog eel", "eel bear cat"]
+
+
+def test_by_length_the_shortest_come_first_and_no_scorer_is_asked(monkeypatch):
+    rows = rows_from(monkeypatch, [*map(answer, FOUR), answer("ant", finished=False)], "length")
+    assert [(row["completion"], row["length"]) for row in rows] == [
+        ("bear", 2), ("ant bear", 3), ("eel bear cat", 4), ("ant bear cat dog eel", 6),
+    ]  # fmt: skip
+    assert all(row.keys() == {"prompt", "completion", "cluster", "length"} for row in rows)
+
+
+def test_by_entropy_the_surest_come_first_and_length_does_not_count(monkeypatch):
+    """The distribution after a token is even over so many tokens: after ant 4, after bear 16, after cat, dog
+    and eel 1, after the prompt's last 2."""
+    sizes = {"ant": 4, "bear": 16, "cat": 1, "dog": 1, "eel": 1}
+    size_after = {TOKENIZER(word, add_special_tokens=False)["input_ids"][0]: n for word, n in sizes.items()}
+
+    def logprobs(model, batch, entropy):
+        before = [[size_after.get(i, 2) for i in row] for row in batch.input_ids[:, :-1].tolist()]
+        return 0.0 * batch.action_mask, torch.where(batch.action_mask, torch.tensor(before).log(), 0.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rehearsal.models, "logprobs", logprobs)
+        rows = rows_from(monkeypatch, [*map(answer, FOUR), answer("cat", finished=False)], "entropy")
+    by_hand = {  # log2 of the sizes: of the prompt 1, ant 2, bear 4
+        "ant bear": (1 + 2 + 4) / 3, "bear": (1 + 4) / 2, "ant bear cat dog eel": (1 + 2 + 4) / 6,
+        "eel bear cat": (1 + 0 + 4 + 0) / 4,
+    }  # fmt: skip
+    # sums over tokens (7, 5, 7, 5) would begin with "bear" and "eel bear cat", the highest mean with "bear"
+    assert [row["completion"] for row in rows] == sorted(by_hand, key=by_hand.get)
+    for row in rows:
+        assert row["entropy"] == pytest.approx(by_hand[row["completion"]] * math.log(2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_entropy_is_that_of_the_distributions_of_a_responses_tokens(size):
+    model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
+    pairs = [(prompt(text), answer(word)) for text, word in zip(TEXTS, FOUR)]
+    got = rehearsal.values_of("entropy", model, None, pairs, size)
+    plain = AutoModelForCausalLM.from_config(tiny.model().config)
+    plain.load_state_dict(tiny.model().state_dict())
+    for (p, r), mean in zip(pairs, got, strict=True):
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([p.ids + r.ids])).logits[0, len(p.ids) - 1 : -1]
+        entropies = torch.distributions.Categorical(logits=logits).entropy()
+        assert len(entropies) == len(r.ids) and mean == pytest.approx(entropies.mean().item(), rel=1e-4)
 
 
 # -- the program -------------------------------------------------------------------------
@@ -249,6 +298,23 @@ def test_its_prompts_are_none_that_ppo_holds_out(files, tmp_path, monkeypatch):
     assert len(keys) == 100 and len(held_out) == 20 and not keys & {prompt.key for prompt in held_out}
     by_hash = {prompt.key for prompt in random_subset(train, 190)}
     assert 35 <= len(keys & by_hash) <= 65
+
+
+@pytest.mark.parametrize("criterion", ["entropy", "length"])
+def test_without_a_scorer_its_rows_are_the_lowest_of_each_cluster_and_rows_of_sft(criterion, files, tmp_path):
+    paths = {"model": str(files / "policy"), "dataset": str(files / "prompts.jsonl"), "scorer": "nowhere"}
+    written = {}
+    for k in (1, 99):
+        output = str(tmp_path / f"{k}.jsonl")
+        options = {**OPTIONS, **paths, "per_cluster": k, "criterion": criterion, "output": output}
+        rehearsal.main(rehearsal.Args(**options))
+        written[k] = read_jsonl(output)
+    lowest = {}
+    for row in written[99]:
+        lowest.setdefault(row["cluster"], []).append(row[criterion])
+    assert len(written[99]) > 10 and all(values == sorted(values) for values in lowest.values())
+    assert [row[criterion] for row in written[1]] == [min(values) for values in lowest.values()]
+    assert len(demonstrations.load_sft(str(tmp_path / "1.jsonl"), TOKENIZER, 64)) == len(written[1]) == 3
 
 
 def test_its_rows_are_rows_of_sft_and_keep_every_token(written, tmp_path):

@@ -3,7 +3,8 @@ not forget (arXiv:2309.10202, section 3.2).
 
     embed     prompts -> vectors: the policy's own mean-pooled last hidden states (the paper: SimCSE's)
     cluster   k-means into c groups, one for each kind of skill
-    select    in each group the k prompts whose response has the best score
+    select    in each group the k prompts whose response is best: by its score, by how sure the policy was of
+              its tokens (entropy), or by how short it is (length)
 
 It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 
@@ -15,13 +16,14 @@ It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from common import dist
-from common.batches import random_subset, split
+from common import dist, models
+from common.batches import random_subset, response_mask, split
 from common.errors import InputError
-from common.responses import answers
+from common.responses import answers, documents
 from common.data import files, prompt_sets, splits
 from common.loading import pretrained
 from common.scoring import scorers
@@ -88,31 +90,48 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
     return chosen
 
 
+def values_of(criterion, policy, scorer, pairs, size) -> list[float]:
+    """What a criterion says of each (prompt, response): its score; the mean entropy of its tokens, in nats,
+    each of the distribution that it was drawn from; or its length in tokens, the end token included.
+    size: responses of a forward on one rank. Every rank must call it."""
+    if criterion == "score":
+        return scorers.score(scorer, pairs, size)
+    if criterion == "length":
+        return [len(response.ids) for _, response in pairs]
+    of_pairs = documents(pairs)
+    plan = [[[document] for document in of_pairs]]
+    _, entropies = models.per_token(partial(models.logprobs, entropy=True), policy, plan, size)  # (pairs, R)
+    return (entropies.sum(1) / response_mask(of_pairs).sum(1)).tolist()
+
+
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
-    """Rows {"prompt", "completion", "cluster", "score"}, the same on every rank: one response of `policy` to
-    each prompt, if it ended and has words, clustered and selected. Every rank must call it."""
+    """Rows {"prompt", "completion", "cluster", --criterion: its value}, the same on every rank: one response
+    of `policy` to each prompt, if it ended and has words, clustered and selected. scorer: None unless that is
+    the criterion. Every rank must call it."""
     with dist.consolidated(policy):
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
         pairs = answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
-    scores = scorers.score(scorer, pairs, args.score_batch_size)
+    values = values_of(args.criterion, policy, scorer, pairs, args.score_batch_size)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
+    sign = 1 if args.criterion == "score" else -1  # the surest and the shortest are the best
+    scores = [sign * value for value in values]
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
     chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's k-means differ in the last bit
-    return [
-        {"prompt": prompts[i].turns, "completion": responses[i].text, "cluster": cluster, "score": scores[i]}
-        for cluster, i in chosen
-    ]
+    row = lambda i: {"prompt": prompts[i].turns, "completion": responses[i].text}
+    return [{**row(i), "cluster": cluster, args.criterion: values[i]} for cluster, i in chosen]
 
 
 @dataclass
 class Args:
     model: str = "runs/sft"
     """The first policy."""
+    criterion: Literal["score", "entropy", "length"] = "score"
+    """Of a cluster's k: the highest score, the lowest mean entropy of the tokens, or the lowest length."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function."""
+    """Of the criterion score: a run of reward.py or advantage_model.py, a hub model, or FILE.py:function."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"
@@ -126,7 +145,7 @@ class Args:
     max_new_tokens: int = 32
     """Longest response."""
     score_batch_size: int = 64
-    """Responses of a forward of the scorer on one rank."""
+    """Responses of a forward of the scorer, or for the entropies, on one rank."""
     slots: int = 256
     """Responses that decode together; memory for keys and values grows with it."""
     max_length: int = 128
@@ -152,7 +171,9 @@ def main(args: Args):
     # Not by the hash of the key itself, by which the held-out prompts were chosen
     prompts = random_subset(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")
     splits.show(prompts, tokenizer)
-    scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
+    scorer = None
+    if args.criterion == "score":
+        scorer = scorers.load_scorer(args.scorer, tokenizer, device, args.max_length)
     policy = pretrained.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
