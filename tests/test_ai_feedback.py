@@ -4,6 +4,7 @@ random models against plain softmax; the run directory; the scripts that read wh
 import collections
 import functools
 import math
+import random
 import re
 from types import SimpleNamespace
 
@@ -710,29 +711,56 @@ def selected(tmp_path, prompts_and_tags, **options):
 
 
 def test_rows_with_most_tags_come_first_and_one_is_taken_that_adds_a_tag(tmp_path):
-    """InsTag's algorithm 1, a pass for each of --per-tag. First pass: d (wxy), then e (xz) for its z; a, b, c
-    and f add nothing to w x y z. Second: f (wx), a (y) and c (z); b adds nothing."""
-    rows = [("a", "y"), ("b", "y"), ("c", "z"), ("d", "wxy"), ("e", "xz"), ("f", "wx")]
-    assert selected(tmp_path, rows, per_tag=1) == "de"
-    assert selected(tmp_path, rows, per_tag=2) == "acdef"
-    assert selected(tmp_path, rows, per_tag=3) == "abcdef"
-    # a tag that is full keeps out no row that has a rare one, and a tag named twice is one tag
-    assert selected(tmp_path, [("a", "xz"), ("b", "xy"), ("c", "xx"), ("d", "x")], per_tag=1) == "ab"
+    """InsTag's algorithm 1. First pass: d (wxyz), e (vwx) for its v; f (wx), a (yz), b (y), c (z) add nothing.
+    Second pass: f, a; b and c add nothing. Third: b, c, whichever comes first."""
+    rows = [("b", "y"), ("c", "z"), ("a", "yz"), ("d", "wxyz"), ("e", "vwx"), ("f", "wx")]
+    for n, taken in ((None, "de"), (1, "d"), (2, "de"), (4, "adef"), (6, "abcdef"), (9, "abcdef")):
+        assert "".join(sorted(selected(tmp_path, rows, max_rows=n))) == taken
+    for n, taken in ((3, {"ade", "def"}), (5, {"abdef", "acdef"})):
+        assert {"".join(sorted(selected(tmp_path, rows, max_rows=n, seed=seed))) for seed in range(6)} == taken
+    # a tag of many rows keeps out no row that has a rare one, and a tag named twice is one tag
+    assert selected(tmp_path, [("a", "xz"), ("b", "xy"), ("c", "xx"), ("d", "x")]) == "ab"
 
 
-def test_of_rows_with_equally_many_tags_the_longest_come_first(tmp_path):
-    """Rows 0 and 4 have two tags; of the others the longest come first: 3, then 1 and 2, then 5."""
-    rows = [
-        ("a b c d", "xy"), ("a b c e", "x"), ("a c b d", "y"), ("long long story", "x"), ("g", "wz"), ("f", "y")
-    ]  # fmt: skip
-    rows = [{"prompt": prompt, "tags": list(tags), "completion": prompt} for prompt, tags in rows]
-    rows += [{"prompt": "h", "category": 3}, {"prompt": "i"}, {"prompt": "j", "tags": "x"}]
+def test_the_number_of_tags_is_the_complexity_and_not_the_length_of_a_prompt(tmp_path):
+    rows = [("a long story of many words", "x"), ("b", "xy"), ("another long story", "y")]
+    for seed in range(6):
+        assert selected(tmp_path, rows, max_rows=1, seed=seed) == "b"
+    short = [("a long story of many words", "x"), ("b", "x")]
+    assert len({selected(tmp_path, short, max_rows=1, seed=seed) for seed in range(6)}) == 2
+
+
+@pytest.mark.parametrize("n", [1, 5, 12, 30, 60])
+def test_it_takes_the_rows_that_the_loop_of_the_paper_takes(n, tmp_path):
+    """Algorithm 1 as it is written, on random tags, the order of the seed among equally many tags."""
+    rng = random.Random(n)
+    rows = [{"prompt": str(i), "tags": rng.sample("abcdefghij", rng.choice((1, 1, 2, 3)))} for i in range(50)]
+    order = sorted(dist.shuffled(50, 7, "select"), key=lambda i: -len(rows[i]["tags"]))
+    taken = []
+    while len(taken) < n and order:
+        tags = set()
+        for i in list(order):
+            if len(tags.union(rows[i]["tags"])) > len(tags) and len(taken) < n:
+                taken.append(i)
+                tags.update(rows[i]["tags"])
+                order.remove(i)
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    found = run(tmp_path / "run", path, "select", model="", per_tag=2, chunk_rows=2)
-    assert found.rows == [{**rows[i], "row": i} for i in (0, 2, 3, 4, 6)]
-    bad, full = "neither a list of tags nor a category", "it adds no tag: each has --per-tag rows"
-    failed = {row["row"]: row["failed"] for row in found.failed}
-    assert failed == {1: full, 5: full, 7: bad, 8: bad}
+    found = run(tmp_path / "run", path, "select", model="", max_rows=n, seed=7)
+    assert [row["row"] for row in found.rows] == sorted(taken) and len(taken) == min(n, 50)
+
+
+def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_path):
+    rows = [{"prompt": f"{name} {i}", "category": name} for name, n in (("p", 5), ("q", 3), (3, 2)) for i in range(n)]
+    rows += [{"prompt": "i"}, {"prompt": "j", "tags": "x"}, {"prompt": "k", "tags": [], "completion": "k"}]
+    rows += [{"prompt": "l", "tags": ["x"], "category": "p", "completion": "m"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    found = run(tmp_path / "run", path, "select", model="", max_rows=7, chunk_rows=2)
+    assert collections.Counter(row.get("category") for row in found.rows if "tags" not in row) == {
+        "p": 2, "q": 2, 3: 2
+    }  # fmt: skip
+    assert found.rows[-1] == {**rows[13], "row": 13}  # as it was, by its tags
+    failed = collections.Counter(row["failed"] for row in found.failed)
+    assert failed == {"neither a list of tags nor a category": 3, "other rows with its tags come first": 4}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):

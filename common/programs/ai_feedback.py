@@ -330,23 +330,23 @@ def revise(rows, labeler, principles, args):
 
 # -- tasks without a labeler: of all rows at once ------------------------------------------------------
 def select(rows, labeler, principles, args):
-    """Balanced sampling (Qwen, arXiv:2309.16609, section 3.2.1; #InsTag, arXiv:2308.07074, algorithm 1): {}
-    of a row that is chosen. Each of --per-tag passes takes the rows that have a tag which it has not met yet;
-    those with the most tags, the most complex ones, come first, of equally many the longest."""
-    results = [{} for _ in rows]
-    counts = collections.Counter()
+    """Complexity-first diverse sampling (#InsTag, arXiv:2308.07074, algorithm 1, which Qwen,
+    arXiv:2309.16609, section 3.2.1, cites): {} of a row that is chosen. A pass goes over the rows that are
+    left, from those with the most tags down, and takes each that has a tag which the pass has not met yet;
+    passes go on until --max-rows are taken (None: one pass). Of equally many tags the seed draws the order."""
+    counts = collections.Counter()  # of each tag: the passes that have met it, which are the first ones
+    pass_of = {}
     tags_of = [tags_of_row(row.begin) for row in rows]
-    lengths = [len(message_columns.transcript(row.prompt)) for row in rows]
-    for i in sorted(range(len(rows)), key=lambda i: (-len(tags_of[i]), -lengths[i])):
-        # A pass takes a row if those before have met all its tags: a tag is met in the first ones of all
-        number = min((counts[tag] for tag in tags_of[i]), default=0)
-        if not tags_of[i]:
-            results[i]["failed"] = "neither a list of tags nor a category"
-        elif number >= args.per_tag:
-            results[i]["failed"] = "it adds no tag: each has --per-tag rows"
-        else:
-            counts.update(tag for tag in tags_of[i] if counts[tag] == number)
-    return results
+    order = dist.shuffled(len(rows), args.seed, "select")
+    for i in sorted(order, key=lambda i: -len(tags_of[i])):
+        if tags_of[i]:
+            pass_of[i] = min(counts[tag] for tag in tags_of[i])  # those before it have met all its tags
+            counts.update(tag for tag in tags_of[i] if counts[tag] == pass_of[i])
+    n = args.max_rows or list(pass_of.values()).count(0)
+    taken = sorted(pass_of, key=pass_of.get)[:n]  # inside a pass they stay in its order
+    for i in range(len(rows)):
+        why = "other rows with its tags come first" if tags_of[i] else "neither a list of tags nor a category"
+        yield {} if i in taken else {"failed": why}
 
 
 def tags_of_row(row) -> set[str]:
@@ -423,7 +423,7 @@ def read_items(args) -> list[Item]:
         rows = comparisons.joined(rows)
     items = mapping.read(rows, item, args.dataset, f"rows of {args.task}")
     items = mapping.map_rows(rows, lambda _, given: given[0], args.dataset, zip(items))
-    return random_subset(items, args.max_rows)
+    return items if args.task == "select" else random_subset(items, args.max_rows)
 
 
 TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}
@@ -460,8 +460,6 @@ class Args:
     """More policies of sample."""
     responses: int = 2
     """Of each policy to a prompt of sample."""
-    per_tag: int = 100
-    """The passes of select over the rows; each takes a row if it has a tag, or category, new to that pass."""
     threshold: float | None = None
     """The least score of a good response of hindsight. None: the median of its prompt's responses."""
     dataset: str = "tiny"
@@ -485,7 +483,7 @@ class Args:
     revisions: int = 2
     """R, of revise."""
     max_rows: int | None = None
-    """So many of the rows."""
+    """So many of the rows: a sample, or those that select chooses. None: all, of select one pass over them."""
     max_new_tokens: int = 128
     """Longest rationale, answer, critique or revision."""
     temperature: float = 0.7
@@ -497,7 +495,7 @@ class Args:
     chunk_rows: int = 64
     """Rows between two writes: what a crash can cost."""
     seed: int = 0
-    """Of principles and samples."""
+    """Of principles, samples, and the order of rows with equally many tags."""
     resume: bool = False
     """Go on with the run in output_dir, or begin if there is none."""
     overwrite: bool = False
@@ -575,7 +573,7 @@ RECIPES = {
     "label": ("soft labels of pairs, for reward.py", Args()),
     "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
     "sample": ("different responses to a prompt, for label", Args(task="sample")),
-    "select": ("rows balanced over tags", Args(task="select")),
+    "select": ("complex rows of diverse tags", Args(task="select")),
     "hindsight": ("responses under an instruction that they fulfil, for sft.py", Args(task="hindsight")),
 }
 

@@ -23,7 +23,7 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
         lambda x: x >= 1,
         "batch_size micro_batch_size ptx_batch_size rehearsal_batch_size score_batch_size max_steps slots "
         "max_new_tokens max_pairs_per_prompt max_prompts max_rows prompts_per_iteration chunk_prompts "
-        "chunk_rows offline_pairs chains clusters per_cluster responses per_tag revisions",
+        "chunk_rows offline_pairs chains clusters per_cluster responses revisions",
     ),
     "2 or more": (lambda x: x >= 2, "max_length"),
     "more than 0": (lambda x: x > 0, "epochs bound ratio_clip lr_decay clip_ratio clip_value max_kl beta"),
