@@ -266,7 +266,7 @@ PANELS = {
     "held-out responses": ["eval/score", "gold/score", "sweep/max"],
     "pool": ["pool/score", "pool/best"],
 }
-PLOTS = [partial(plots.curves, panels=PANELS)]
+PLOTS = [partial(plots.curves, panels=PANELS), plots.best_of_n]
 
 
 def main(args: Args):

@@ -786,6 +786,27 @@ def test_hindsight_says_what_each_response_achieved(tmp_path):
     assert known.count(TOKENIZER.unk_token_id) == 3  # of "Answer well Answer badly" the tiny world has a word
 
 
+def test_the_next_round_of_hindsight_puts_another_instruction_in_the_place_of_the_one_asked_with(tmp_path):
+    """Prompts without a response are asked well; of the scores 1, 2 and 3 that the answers get the median is
+    2. A plain row of the same prompt counts as one of its responses, a system turn of the user's own stays."""
+    good, bad = ai.TEXTS["good"], ai.TEXTS["bad"]
+    prompts = [{"prompt": "copy ant"}, {"prompt": [{"role": "system", "content": f"Be\n\n{good}"}, *item().prompt]}]
+    path = write_rows(tmp_path / "prompts.jsonl", prompts)
+    plain, own = (row["prompt"] for row in run(tmp_path / "ask", path, "hindsight", model="").rows)
+    answered = [{"prompt": plain, "response": text, "score": i} for i, text in ((1, "a"), (3, "b"))]
+    answered += [{"prompt": "copy ant", "response": "c", "score": 2}]
+    answered += [{"prompt": own, "response": text, "score": i} for i, text in ((-1, "d"), (0, "e"))]
+    path = write_rows(tmp_path / "answered.jsonl", answered)
+    found = run(tmp_path / "again", path, "hindsight", model="").rows
+    assert [row["prompt"][0]["content"] for row in found] == [
+        bad, good, good, f"{bad}\n\nBe\n\n{good}", f"{good}\n\nBe\n\n{good}"
+    ]  # fmt: skip
+    assert [[turn["role"] for turn in row["prompt"]] for row in found] == [["system", "user"]] * 5
+    again = write_rows(tmp_path / "rows.jsonl", [{**row, "score": -row["score"]} for row in found])
+    found = run(tmp_path / "turned", again, "hindsight", model="").rows
+    assert [row["prompt"][0]["content"].split("\n\n")[0] for row in found] == [good, bad, good, good, bad]
+
+
 # -- rater -----------------------------------------------------------------------------------
 def rated(labeler, monkeypatch, *texts):
     """What the rater of this labeler gives for responses to "copy ant bear"."""

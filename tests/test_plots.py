@@ -42,6 +42,31 @@ def test_the_frontier_is_drawn_from_the_rows_that_have_both_figures(tmp_path):
     assert axes.get_xlabel() == "eval/kl"
 
 
+def curve(policy, temperature, chosen, largest, scorer="s"):
+    row = {"policy": policy, "scorer": scorer, "temperature": temperature, "chosen": chosen}
+    return {**row, "max": [1, largest], "median": [1, largest / 2]}
+
+
+def test_the_best_of_n_of_the_first_and_the_last_version_at_the_temperature_taken_and_at_all(tmp_path):
+    first = [curve("version 0", 0.7, True, 2), curve("version 0", 1.0, False, 3)]
+    last = [curve("version 2", 0.7, False, 5), curve("version 2", 1.0, True, 6)]
+    files.write_jsonl(tmp_path / "curves.jsonl", [*first, curve("version 1", 1.0, True, 9), *last])
+    figure = plots.best_of_n(tmp_path)
+    assert_readable(figure)
+    left, right = figure.axes
+    assert points_of(left) == [([1, 2], [1, y]) for y in (2, 1, 6, 3)]  # largest and median of each
+    assert points_of(right) == [([1, 2], [1, y]) for y in (2, 3, 5, 6)]
+    names = ["version 0, T = 0.7", "version 0, T = 1", "version 2, T = 0.7", "version 2, T = 1"]
+    assert legend_texts(right) == names
+    assert legend_texts(left) == [f"{name}: {x}" for name in (names[0], names[3]) for x in ("largest", "median")]
+    assert (tmp_path / "best_of_n.png").exists()
+    # what another scorer scored cannot be compared
+    files.write_jsonl(tmp_path / "curves.jsonl", [*first, curve("version 1", 0.7, True, 4, scorer="t")])
+    assert legend_texts(plots.best_of_n(tmp_path).axes[1]) == ["version 1, T = 0.7"]
+    files.write_jsonl(tmp_path / "curves.jsonl", [])
+    assert plots.best_of_n(tmp_path) is None
+
+
 def pairs(n, seed):
     rng, names = random.Random(seed), ["first", "reverse", "llmbar-adver-neighbor", "llmbar-adver-manual"]
     return [
@@ -53,20 +78,41 @@ def pairs(n, seed):
 def test_scores_have_a_panel_for_each_measure_there_is(tmp_path):
     first, second = pairs(400, 1), pairs(300, 2)
     compares = [{**row, "differences": [1.0]} for row in second]
-    three = ["accuracy", "scores", "scores by category"]
+    accuracy, histogram, categories = "accuracy", "scores", "scores by category"
     many = [{**row, "category": f"a subset of number {i % 25}"} for i, row in enumerate(first)]
     for scorers, titles in (
-        ({"runs/reward": first, "runs/advantage_model": second}, three),
-        ({"reward": many, "other": many}, three),
-        ({"pairwise": compares, "reward": first}, [three[0], three[2]]),
-        ({"pairwise": compares}, three[:1]),
-        ({"reward": first, "pairwise": compares}, three),
-        ({"x" * 200: first[:1]}, three[:2]),
+        ({"runs/reward": first, "runs/advantage_model": second}, [accuracy, histogram, histogram, categories]),
+        ({"reward": many, "other": many}, [accuracy, histogram, histogram, categories]),
+        ({"pairwise": compares, "reward": first}, [accuracy, histogram, categories]),
+        ({"pairwise": compares}, [accuracy]),
+        ({"reward": first, "pairwise": compares}, [accuracy, histogram, categories]),
+        ({"x" * 200: first[:1]}, [accuracy, histogram]),
     ):
         figure = plots.scores(tmp_path, scorers)
         assert_readable(figure)
         assert [axes.get_title() for axes in figure.axes] == titles
     assert plots.scores(tmp_path, {"reward": []}) is None
+
+
+def test_every_scorer_has_a_histogram_of_better_and_worse_responses_on_an_axis_of_its_own(tmp_path):
+    """Of pairs 0 < 4, 1.05 < 4 and 2.05 < 3.05: of 40 bins from 0 to 4 the better ones are in 30 and, twice, in
+    39, the worse ones in 0, 10 and 20; tenths of these scores are so in bins of a tenth of the width."""
+    rows = [
+        {"category": "a", "responses": [{"rank": 0, "score": x}, {"rank": 1, "score": y}]}
+        for x, y in ((4.0, 0.0), (4.0, 1.05), (3.05, 2.05))
+    ]
+    tenths, compares = [], [{**row, "differences": [1.0]} for row in rows]
+    for row in rows:
+        tenths.append({**row, "responses": [{**r, "score": r["score"] / 10} for r in row["responses"]]})
+    figure = plots.scores(tmp_path, {"reward": rows, "pairwise": compares, "advantage": tenths})
+    assert len(figure.axes) == 3
+    for axes, name, width in zip(figure.axes[1:], ("reward", "advantage"), (0.1, 0.01)):
+        bars = [[bar for bar in bars if bar.get_height()] for bars in axes.containers]
+        places = [[round(bar.get_x() / width) for bar in of_side] for of_side in bars]
+        shares = [[bar.get_height() * bar.get_width() for bar in of_side] for of_side in bars]
+        assert places == [[30, 39], [0, 10, 20]]
+        assert shares == [pytest.approx([1 / 3, 2 / 3], rel=1e-3), pytest.approx([1 / 3] * 3, rel=1e-3)]
+        assert legend_texts(axes) == [f"better responses, {name}", f"worse responses, {name}"]
 
 
 def test_scores_by_category_are_each_scorers_mean_and_deviation(tmp_path):
@@ -76,7 +122,7 @@ def test_scores_by_category_are_each_scorers_mean_and_deviation(tmp_path):
         for name, both in scores.items()
     ]
     halves = [{**row, "responses": [{**r, "score": r["score"] / 2} for r in row["responses"]]} for row in rows]
-    axes = plots.scores(tmp_path, {"reward": rows, "advantage": halves}).axes[2]
+    axes = plots.scores(tmp_path, {"reward": rows, "advantage": halves}).axes[3]
     drawn = [(line.get_xdata(), segments.get_segments()) for line, _, [segments] in axes.containers]
     assert [list(x) for x, _ in drawn] == [[2, -2], [1, -1]]
     assert [[abs(b[0] - a[0]) / 2 for a, b in bars] for _, bars in drawn] == [[1, 2], [0.5, 1]]

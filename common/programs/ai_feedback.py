@@ -333,7 +333,7 @@ def select(rows, labeler, principles, args):
     """Complexity-first diverse sampling (#InsTag, arXiv:2308.07074, algorithm 1, which Qwen,
     arXiv:2309.16609, section 3.2.1, cites): {} of a row that is chosen. A pass goes over the rows that are
     left, from those with the most tags down, and takes each that has a tag which the pass has not met yet;
-    passes go on until --max-rows are taken (None: one pass). Of equally many tags the seed draws the order."""
+    passes go on until --max-rows are taken; None: one pass. Of equally many tags the seed draws the order."""
     counts = collections.Counter()  # of each tag: the passes that have met it, which are the first ones
     pass_of = {}
     tags_of = [tags_of_row(row.begin) for row in rows]
@@ -343,7 +343,7 @@ def select(rows, labeler, principles, args):
             pass_of[i] = min(counts[tag] for tag in tags_of[i])  # those before it have met all its tags
             counts.update(tag for tag in tags_of[i] if counts[tag] == pass_of[i])
     n = args.max_rows or list(pass_of.values()).count(0)
-    taken = sorted(pass_of, key=pass_of.get)[:n]  # inside a pass they stay in its order
+    taken = set(sorted(pass_of, key=pass_of.get)[:n])  # inside a pass they stay in their order
     for i in range(len(rows)):
         why = "other rows with its tags come first" if tags_of[i] else "neither a list of tags nor a category"
         yield {} if i in taken else {"failed": why}
@@ -360,7 +360,8 @@ def tags_of_row(row) -> set[str]:
 
 def hindsight(rows, labeler, principles, args):
     """Relabelling (arXiv:2302.05206): of each response the prompt under the instruction that it fulfils,
-    TEXTS["good"] from --threshold on. A prompt without a response gets that too: so one asks at use."""
+    TEXTS["good"] from --threshold on. A prompt without a response gets that too: so one asks at use, and
+    samples for the next round, in which another instruction takes the place of the one asked with."""
     scores = collections.defaultdict(list)
     for row in rows:
         scores[turns_key(row.prompt)] += [row.human for _ in row.texts]
@@ -372,6 +373,14 @@ def hindsight(rows, labeler, principles, args):
         turn = {"role": "system", "content": "\n\n".join([instruction, *system])}
         result = {"prompt": [turn, *row.prompt[len(system) :]]}
         yield {**result, "completion": row.texts[0], "score": row.human} if row.texts else result
+
+
+def without_instruction(prompt) -> list[dict]:
+    """The messages of a prompt without the instruction that an earlier round of hindsight asked it with."""
+    instruction, _, system = prompt[0]["content"].partition("\n\n")
+    if prompt[0]["role"] != "system" or instruction not in (TEXTS["good"], TEXTS["bad"]):
+        return prompt
+    return [{**prompt[0], "content": system}, *prompt[1:]] if system else prompt[1:]
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -399,6 +408,7 @@ def read_items(args) -> list[Item]:
             prompt, texts, human = comparisons.pair_of(values, row.where)
         else:
             prompt = message_columns.prompt_turns(values)
+            prompt = without_instruction(prompt) if args.task == "hindsight" else prompt
             names = ANSWERS.get(args.task, ())
             for name in [name for name in names if name in values][:1]:
                 texts = [turn["content"] for turn in message_columns.turns(values[name], "assistant")]
@@ -483,7 +493,7 @@ class Args:
     revisions: int = 2
     """R, of revise."""
     max_rows: int | None = None
-    """So many of the rows: a sample, or those that select chooses. None: all, of select one pass over them."""
+    """So many of the rows, for select those that it chooses. None: all; of select one pass."""
     max_new_tokens: int = 128
     """Longest rationale, answer, critique or revision."""
     temperature: float = 0.7

@@ -69,6 +69,31 @@ def frontier(folder):
     return curves(folder, panels, name="frontier.png", x="eval/kl")
 
 
+def best_of_n(folder):
+    """`folder`/best_of_n.png from curves.jsonl, of the first and the last version (of one scorer, the last):
+    the largest and the median score among N samples at the temperature that was taken (Llama 2,
+    arXiv:2307.09288, figure 7), and the largest at each temperature (figure 8)."""
+    curves = files.read_jsonl(Path(folder) / "curves.jsonl")
+    curves = [curve for curve in curves if curve["scorer"] == curves[-1]["scorer"]]
+    if not curves:
+        return None
+    drawing, (left, right) = figure(2)
+    ends = (curves[0]["policy"], curves[-1]["policy"])
+    for curve in [curve for curve in curves if curve["policy"] in ends]:
+        n = range(1, len(curve["max"]) + 1)
+        label = f"{curve['policy']}, T = {curve['temperature']:g}"
+        marker = "o" if len(n) < 10 else ""
+        dash = "-" if curve["policy"] == ends[0] else "--"
+        [line] = right.plot(n, curve["max"], marker + dash, label=label)
+        if curve["chosen"]:
+            color = line.get_color()
+            left.plot(n, curve["max"], f"{marker}-", color=color, label=f"{label}: largest")
+            left.plot(n, curve["median"], f"{marker}:", color=color, label=f"{label}: median")
+    left.set(title="largest and median of N", xlabel="N, samples of a prompt", ylabel="score")
+    right.set(title="largest of N by temperature", xlabel="N, samples of a prompt", ylabel="score")
+    return save(drawing, Path(folder) / "best_of_n.png")
+
+
 # -- of scorers ------------------------------------------------------------------------------------
 def scorer(folder):
     """The pictures of a reward or advantage model."""
@@ -78,18 +103,18 @@ def scorer(folder):
 
 
 def scores(folder, scorers: dict[str, list[dict]]):
-    """`folder`/scores.png: accuracy against score difference, scores of better and worse responses (of the
-    first scorer), and scores by category. scorers: {name: rows of pair_metrics}; without pairs one is
-    left out."""
+    """`folder`/scores.png: accuracy against score difference; for each scorer, on an axis of its own, the
+    scores of better and worse responses; and all scorers' scores by category (arXiv:2309.10202, figures 2 to
+    4). scorers: {name: rows of pair_metrics}; one without labelled pairs is left out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if measures.pairs_of(rows)}
     if not scorers:
         return None
-    name, first = next(iter(scorers.items()))
-    compares = "differences" in first[0]  # two responses at once, which then have no scores of their own
-    categories = sorted({str(row["category"]) for row in first})
-    by_category = len(categories) > 1 and any("differences" not in rows[0] for rows in scorers.values())
-    drawing, axes = figure(2 - compares + by_category, (4.4, max(3.2, 0.2 * len(categories))))
-    left, right = axes[0], axes[1 - compares]
+    # a scorer that compares sees two responses at once, which then have no scores of their own
+    with_scores = {name: rows for name, rows in scorers.items() if "differences" not in rows[0]}
+    categories = sorted({str(row["category"]) for rows in with_scores.values() for row in rows})
+    by_category = len(categories) > 1
+    n_panels = 1 + len(with_scores) + by_category
+    drawing, (left, *axes) = figure(n_panels, (4.4, max(3.2, 0.2 * len(categories))))
     for label, rows in scorers.items():
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in measures.pairs_of(rows)]
         pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
@@ -101,16 +126,23 @@ def scores(folder, scorers: dict[str, list[dict]]):
     line = torch.linspace(0, max(0.1, left.dataLim.x1), 50)
     left.plot(line, line.sigmoid(), "k--", linewidth=1, label="calibrated: 1 / (1 + exp(-difference))")
     left.set(title="accuracy", xlabel="score difference, tenths of pairs", ylabel="share ranked as labelled")
-    for side, label in () if compares else ((2, "better"), (3, "worse")):
-        values = [pair[side]["score"] for pair in measures.pairs_of(first)]
-        spread = max(values) - min(values)  # of next to none, not even a float64 has room for 40 bins
-        room = 1e-6 * max(1, *map(abs, values))
-        bins = 40 if spread > 1e-3 * room else [min(values) - room, max(values) + room]
-        right.hist(values, bins=bins, alpha=0.5, density=True, label=f"{label} responses, {name}")
-        right.set(title="scores", xlabel="score", ylabel="density")
+    for axis, (name, rows) in zip(axes, with_scores.items()):
+        better_and_worse(axis, name, rows)
     if by_category:
-        scores_by_category(axes[-1], scorers, categories)
+        scores_by_category(axes[-1], with_scores, categories)
     return save(drawing, Path(folder) / "scores.png")
+
+
+def better_and_worse(axis, name, rows):
+    """Histograms of a scorer's scores of the better and of the worse responses of pairs, in the same bins."""
+    both = [[pair[side]["score"] for pair in measures.pairs_of(rows)] for side in (2, 3)]
+    low = min(map(min, both))
+    high = max(map(max, both))
+    room = 1e-6 * max(1, abs(low), abs(high))  # between equal scores not even a float64 has room for 40 bins
+    for values, label in zip(both, ("better", "worse")):
+        options = {"bins": 40, "range": (low - room, high + room), "alpha": 0.5, "density": True}
+        axis.hist(values, **options, label=f"{label} responses, {name}")
+    axis.set(title="scores", xlabel="score", ylabel="density")
 
 
 def scores_by_category(axis, scorers, categories):
