@@ -45,8 +45,8 @@ def token_logprobs(
     action_mask: (B, T-1) bool, True where token t+1 is an action. temperature: divides the logits.
     position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
     token_indices: (2, n), row and column of each True of action_mask; None: asked, and the device waited for.
-    Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats, no
-    gradient) of each of these distributions.
+    Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats) of
+    each of these distributions. Gradients flow through both.
 
     Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
     runs on chunks of kept positions, if many again in backward: no (B, T, V) tensor of logits ever exists."""
@@ -210,8 +210,7 @@ def _chunk(model, hidden, targets, temperature, entropy):
     logprobs = -torch.nn.functional.nll_loss(all_logprobs, targets, reduction="none")
     if not entropy:
         return logprobs, torch.zeros_like(logprobs)
-    with torch.no_grad():
-        return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
+    return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 
 # -- scores ----------------------------------------------------------------------------------------

@@ -546,3 +546,101 @@ def test_recipes_have_the_papers_numbers():
     assert of["summarize"] == (6.35e-5, 128, 640, 1.0)
     summarize = sft.RECIPES["summarize"][1]
     assert (summarize.lr_schedule, summarize.packing, summarize.dataset) == ("cosine", False, "trl-lib/tldr")
+
+
+# -- docs/hir.patch ------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def hir(tmp_path_factory):
+    return processes.patched("sft", "hir", tmp_path_factory.mktemp("hir"))
+
+
+def test_hirs_loss_by_hand_and_its_wrong_variants(hir):
+    """Two responses, of one token and of two, each under its own instruction and under the other one."""
+    lengths = [1, 1, 2, 2]
+    logprobs = torch.tensor([-1.0, -3.0, -1.0, -1.0, -0.5, -0.5], requires_grad=True)
+    entropies = torch.tensor([0.5, 9.0, 0.2, 0.3, 9.0, 9.0], requires_grad=True)
+    args = hir.Args(contrast_coef=2.0, entropy_coef=0.1)
+    loss, sums = hir.hir_loss(logprobs, entropies, lengths, 2, 3, 2, args)
+    contrast = [math.log(1 + math.exp(-3 + 1)), math.log(1 + math.exp(-1 + 2))]  # P = -1, -3; -2, -1
+    assert loss.item() == pytest.approx((1 + 2) / 3 - 0.1 * (0.5 + 0.2 + 0.3) / 3 + 2 * sum(contrast) / 2)
+    assert [sums[name].item() for name in sums] == pytest.approx([3, sum(contrast), 1])
+    by_mean = [contrast[0], math.log(1 + math.exp(-0.5 + 1))]  # P as a mean over tokens
+    assert sums["contrast"].item() != pytest.approx(sum(by_mean), abs=0.1)
+    loss.backward()
+    # less likely under the other instruction, by sigma(P_ik - P_ii); n = 3, B = 2
+    pushes = [1 / (1 + math.exp(2)), 1 / (1 + math.exp(-1))]
+    own, other = ([-1 / 3 - 2 * x / 2 for x in pushes], [2 * x / 2 for x in pushes])
+    wanted = [own[0], other[0], own[1], own[1], other[1], other[1]]
+    assert logprobs.grad.tolist() == pytest.approx(wanted)
+    assert entropies.grad.tolist() == pytest.approx([-0.1 / 3, 0, -0.1 / 3, -0.1 / 3, 0, 0])
+    # of two micro-batches the losses add up, and a rank without responses has loss 0
+    halves = [(logprobs[:2], entropies[:2], lengths[:2]), (logprobs[2:], entropies[2:], lengths[2:])]
+    parts = [hir.hir_loss(a, b, c, 2, 3, 2, args)[0].item() for a, b, c in halves]
+    assert sum(parts) == pytest.approx(loss.item())
+    assert hir.hir_loss(logprobs[:0], entropies[:0], [], 2, 3, 2, args)[0].item() == 0
+
+
+INSTRUCTIONS = ("Answer well", "Answer badly")
+
+
+def instructed(system, text="copy ant bear", answer="ant bear"):
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return {"prompt": turns, "completion": answer}
+
+
+def documents_of(rows):
+    numbered = [batches.Row(f"x:{i}", row) for i, row in enumerate(rows)]
+    return demonstrations.sft_documents(numbered, TOKENIZER, 64, "x")
+
+
+def test_a_response_meets_its_own_prompt_under_every_other_instruction(hir):
+    rows = [instructed("Answer well\n\nBe kind"), instructed("Answer badly", "last cat dog", "dog")]
+    blocks = hir.under_all_instructions(documents_of(rows), TOKENIZER)
+    twins = [instructed("Answer badly\n\nBe kind"), instructed("Answer well", "last cat dog", "dog")]
+    wanted = zip(documents_of(rows), documents_of(twins))
+    for block, pair in zip(blocks, wanted, strict=True):
+        for document, other in zip(block, pair, strict=True):
+            assert document.ids.tolist() == other.ids.tolist()
+            assert document.response_mask.tolist() == other.response_mask.tolist()
+    for bad in ([instructed("Answer well")] * 2, [*rows, tiny.rows("sft", "train")[0]]):
+        with pytest.raises(hir.InputError, match="wanted rows of ai_feedback hindsight"):
+            hir.under_all_instructions(documents_of(bad), TOKENIZER)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
+def test_hirs_first_step_has_the_losses_of_plain_transformers(hir, micro_batch_size):
+    given = tiny.rows("sft", "train")[:4]
+    rows = [instructed(INSTRUCTIONS[i % 2], r["prompt"], r["completion"]) for i, r in enumerate(given)]
+    plain, p, entropies = AutoModelForCausalLM.from_config(tiny.model().config), [], []
+    plain.load_state_dict(tiny.model().state_dict())
+    for row, i in zip(rows, (0, 1, 0, 1)):
+        for system in (INSTRUCTIONS[i], INSTRUCTIONS[1 - i]):
+            [document] = documents_of([{**row, "prompt": [{**row["prompt"][0], "content": system}, row["prompt"][1]]}])
+            with torch.no_grad():
+                logprobs = plain(input_ids=document.ids[None].long()).logits[0, :-1].log_softmax(-1)
+            mask = document.response_mask[1:]
+            p.append(logprobs.gather(1, document.ids[1:, None].long())[mask].sum())
+            entropies.append(-(logprobs.exp() * logprobs).sum(1)[mask])
+    p, entropy = torch.stack(p).view(4, 2), torch.cat(entropies[::2])
+    args = hir.Args(micro_batch_size=micro_batch_size)
+    model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
+    blocks = hir.under_all_instructions(documents_of(rows), TOKENIZER)
+    row = hir.update(model, dist.adamw(model, 1e-3, args), blocks, args)
+    assert row["loss/nll"] == pytest.approx(-p[:, 0].sum().item() / len(entropy), rel=1e-4)
+    assert row["loss/contrast"] == pytest.approx(-p.log_softmax(1)[:, 0].mean().item(), rel=1e-3)
+    assert row["policy/entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+
+
+def test_hir_learns_to_tell_instructions_apart(hir, small, tmp_path, monkeypatch):
+    """Asked well the answer to every prompt is ant, asked badly it is bear."""
+    prompts = [row["prompt"] for row in tiny.rows("sft", "train")[:48]]
+    answers = ("ant", "bear")
+    rows = [instructed(INSTRUCTIONS[i % 2], text, answers[i % 2]) for i, text in enumerate(prompts)]
+    monkeypatch.setattr(hir, "PLOTS", [])
+    options = {**small.options, "dataset": str(write_rows(tmp_path / "rows.jsonl", rows)), "max_steps": 20}
+    options |= {"output_dir": f"{tmp_path}/run", "model": "tiny", "batch_size": 24, "micro_batch_size": 24}
+    hir.main(hir.Args(**options, lr=3e-3, lr_schedule="constant_with_warmup"))
+    logged = rows_of(tmp_path / "run", "loss/contrast")
+    assert len(logged) == 20 and logged[0]["data/documents"] == 24
+    assert logged[0]["loss/contrast"] > 0.6 and logged[-1]["loss/contrast"] < 0.3  # log 2 is a guess
+    assert logged[-1]["loss/nll"] < 1 and read_json(tmp_path / "run" / "args.json")["stage"] == "hir"
