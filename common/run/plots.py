@@ -135,11 +135,11 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 def better_and_worse(axis, name, rows):
     """Histograms of a scorer's scores of the better and of the worse responses of pairs, in the same bins."""
-    both = [[pair[side]["score"] for pair in measures.pairs_of(rows)] for side in (2, 3)]
-    low = min(map(min, both))
-    high = max(map(max, both))
+    sides = [[pair[side]["score"] for pair in measures.pairs_of(rows)] for side in (2, 3)]
+    low = min(map(min, sides))
+    high = max(map(max, sides))
     room = 1e-6 * max(1, abs(low), abs(high))  # between equal scores not even a float64 has room for 40 bins
-    for values, label in zip(both, ("better", "worse")):
+    for values, label in zip(sides, ("better", "worse")):
         options = {"bins": 40, "range": (low - room, high + room), "alpha": 0.5, "density": True}
         axis.hist(values, **options, label=f"{label} responses, {name}")
     axis.set(title="scores", xlabel="score", ylabel="density")
