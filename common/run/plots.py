@@ -135,13 +135,14 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 def better_and_worse(axis, name, rows):
     """Histograms of a scorer's scores of the better and of the worse responses of pairs, in the same bins."""
-    sides = [[pair[side]["score"] for pair in measures.pairs_of(rows)] for side in (2, 3)]
-    low = min(map(min, sides))
-    high = max(map(max, sides))
+    pairs = measures.pairs_of(rows)
+    scores = {"better": [a["score"] for _, _, a, _ in pairs], "worse": [b["score"] for _, _, _, b in pairs]}
+    low = min(map(min, scores.values()))
+    high = max(map(max, scores.values()))
     room = 1e-6 * max(1, abs(low), abs(high))  # between equal scores not even a float64 has room for 40 bins
-    for values, label in zip(sides, ("better", "worse")):
+    for side, values in scores.items():
         options = {"bins": 40, "range": (low - room, high + room), "alpha": 0.5, "density": True}
-        axis.hist(values, **options, label=f"{label} responses, {name}")
+        axis.hist(values, **options, label=f"{side} responses, {name}")
     axis.set(title="scores", xlabel="score", ylabel="density")
 
 
