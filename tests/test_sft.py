@@ -498,7 +498,7 @@ def test_bad_input_is_one_line_that_says_what_and_where(small, bad, tmp_path, op
 
 
 def test_an_unknown_recipe_is_one_line_with_all_names(small, bad):
-    assert_error(processes.script("sft", "rlhf_workflw", cwd=bad), "tiny, base, rlhf_workflow")
+    assert_error(processes.script("sft", "rlhf_workflw", cwd=bad), "tiny, base, large, rlhf_workflow")
 
 
 def test_rows_that_cannot_be_used_are_counted_and_named(small, bad, tmp_path):
