@@ -6,8 +6,9 @@ figure 6: +1.1 points a doubling of the data, +1.8 a doubling of the parameters,
 
 Six numbers of pairs, four widths, three seeds; a seed draws the pairs, the initial weights and their order. Every
 run takes at most 400 optimiser steps and at most 20 passes over its pairs, and is evaluated six times on the same
-2,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss: so few pairs that are seen
-often are not judged by where they overfit. (This choice flatters every run a little, by the same rule.)
+2,000 held-out pairs. Its accuracy is that of the evaluation with the least held-out loss, of those after the first step: so few
+pairs that are seen often are not judged by where they overfit. (This choice flatters every run a little, by the
+same rule.)
 
 A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
 settings of the other one; its interval is Student's over the seeds' slopes."""
@@ -58,7 +59,7 @@ def model_of(width, seed, folder) -> tuple[str, int]:
 
 
 def run(n, width, seed, folder) -> dict:
-    """Train a reward model and return its accuracy at the evaluation of least held-out loss."""
+    """Train a reward model and return its accuracy at the evaluation of least held-out loss, after the first."""
     path, n_parameters = model_of(width, seed, folder)
     data = f"{folder}/pairs_{n}_{seed}.jsonl"
     files.write_jsonl(data, tiny.rows("preferences", "train", seed)[:n])
@@ -72,7 +73,7 @@ def run(n, width, seed, folder) -> dict:
             length_prompts=0, save_every=0, seed=seed, output_dir=out, overwrite=True,
         )
     )  # fmt: skip
-    rows = [row for row in files.read_jsonl(f"{out}/metrics.jsonl") if "eval/nll" in row]
+    rows = [row for row in files.read_jsonl(f"{out}/metrics.jsonl") if "eval/nll" in row and row["step"]]
     best = min(rows, key=lambda row: row["eval/nll"])
     kept = {key: best[key] for key in ("step", "eval/accuracy", "eval/nll")}
     kept["bayes"] = files.read_json(f"{out}/summary.json")["after"]["eval/bayes_accuracy"]
