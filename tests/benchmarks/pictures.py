@@ -20,6 +20,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
+    "reward_scaling": ("scaling/scaling.png", "tests/benchmarks/scaling.py"),
     "rankings_scores": ("rankings_scorers/scores.png", "docs/real_models.md's evaluate --scorers of rankings"),
     "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
 }

@@ -109,22 +109,28 @@ def report(rows, folder):
         mean = statistics.fmean(slopes)
         each = ", ".join(f"{x:.2f}" for x in slopes)
         print(f"a doubling of the {column}: {mean:+.2f} points [{mean - half:.2f}, {mean + half:.2f}] ({each})")
-    drawing, [axis] = plots.figure(1, (5.2, 3.6))
+    drawing, [axis] = plots.figure(1, (5.8, 3.8))
+    ends = []
     for width, n in widths:
         y = []
         for pairs in PAIRS:
             chosen = [row["eval/accuracy"] for row in rows if (row["pairs"], row["width"]) == (pairs, width)]
             y.append(100 * statistics.fmean(chosen) if chosen else math.nan)
         [line] = axis.plot(PAIRS, y, "o-", markersize=4)
-        name = f"{n / 1000:.0f}k parameters"
-        axis.annotate(name, (PAIRS[-1], y[-1]), (6, 0), textcoords="offset points", color=line.get_color(), va="center")
+        ends.append((y[-1], f"{n:,} parameters", line.get_color()))
+    lowest = -math.inf
+    for y, name, color in sorted(ends):  # names of lines that end close together stand above each other
+        lowest = max(y, lowest + 1.1)
+        axis.text(PAIRS[-1] * 1.12, lowest, name, color=color, va="center")
     most = 100 * rows[0]["bayes"]  # the held-out pairs are the same in all runs
     axis.axhline(most, color="k", linestyle="--", linewidth=1)
-    axis.annotate("the true reward's accuracy", (PAIRS[0], most), (0, 4), textcoords="offset points")
+    axis.text(PAIRS[0], most - 0.3, "accuracy of the true reward: labels are noisy", va="top")
     axis.set_xscale("log", base=2)
     axis.set_xticks(PAIRS, [f"{n:,}" for n in PAIRS])
-    axis.margins(x=0.28)
-    axis.set(title="more pairs help, more parameters do once there are pairs", xlabel="training pairs", ylabel="accuracy, %")
+    axis.set_xlim(PAIRS[0] * 0.8, PAIRS[-1] * 5)
+    title = "held-out accuracy grows with the pairs, and little beyond 40,000 parameters"
+    axis.set(xlabel="training pairs", ylabel="accuracy, %")
+    axis.set_title(title, fontsize=9)
     plots.save(drawing, Path(folder) / "scaling.png")
 
 
