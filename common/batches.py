@@ -123,11 +123,12 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
     """Pack as `pack` does, into the least multiple of `multiple` blocks that fits: each document, longest
     first, goes to the shortest block. Fewer documents than blocks have a block each."""
     first_fit = pack(lengths, size)
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = math.ceil(len(first_fit) / multiple) * multiple
     while True:
         blocks = [[] for _ in range(n)]
         room = numpy.full(n, size)
-        for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for index in longest_first:
             shortest = int(room.argmax())
             blocks[shortest].append(index)
             room[shortest] -= lengths[index]

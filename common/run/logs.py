@@ -6,7 +6,6 @@ from pathlib import Path
 
 from common import dist
 from common.data import files
-from common.data.files import append_jsonl, read_jsonl, write_jsonl
 
 
 class Metrics:
@@ -19,8 +18,8 @@ class Metrics:
         self.path = Path(folder) / "metrics.jsonl"
         kept = []
         if keep_rows is not None and dist.is_main():
-            kept = read_jsonl(self.path)[:keep_rows]
-            write_jsonl(self.path, kept)
+            kept = files.read_jsonl(self.path)[:keep_rows]
+            files.write_jsonl(self.path, kept)
             if len(kept) < keep_rows:
                 print(f"{self.path} holds {len(kept)} of the {keep_rows} rows that were logged")
         last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
@@ -35,7 +34,7 @@ class Metrics:
         if dist.is_main():
             seconds = round(time.time() - self.start, 3)
             row = {"step": step, "iteration": iteration, "time_s": seconds, **finite(values)}
-            append_jsonl(self.path, [row], sync=False)
+            files.append_jsonl(self.path, [row], sync=False)
 
 
 def finite(metrics: dict) -> dict:

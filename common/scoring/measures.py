@@ -138,6 +138,12 @@ def pairs_of(rows) -> list[tuple]:
     return pairs
 
 
+def pairs_by(score, rows) -> list[tuple]:
+    """pairs_of the rows, with score(row, response), computed once for each response, instead of theirs."""
+    scored = lambda row: {"responses": [{**r, "score": score(row, r)} for r in row["responses"]]}
+    return pairs_of(map(scored, rows))
+
+
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
     """{("data set" or "category", name): its rows}, where there are several of the kind."""
     rows_of_part = {}
@@ -178,12 +184,13 @@ def reward_bench(rows) -> dict[str, float]:
     subsets = {row["category"] for row in rows}
     scores = {}
     for section, groups in SECTIONS.items():
+        if not subsets.issuperset(" ".join(groups).split()):
+            continue
         shares = []
         for names in map(str.split, groups):
             pairs = pairs_of([row for row in rows if row["category"] in names])
             shares.append(accuracy([d for d, *_ in pairs]))
-        if subsets.issuperset(" ".join(groups).split()):
-            scores[section] = statistics.fmean(shares)
+        scores[section] = statistics.fmean(shares)
     return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SECTIONS) else scores
 
 
@@ -266,16 +273,16 @@ def known_metrics(rows) -> dict[str, float]:
     whatever it says. Of what only the tiny world knows eval/bayes_accuracy, of a labeler without noise on the
     same pairs, and gold/correlation, of the scores with the true reward over all responses."""
     responses = [r for row in rows for r in row["responses"]]
-    pairs = pairs_of(rows)
-    copied = lambda i, r: texts.copied(r["text"], message_columns.transcript(rows[i]["prompt"]))
-    rouge_l = lambda i, r: texts.rouge_l(r["text"], rows[i]["reference"])
-    metrics = {"baseline/length_accuracy": accuracy([a["tokens"] - b["tokens"] for _, _, a, b in pairs])}
-    metrics["baseline/copying_accuracy"] = accuracy([copied(i, a) - copied(i, b) for _, i, a, b in pairs])
-    referenced = [(rouge_l(i, a), rouge_l(i, b)) for _, i, a, b in pairs if rows[i].get("reference")]
-    if differences := [a - b for a, b in referenced if max(a, b) < 1]:
+    copied = lambda row, r: texts.copied(r["text"], message_columns.transcript(row["prompt"]))
+    rouge_l = lambda row, r: texts.rouge_l(r["text"], row["reference"])
+    accuracy_of = lambda score: accuracy([d for d, *_ in pairs_by(score, rows)])
+    metrics = {"baseline/length_accuracy": accuracy_of(lambda row, r: r["tokens"])}
+    metrics["baseline/copying_accuracy"] = accuracy_of(copied)
+    referenced = pairs_by(rouge_l, [row for row in rows if row.get("reference")])
+    if differences := [d for d, _, a, b in referenced if max(a["score"], b["score"]) < 1]:
         metrics["baseline/rouge_l_accuracy"] = accuracy(differences)
     if all("utility" in r for r in responses):
-        metrics["eval/bayes_accuracy"] = accuracy([a["utility"] - b["utility"] for _, _, a, b in pairs])
+        metrics["eval/bayes_accuracy"] = accuracy_of(lambda row, r: r["utility"])
     if all("gold" in r and "score" in r for r in responses):
         gold = [r["gold"] for r in responses]
         metrics["gold/correlation"] = correlation([r["score"] for r in responses], gold)

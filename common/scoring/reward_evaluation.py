@@ -114,8 +114,7 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=(
 def length_bias(model, sft_model, train, held_out, tokenizer, args) -> dict[str, float]:
     """How well the SFT model's log probability scores held-out pairs, and length_metrics of its responses."""
     device = model.device
-    seed = args.seed
-    metrics, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, seed, train)
+    metrics, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, args.seed, train)
     return {**metrics, **length_metrics(sampled, scores_of_each(model, sampled, args))}
 
 

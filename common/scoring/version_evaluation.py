@@ -111,7 +111,6 @@ class DPOEvaluation:
         args = self.args
         seed = dist.seed_of(args.seed, "eval")  # the same at each evaluation of a run
         size = args.score_batch_size
-        device = policy.device
         pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         first = evaluations[0]["samples"] if version else []
         opponents = [responses.Response([], row["response"], row["finished"]) for row in first]
@@ -119,7 +118,7 @@ class DPOEvaluation:
         kl = [0.0] * len(pairs)
         if version:
             kl_to = partial(kl_of, policy, pairs=pairs, size=size)
-            kl = pretrained.ask_policy(args.model, self.tokenizer, args, device, kl_to)
+            kl = pretrained.ask_policy(args.model, self.tokenizer, args, policy.device, kl_to)
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
     def metrics_of(self, evaluations, version) -> dict[str, float]:

@@ -13,7 +13,6 @@ same rule.)
 A slope is that of a least-squares line of accuracy against log2 of the number of pairs, or of parameters, over all
 settings of the other one; its interval is Student's over the seeds' slopes."""
 
-import json
 import math
 import statistics
 import sys
@@ -143,8 +142,7 @@ def main(args: Args):
     for setting in settings:
         if not args.report_only and setting not in done:
             rows.append(run(*setting, args.folder))
-            with open(path, "a") as file:
-                file.write(json.dumps(rows[-1]) + "\n")
+            files.append_jsonl(path, rows[-1:])
             print(rows[-1], file=sys.stderr, flush=True)
     report(rows, args.folder)
 
