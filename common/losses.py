@@ -1,16 +1,17 @@
 """The math of every script: pure functions of tensors, torch only. Copy this file anywhere.
 
-Shapes: B rows, T tokens a row. Per-token tensors are (B, T-1): index t belongs to the state after tokens <= t
-and to the action, token t+1. Every mask is True where a value is KEPT. Reductions go through masked_sum and
-masked_mean alone, which use torch.where: what a mask leaves out has no effect, not even NaN.
+Shapes: B rows of T tokens. Per-token tensors are (B, T-1): index t describes the state after tokens 0..t and
+the action taken in it, which is token t+1. A mask is True at the values to KEEP. All reductions go through
+masked_sum and masked_mean, which use torch.where, so masked values have no effect, even if they are NaN.
 
-A loss returns (loss, metrics). Its n_tokens or n_rows are the response tokens or pairs of the whole optimiser
-step, over all micro-batches and ranks, so that their gradients add up to those of one big batch; None: this
-batch's own. Metrics are detached sums of this batch alone, its own n_tokens or n_rows among them (ratio_max
-is a maximum). Losses never multiply by the number of ranks: dist.backward does, as FSDP averages gradients.
+A loss returns (loss, metrics). It is divided by n_tokens or n_rows: the number of response tokens or pairs in
+the whole optimiser step, over all micro-batches and ranks. Gradients of micro-batches then add up to the
+gradient of one big batch. With None the loss counts this batch only. Metrics are detached sums over this
+batch, including its own n_tokens or n_rows (ratio_max is a maximum). FSDP averages gradients over ranks;
+dist.backward makes up for it, so no loss here multiplies by the number of ranks.
 
-Every function raises ValueError on unequal shapes, and a loss on an empty batch if its count is None; with a
-count an empty batch has loss 0.
+Every function raises ValueError if shapes differ. A loss raises it for an empty batch too, unless it is given
+a count; then the loss of an empty batch is 0.
 """
 
 import torch
@@ -18,17 +19,17 @@ from torch.nn.functional import logsigmoid
 
 
 def masked_sum(x, mask, dim=None):
-    """Sum of x where mask is True, a tensor.
+    """Sum x where mask is True.
 
-    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce; None: all."""
+    x: any shape, gradient flows. mask: bool, same shape as x. dim: dimension(s) to reduce; None: all."""
     _same_shape(x=x, mask=mask)
     return torch.where(mask, x, torch.zeros_like(x)).sum(dim)
 
 
 def masked_mean(x, mask, dim=None):
-    """Mean of x where mask is True, a tensor; ValueError where it would be of nothing.
+    """Average x where mask is True. Raises ValueError if a mean has no values.
 
-    x: any shape, gradient flows. mask: bool, the shape of x. dim: the dimension(s) to reduce; None: all."""
+    x: any shape, gradient flows. mask: bool, same shape as x. dim: dimension(s) to reduce; None: all."""
     total = masked_sum(x, mask, dim)
     count = mask.sum(dim)
     if (count == 0).any():
@@ -37,23 +38,25 @@ def masked_mean(x, mask, dim=None):
 
 
 def whiten(x, mask):
-    """(x - mean) / sqrt(var), mean and population variance of the values where mask is True; else 0.
+    """Shift and scale x to mean 0 and variance 1: (x - mean) / sqrt(var).
 
-    x: any shape. mask: bool, the shape of x.
-    Returns a tensor like x. Raises ValueError where a mean would be of nothing."""
+    Mean and variance (divided by n, not n - 1) are those of the values where mask is True.
+    x: any shape. mask: bool, same shape as x.
+    Returns a tensor like x, 0 where mask is False. Raises ValueError if the mask keeps nothing."""
     mean = masked_mean(x, mask)
     var = masked_mean((x - mean) ** 2, mask)
     return torch.where(mask, (x - mean) / (var + 1e-8) ** 0.5, torch.zeros_like(x))
 
 
 def sft_loss(logprobs, action_mask, n_tokens=None):
-    """Supervised fine-tuning: the negative log likelihood of the response tokens, averaged over tokens.
+    """Compute the loss of supervised fine-tuning: negative log likelihood, averaged over response tokens.
 
     L = -(1 / n_tokens) sum_{b,t} action_mask[b, t] * logprobs[b, t]
-    (rlhf_workflow section 3.1; llama2_rlhf zeroes the loss on the prompt in the same way.)
+    (RLHF Workflow, arXiv:2405.07863, section 3.1. Llama 2, arXiv:2307.09288, section 3.1, masks the prompt
+    in the same way.)
 
-    logprobs: (B, T-1), nats, log pi(token t+1 | tokens <= t), gradient flows.
-    action_mask: (B, T-1) bool, True where token t+1 is a response token, the end token included.
+    logprobs: (B, T-1), nats, log pi(token t+1 | tokens 0..t), gradient flows.
+    action_mask: (B, T-1) bool, True if token t+1 is a response token; the end-of-sequence token is one.
     Returns (loss, {"nll_sum": nats, "n_tokens": count})."""
     _same_shape(logprobs=logprobs, action_mask=action_mask)
     nll_sum = -masked_sum(logprobs, action_mask)
@@ -65,19 +68,20 @@ def sft_loss(logprobs, action_mask, n_tokens=None):
 
 
 def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=None, n_rows=None):
-    """The reward model's loss on pairs, with Llama 2's margin and soft labels.
+    """Compute the reward model's loss on pairs, optionally with Llama 2's margin or soft labels.
 
     Delta = chosen_scores - rejected_scores
     L = -(1 / n_rows) sum_b [ preference * log sigmoid(Delta - margin)
                               + (1 - preference) * log sigmoid(-Delta - margin) ]
-    (InstructGPT, arXiv:2203.02155, eq. 1, without margin and preference; Llama 2, arXiv:2307.09288, eq. 2,
-    has the margin m; distilled RLAIF, arXiv:2309.00267, soft labels. A margin asks more of each term's side.)
+    (Without margin and preference: InstructGPT, arXiv:2203.02155, eq. 1. The margin m: Llama 2,
+    arXiv:2307.09288, eq. 2. Soft labels: distilled RLAIF, arXiv:2309.00267. With a soft label, the margin
+    raises the bar for either side.)
 
     chosen_scores, rejected_scores: (n,), reward units, gradient flows.
-    margin: (n,) or None for 0, reward units, at least 0: m, in the loss and never in the accuracy.
-    preference: (n,) or None for 1, unitless in [0, 1]: the probability that "chosen" is the better one.
-    Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, ties counting 1/2, "n_rows": n}).
-    Raises ValueError on a preference outside [0, 1]."""
+    margin: (n,), reward units, at least 0; None is 0. It counts in the loss but not in the accuracy.
+    preference: (n,), in [0, 1], the probability that "chosen" is the better response; None is 1.
+    Returns (loss, {"loss_sum": nats, "n_correct": pairs ranked as labelled, a tie counts 1/2, "n_rows": n}).
+    Raises ValueError for a preference outside [0, 1]."""
     margin = torch.zeros_like(chosen_scores) if margin is None else margin
     given = preference
     preference = torch.ones_like(chosen_scores) if preference is None else preference
@@ -92,16 +96,18 @@ def bradley_terry_loss(chosen_scores, rejected_scores, margin=None, preference=N
 
 
 def ranking_loss(scores, ranks, margin=None):
-    """K ranked responses to one prompt: Bradley-Terry on all pairs of different rank, their mean.
+    """Compute the loss of K ranked responses to one prompt: Bradley-Terry, averaged over their pairs.
 
     L = -(1 / n_pairs) sum_{i, j: ranks[i] + 1 <= ranks[j]} log sigmoid(scores[i] - scores[j] - margin[i, j])
-    (InstructGPT, arXiv:2203.02155, eq. 1: a prompt's pairs are one batch element: a response is learnt once.)
+    (InstructGPT, arXiv:2203.02155, eq. 1. All pairs of a prompt are one batch element there, so that a
+    response goes through the model once.)
 
-    scores: (K,), reward units, gradient flows. ranks: (K,), 0 is best; may be on a CPU. Ranks less
-      than 1 apart are ties: whole ranks if equal, others where a score has to be some gap ahead to be better.
-    margin: (K, K) or None for 0, reward units: as in bradley_terry_loss.
-    Returns (loss, metrics) as bradley_terry_loss does, for these pairs.
-    Raises ValueError if no two ranks are 1 apart."""
+    scores: (K,), reward units, gradient flows.
+    ranks: (K,), 0 is the best; may be on the CPU. Ranks less than 1 apart are ties and make no pair, so
+      fractional ranks can demand a minimum gap.
+    margin: (K, K), reward units, as in bradley_terry_loss; None is 0.
+    Returns (loss, metrics) of these pairs, as bradley_terry_loss does.
+    Raises ValueError if no two ranks are at least 1 apart."""
     _same_shape(scores=scores, ranks=ranks)
     better, worse = torch.nonzero(ranks[:, None] + 1 <= ranks[None, :], as_tuple=True)
     if len(better) == 0:
@@ -112,16 +118,16 @@ def ranking_loss(scores, ranks, margin=None):
 
 
 def advantage_score(scores, expected_scores, ratios=None, n_policies=None):
-    """The advantage of a response over what the policy is expected to get.
+    """Compute the Advantage Model's score: how much better a response is than the policy's expected reward.
 
     a = scores - ((N - K) / N) * expected_scores - (1 / N) sum_{k=1..K} ratios[:, k] * scores
     (Advantage Model, arXiv:2309.10202, eq. 8; N and K are its hyper-parameters.)
 
     scores: (n,), r(x, y), reward units, gradient flows.
-    expected_scores: (n,), e(x), the expected reward of the policy on the same prompt, gradient flows.
-    ratios: (n, K), pi(y|x) / pi'_k(y|x) for each of the K other policies whose responses are in the data,
-      unitless, no gradient; None: K = 0, so that a = r - e.
-    n_policies: N, more than K; None: K + 1. At N = K the expected reward would have no weight.
+    expected_scores: (n,), e(x), the policy's expected reward on the same prompt, gradient flows.
+    ratios: (n, K), pi(y|x) / pi'_k(y|x) for each of the K other policies whose responses are in the data;
+      no gradient. None means K = 0, so that a = r - e.
+    n_policies: N; None means K + 1. It must exceed K, or the expected reward would have no weight.
     Returns (n,), reward units. Raises ValueError unless N > K."""
     _same_shape(scores=scores, expected_scores=expected_scores)
     ratios = scores.new_zeros(*scores.shape, 0) if ratios is None else ratios.detach()
@@ -135,15 +141,15 @@ def advantage_score(scores, expected_scores, ratios=None, n_policies=None):
 
 
 def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_rows=None):
-    """The Advantage Model's loss on pairs: ranked, and kept within a bound.
+    """Compute the Advantage Model's loss on pairs: rank them, and keep advantages within a bound.
 
     L = -(1 / n_rows) sum_b [ log sigmoid(a_c - a_r) + log sigmoid(bound - a_c) + log sigmoid(bound + a_r) ]
-    (Advantage Model, arXiv:2309.10202, eq. 6, where the bound is m(x) = 2.5.)
+    (Advantage Model, arXiv:2309.10202, eq. 6; its bound m(x) is 2.5.)
 
     chosen_advantages, rejected_advantages: (n,), a_c and a_r, reward units, gradient flows.
     bound: a number or (n,), reward units.
-    Returns (loss, {"loss_sum": nats, "rank_loss_sum": nats, of the first term alone, "n_correct": pairs
-      ranked as labelled, ties counting 1/2, "n_rows": n})."""
+    Returns (loss, {"loss_sum": nats, "rank_loss_sum": nats, the first term, "n_correct": pairs ranked as
+      labelled, a tie counts 1/2, "n_rows": n})."""
     _same_shape(chosen=chosen_advantages, rejected=rejected_advantages)
     difference = chosen_advantages - rejected_advantages
     rank_sum = -logsigmoid(difference).sum()
@@ -153,13 +159,16 @@ def advantage_model_loss(chosen_advantages, rejected_advantages, bound=2.5, n_ro
 
 
 def kl_estimate(logprobs, ref_logprobs, kind="k1"):
-    """Per-token estimates of KL(policy || reference) from tokens that the policy drew.
+    """Estimate KL(policy || reference) at each token, from tokens that the policy sampled.
 
-    With d = logprobs - ref_logprobs: k1 = d, unbiased, may be negative; k2 = d^2 / 2; k3 = exp(-d) - 1 + d,
-    unbiased and never negative (J. Schulman, "Approximating KL Divergence", 2020). The papers' penalty is k1.
+    With d = logprobs - ref_logprobs:
+    k1 = d               unbiased, may be negative; the penalty in the papers
+    k2 = d^2 / 2         biased, never negative
+    k3 = exp(-d) - 1 + d unbiased, never negative
+    (J. Schulman, "Approximating KL Divergence", 2020.)
 
-    logprobs, ref_logprobs: the same shape, nats, gradient flows. kind: "k1", "k2" or "k3".
-    Returns a tensor of that shape, nats. Raises ValueError on another kind."""
+    logprobs, ref_logprobs: same shape, nats, gradient flows. kind: "k1", "k2" or "k3".
+    Returns a tensor of that shape, nats. Raises ValueError for any other kind."""
     _same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     difference = logprobs - ref_logprobs
     if kind == "k1":
@@ -172,44 +181,49 @@ def kl_estimate(logprobs, ref_logprobs, kind="k1"):
 
 
 def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, threshold=0.15):
-    """Llama 2's R_c: the safety score where safety is at stake, the helpfulness score elsewhere.
+    """Combine two reward models as Llama 2 does: the safety score if safety is at stake, else helpfulness.
 
     R_c = R_s if is_safety_prompt or sigmoid(R_s) < threshold else R_h
-    (Llama 2, arXiv:2307.09288, section 3.2.3; its WHITEN(LOGIT(R_c)) takes logits, which both are already.)
+    (Llama 2, arXiv:2307.09288, section 3.2.3. The paper then whitens LOGIT(R_c); both scores here are logits
+    already. common/scoring/safety.py calls this for ppo.py.)
 
     safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
-    Returns (B,), logits. (common/scoring/scorers.py asks for ppo.py.)"""
+    Returns (B,), logits."""
     _same_shape(safety=safety_logits, helpfulness=helpfulness_logits, is_safety_prompt=is_safety_prompt)
     gated = is_safety_prompt | (safety_logits.sigmoid() < threshold)
     return torch.where(gated, safety_logits, helpfulness_logits)
 
 
 def length_penalty(scores, n_characters, coef):
-    """scores - coef * n_characters: what best and worst responses are chosen by, so that length does not win.
+    """Subtract a penalty for length from the scores that choose the best and worst responses.
 
-    (RLHF Workflow, arXiv:2405.07863, section 4.2's ablation, with coef = 0.001.)
+    scores - coef * n_characters
+    (RLHF Workflow, arXiv:2405.07863, ablation in section 4.2, with coef = 0.001.)
 
-    scores: (B,), reward units. n_characters: (B,), of the responses' texts. coef: reward units a character.
+    scores: (B,), reward units. n_characters: (B,), length of each response's text.
+    coef: reward units per character.
     Returns (B,), reward units."""
     _same_shape(scores=scores, n_characters=n_characters)
     return scores - coef * n_characters.to(scores.dtype)
 
 
 def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
-    """Generalised advantage estimation within each response.
+    """Compute generalised advantage estimates and returns within each response.
 
     delta_t = rewards_t + gamma * values_{t+1} - values_t
     advantages_t = delta_t + gamma * lam * advantages_{t+1},  returns_t = advantages_t + values_t
     (Schulman et al., arXiv:1506.02438, eq. 16; Llama 2 and Qwen train PPO with it.) Values and advantages
-    after a response's last token are 0, whether it ended or was cut.
+    after the last token of a response are 0, whether the response ended or was cut.
 
-    rewards: (B, T-1), reward units, of the action at t. values: (B, T-1), reward units, of the state before
-      it. action_mask: (B, T-1) bool, the response tokens of a row. No gradient flows.
-    Returns (advantages, returns), (B, T-1) each, 0 where action_mask is False; neither is whitened."""
+    rewards: (B, T-1), reward units, for the action at t.
+    values: (B, T-1), reward units, of the state in which that action is taken.
+    action_mask: (B, T-1) bool, the response tokens of each row.
+    Returns (advantages, returns), each (B, T-1), 0 where action_mask is False, not whitened, without
+      gradient."""
     _same_shape(rewards=rewards, values=values, action_mask=action_mask)
     zeros = torch.zeros_like(values)
     rewards = torch.where(action_mask, rewards, zeros).detach()
-    values = torch.where(action_mask, values, zeros).detach()  # so that a next value beyond the end is 0
+    values = torch.where(action_mask, values, zeros).detach()  # so the value after the last token is 0
     advantages = torch.zeros_like(values)
     next_value = next_advantage = zeros[:, 0]
     for t in reversed(range(values.shape[1])):
@@ -221,17 +235,17 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
 
 
 def group_advantages(rewards, n, leave_one_out=False, scale=True):
-    """The advantage of each response over the n responses to its prompt: PPO without a value model.
+    """Compare each response with the n responses to the same prompt: advantages without a value model.
 
     GRPO      (r_i - mean of r) / (std of r + 1e-4)           (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
     Dr. GRPO  r_i - mean of r, with scale=False               (Liu et al., arXiv:2503.20783, section 3.2)
     RLOO      r_i - mean of the other n - 1 rewards, with leave_one_out=True, scale=False: n / (n - 1) times
               Dr. GRPO's                                      (Ahmadian et al., arXiv:2402.14740, eq. 5)
-    The standard deviation is that of a sample, with n - 1. In a group of equal rewards all advantages are 0.
+    The standard deviation divides by n - 1. If all rewards of a group are equal, its advantages are 0.
 
-    rewards: (B,), reward units, the n responses to a prompt one after the other; n: 2 or more. No gradient
-      flows. ValueError for another B or n.
-    Returns (B,): with scale=True without a unit, else reward units."""
+    rewards: (B,), reward units, the n responses to a prompt next to each other. n: at least 2.
+    Returns (B,), reward units (no unit if scale is True), without gradient.
+    Raises ValueError if n is below 2 or B is not a multiple of n."""
     if n < 2 or rewards.dim() != 1 or len(rewards) % n:
         raise ValueError(f"group_advantages: rewards {tuple(rewards.shape)} are no groups of {n}, 2 or more")
     groups = rewards.detach().view(-1, n)
@@ -244,33 +258,36 @@ def group_advantages(rewards, n, leave_one_out=False, scale=True):
 
 
 def importance_weights(old_logprobs, sample_logprobs, action_mask, cap):
-    """The weight of each token's advantage where the sampler drew from another distribution q than pi_old:
+    """Compute a weight for each token's advantage that corrects for the sampler's own distribution q.
 
     w_t = min(pi_old(y_t) / q(y_t), cap)
+    (Truncated importance sampling; rho in IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
 
-    With these weights, the policy loss over tokens that q drew estimates the loss over tokens of pi_old; the
-    cap bounds its variance and lets some bias in. q differs from pi_old by rounding (sampling and training
-    round bfloat16 differently), by top-p, and if another program samples. (Truncated importance sampling: rho
-    of IMPALA, Espeholt et al., arXiv:1802.01561, eq. 1.)
+    The sampler's q differs from pi_old because sampling and training round bfloat16 differently, with top-p,
+    or if another program samples. With these weights, the policy loss over tokens from q estimates the loss
+    over tokens from pi_old. The cap limits its variance at the price of some bias.
 
-    old_logprobs, sample_logprobs: (B, T-1) nats, log pi_old and log q. action_mask: (B, T-1) bool. cap: > 0.
-    Returns (B, T-1), without a unit, 1 where action_mask is False. No gradient flows."""
+    old_logprobs, sample_logprobs: (B, T-1), nats, log pi_old and log q.
+    action_mask: (B, T-1) bool. cap: above 0.
+    Returns (B, T-1), no unit, 1 where action_mask is False, without gradient."""
     _same_shape(old_logprobs=old_logprobs, sample_logprobs=sample_logprobs, action_mask=action_mask)
     gap = torch.where(action_mask, old_logprobs - sample_logprobs, torch.zeros_like(old_logprobs)).detach()
     return torch.where(action_mask, gap.exp().clamp(max=cap), torch.ones_like(gap))
 
 
 def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=0.2, n_tokens=None):
-    """PPO's clipped policy loss, averaged over response tokens.
+    """Compute PPO's clipped policy loss, averaged over response tokens.
 
     ratio = exp(logprobs - old_logprobs)
     L = -(1 / n_tokens) sum min(ratio * advantages, clip(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages)
     (Schulman et al., arXiv:1707.06347, eq. 7.)
 
-    logprobs: (B, T-1), nats, gradient flows. old_logprobs: (B, T-1), nats, of the policy that the rollout
-      came from, by the same forward. advantages: (B, T-1), whitened as a rule. action_mask: (B, T-1) bool.
-    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens where the clipped term is the smaller one,
-      "ratio_sum", "ratio_max": the largest, no sum, "approx_kl_sum": ratio - 1 - log ratio})."""
+    logprobs: (B, T-1), nats, gradient flows.
+    old_logprobs: (B, T-1), nats, of the policy that sampled the rollout, computed by the same forward as
+      logprobs (not by the sampler), so that the ratio starts at exactly 1.
+    advantages: (B, T-1), usually whitened. action_mask: (B, T-1) bool.
+    Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens whose clipped term is the smaller one,
+      "ratio_sum", "ratio_max": a maximum, not a sum, "approx_kl_sum": sum of ratio - 1 - log ratio})."""
     tensors = {"logprobs": logprobs, "old_logprobs": old_logprobs, "advantages": advantages}
     _same_shape(**tensors, action_mask=action_mask)
     logratio = torch.where(action_mask, logprobs - old_logprobs.detach(), torch.zeros_like(logprobs))
@@ -290,17 +307,19 @@ def ppo_policy_loss(logprobs, old_logprobs, advantages, action_mask, clip_ratio=
 
 
 def ppo_value_loss(values, old_values, returns, action_mask, clip_value=0.15, n_tokens=None):
-    """PPO's clipped value loss, averaged over response tokens.
+    """Compute PPO's clipped value loss, averaged over response tokens.
 
     L = (1 / n_tokens) sum 1/2 max((values - returns)^2, (clip(values, old_values +- clip_value) - returns)^2)
-    (Qwen, arXiv:2309.16609, section 3.2.2, clips at 0.15, which presumes rewards of about unit scale.)
+    (Qwen, arXiv:2309.16609, section 3.2.2, clips at 0.15, which suits rewards of about unit scale.)
 
-    values: (B, T-1), reward units, gradient flows. old_values: (B, T-1), before the iteration's first update.
-    returns: (B, T-1), reward units, unwhitened advantages + old_values. action_mask: (B, T-1) bool.
+    values: (B, T-1), reward units, gradient flows.
+    old_values: (B, T-1), reward units, before the first update of this iteration.
+    returns: (B, T-1), reward units: advantages before whitening, plus old_values.
+    action_mask: (B, T-1) bool.
     Returns (loss, {"loss_sum", "n_tokens", "n_clipped": tokens whose clipped error is the larger one})."""
     tensors = {"values": values, "old_values": old_values, "returns": returns}
     _same_shape(**tensors, action_mask=action_mask)
-    zeros = torch.zeros_like(values)  # 0 * NaN in a gradient would be NaN
+    zeros = torch.zeros_like(values)  # masking the inputs, since 0 * NaN in a gradient would be NaN
     values = torch.where(action_mask, values, zeros)
     old_values, returns = (torch.where(action_mask, x, zeros).detach() for x in (old_values, returns))
     near = old_values + (values - old_values).clamp(-clip_value, clip_value)
@@ -318,21 +337,22 @@ def dpo_loss(
     chosen_logprobs, rejected_logprobs, ref_chosen_logprobs, ref_rejected_logprobs, beta,
     label_smoothing=0.0, preference=None, n_rows=None,
 ):  # fmt: skip
-    """Direct preference optimisation: trains the reward that the policy implies, on pairs.
+    """Compute the DPO loss: on pairs, train the reward that the policy itself implies.
 
     h = beta * [(chosen_logprobs - ref_chosen_logprobs) - (rejected_logprobs - ref_rejected_logprobs)]
     L = -(1 / n_rows) sum_b [ p * log sigmoid(h) + (1 - p) * log sigmoid(-h) ]
     p = (1 - label_smoothing) * preference + label_smoothing * (1 - preference)
-    (Rafailov et al., arXiv:2305.18290, eq. 7, where p = 1; E. Mitchell, "A note on DPO with noisy
-    preferences", 2023, has label smoothing.) The implicit reward is beta * (logprobs - ref_logprobs).
+    (Rafailov et al., arXiv:2305.18290, eq. 7, has p = 1. Label smoothing: E. Mitchell, "A note on DPO with
+    noisy preferences", 2023.) The implicit reward is beta * (logprobs - ref_logprobs).
 
-    chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response, with
-      its end token, if it has one; gradient flows. ref_*: (n,), the same under the reference, no gradient.
-    beta: nats per nat, above 0. label_smoothing: in [0, 0.5): the share of labels taken to be wrong.
-    preference: (n,) or None for 1, in [0, 1]: the probability that "chosen" is the better one.
-    Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, ties
-      counting 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}).
-    Raises ValueError on a preference or label_smoothing out of its range."""
+    chosen_logprobs, rejected_logprobs: (n,), nats, log pi(y | x) summed over the tokens of a response,
+      including its end-of-sequence token if it has one; gradient flows.
+    ref_chosen_logprobs, ref_rejected_logprobs: (n,), the same under the reference, no gradient.
+    beta: above 0, reward units per nat. label_smoothing: in [0, 0.5), assumed share of wrong labels.
+    preference: (n,), in [0, 1], the probability that "chosen" is the better response; None is 1.
+    Returns (loss, {"loss_sum": nats, "n_correct": pairs whose implicit rewards are ranked as labelled, a tie
+      counts 1/2, "n_rows": n, "chosen_reward_sum", "rejected_reward_sum"}).
+    Raises ValueError if preference or label_smoothing is out of range."""
     preference = torch.ones_like(chosen_logprobs) if preference is None else preference
     tensors = {"chosen": chosen_logprobs, "rejected": rejected_logprobs, "preference": preference}
     _same_shape(**tensors, ref_chosen=ref_chosen_logprobs, ref_rejected=ref_rejected_logprobs)
@@ -354,25 +374,31 @@ def dpo_loss(
 def cpl_loss(
     chosen_logprobs, rejected_logprobs, chosen_mask, rejected_mask, alpha, gamma=1.0, lam=1.0, n_rows=None
 ):
-    """Contrastive preference learning (docs/cpl.patch): pairs without a reference, later tokens discounted.
+    """Compute the CPL loss (docs/cpl.patch): pairs without a reference, later tokens discounted.
 
     S(y) = alpha * sum_t gamma^t log pi(y_t | x, y_<t),   t = 0 at a response's first token
     L = -(1 / n_rows) sum_b log sigmoid(S_c - lam * S_r)
-    (Hejna et al., arXiv:2310.13639, section 3.) People are taken to prefer what regrets less: log odds of
-    sum_t gamma^t (A_c,t - A_r,t), A the best policy's advantages. The policy of the highest return + alpha *
-    entropy is pi = exp(A / alpha), so alpha log pi stands for A, and S for y's reward less the value of x.
-    S is below 0: a lam below 1, the paper's conservative bias, is a margin of (1 - lam) |S_r|, and likelier
-    data a lower loss. Each token lowers S: short responses win. gamma = lam = 1 is dpo_loss, references 0.
+    (Contrastive preference learning, Hejna et al., arXiv:2310.13639, section 3.)
 
-    *_logprobs: (n, T-1), nats, gradient flows. *_mask: (n, T-1) bool, the tokens of a row's one response, its
-      end token included. T may differ between the sides. alpha: above 0. gamma, lam: above 0, at most 1.
-    Returns (loss, metrics) as dpo_loss does, S the implicit reward. ValueError on other gamma or lam."""
+    CPL assumes that annotators prefer the response with less regret: the log odds of a preference are
+    sum_t gamma^t (A_c,t - A_r,t), where A are the advantages of the best policy. The policy that maximises
+    return + alpha * entropy is pi = exp(A / alpha), so alpha log pi can replace A, and S the reward of y minus
+    the value of x. S is negative, so lam < 1 (the paper's conservative bias) acts as a
+    margin of (1 - lam) |S_r| and lowers the loss of data that the policy finds more probable. Every further
+    token lowers S, which favours short responses. gamma = lam = 1 is dpo_loss with references of 0.
+
+    chosen_logprobs, rejected_logprobs: (n, T-1), nats, gradient flows; T may differ between the two.
+    chosen_mask, rejected_mask: (n, T-1) bool, the tokens of the one response in each row, including its
+      end-of-sequence token.
+    alpha: above 0. gamma, lam: above 0, at most 1.
+    Returns (loss, metrics) as dpo_loss does, with S as the implicit reward.
+    Raises ValueError if gamma or lam is out of range."""
     if not (0 < gamma <= 1 and 0 < lam <= 1):
         raise ValueError(f"cpl_loss: gamma {gamma} or lam {lam} is not above 0 and at most 1")
     rewards = []
     for logprobs, mask in ((chosen_logprobs, chosen_mask), (rejected_logprobs, rejected_mask)):
         _same_shape(logprobs=logprobs, mask=mask)
-        t = mask.cumsum(1) - 1  # wherever in its row a response begins
+        t = mask.cumsum(1) - 1  # counted from the response's first token
         rewards.append(alpha * masked_sum(gamma**t * logprobs, mask, dim=1))
     chosen, rejected = rewards
     loss, metrics = bradley_terry_loss(chosen, rejected, margin=(lam - 1) * rejected, n_rows=n_rows)
@@ -382,7 +408,7 @@ def cpl_loss(
 
 
 def _mean_over_rows(name, loss_sum, n_rows, signs):
-    """(loss, metrics) of pairs; signs: (n,), above 0 where a pair is ranked as labelled, 0 for a tie."""
+    """Return (loss, metrics) of pairs. signs: (n,), positive if ranked as labelled, 0 for a tie."""
     if n_rows is None and len(signs) == 0:
         raise ValueError(f"{name}: there is no pair to learn from")
     n_correct = (torch.sign(signs.detach()) + 1).sum() / 2
