@@ -382,8 +382,8 @@ def cpl_loss(
 
     CPL assumes that annotators prefer the response with less regret: the log odds of a preference are
     sum_t gamma^t (A_c,t - A_r,t), where A are the advantages of the best policy. The policy that maximises
-    return + alpha * entropy is pi = exp(A / alpha), so alpha log pi can replace A, and S the reward of y minus
-    the value of x. S is negative, so lam < 1 (the paper's conservative bias) acts as a
+    return + alpha * entropy is pi = exp(A / alpha), so alpha log pi can replace A, and S can replace the
+    reward of y minus the value of x. S is negative, so lam < 1 (the paper's conservative bias) acts as a
     margin of (1 - lam) |S_r| and lowers the loss of data that the policy finds more probable. Every further
     token lowers S, which favours short responses. gamma = lam = 1 is dpo_loss with references of 0.
 

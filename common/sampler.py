@@ -1,16 +1,19 @@
-"""Sample from any transformers causal LM that generates in left-padded batches (full attention, windows,
-sinks, ALiBi, convolutions and recurrences between attention), with a cache whose rows differ in length.
-Needs torch and transformers 5.21 or newer: copy this file anywhere. `join` makes rows for a loss of prompts
-and what was sampled. The file also talks, in a terminal (with tyro): python -m common.sampler --model DIR
+"""Sample from a transformers causal LM with a key-value cache whose rows differ in length.
+
+Works with every model that generates in left-padded batches: full attention, sliding windows, attention
+sinks, ALiBi, and convolutions or recurrences between attention layers. Needs only torch and transformers 5.21
+or newer, so the file can be copied anywhere. `sample` draws responses; `join` puts prompts and responses
+together as rows for a loss. To chat with a model in a terminal (needs tyro): python -m common.sampler --model
+DIR
 
 A fixed number of slots decodes together. Each slot holds one response at its own length, so no row waits for
-a longer one; when a response ends, the next one takes its slot at once. The n responses to a prompt share one
-run over the prompt. The cost of a step follows the rows that are alive:
+a longer one, and when a response ends, the next takes over its slot at once. The n responses to a prompt
+share one forward over the prompt. A step costs in proportion to the rows that are still decoding:
 
-    refill   run new prompts once (prefill); copy what layers keep into free slots, once for each response
-    choose   draw a token for every row; rows that drew a stop id, or are long enough, are done
-    compact  move the last live row into the hole that a finished one leaves, so that live rows come first
-    step     one forward, one token a row, which writes all rows' keys and values into one column
+    refill   run new prompts once (prefill) and copy their cache into free slots, once per response
+    choose   draw a token for every row; a row is done if it drew a stop id or reached max_new_tokens
+    compact  move the last live row into the slot of a finished one, so that the live rows come first
+    step     run one token per row; all rows write their keys and values into the same cache column
 """
 
 import contextlib
@@ -32,19 +35,19 @@ import transformers
 from tqdm import tqdm
 from transformers.utils.versions import require_version
 
-require_version("transformers>=5.21")  # caches of older ones cannot be filled slot by slot
+require_version("transformers>=5.21")  # older caches cannot be filled slot by slot
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionAndFullAttentionLayer
 
-PREFILL_TOKENS = 4096  # prompts run together up to this many tokens, and are held until they have slots
-SIMILAR_LENGTH = 0.8  # of the longest prompt: prompts shorter than that are not run in one batch with it
-SPARE_COLUMNS = 32  # of the cache: after so many steps at the earliest its rows go back to its first columns
-SMALL_WINDOW = 300  # tokens: the check at first use goes beyond such a one
+PREFILL_TOKENS = 4096  # limit of tokens in one prefill batch; its prompts wait in memory until slots are free
+SIMILAR_LENGTH = 0.8  # a prefill batch takes prompts of at least this share of the longest one's length
+SPARE_COLUMNS = 32  # extra cache columns: steps between two moves of all rows back to the first columns
+SMALL_WINDOW = 300  # tokens; the check at first use samples past sliding windows up to this size
 LAYERS = """DynamicLayer DynamicSlidingWindowLayer LinearAttentionLayer LinearAttentionAndFullAttentionLayer
-LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # of transformers' caches
-LARGE_VOCABULARY = 4096  # tokens, see _sampling
+LinearAttentionAndSlidingWindowAttentionLayer DummyLayer""".split()  # supported cache layers of transformers
+LARGE_VOCABULARY = 4096  # tokens; see _sampling
 FEW_ROWS = 64
-CACHES = "cache", "past_key_values", "cache_params"  # its names in models, from transformers 5.24 and before
-WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python goes on, and are waited for to be read
+CACHES = "cache", "past_key_values", "cache_params"  # the forward's argument in transformers 5.24, and before
+WORKS_AHEAD = ("cuda", "xpu")  # devices that compute while Python continues; reading a result waits for them
 
 
 class Rollout(NamedTuple):
@@ -52,8 +55,8 @@ class Rollout(NamedTuple):
 
     prompt_index: torch.Tensor  # (B,) int64
     response_tokens: torch.Tensor  # (B, R) int64, right-padded with pad_id; R is the longest response
-    sample_mask: torch.Tensor  # (B, R) bool, True for response tokens, the stop id included
-    sample_logprobs: torch.Tensor  # (B, R) fp32, nats, of the distribution sampled from; 0 beyond the mask
+    sample_mask: torch.Tensor  # (B, R) bool, True for response tokens, including the stop id
+    sample_logprobs: torch.Tensor  # (B, R) fp32, nats, of the distribution sampled from; 0 outside mask
     finished: torch.Tensor  # (B,) bool, True if a stop id ended the response, False if max_new_tokens cut it
 
 
@@ -62,20 +65,24 @@ def sample(
     model, prompts, *, n=1, max_new_tokens, stop_ids, pad_id,
     temperature=1.0, top_p=1.0, top_k=0, slots=64, seed=None, progress=False,
 ):  # fmt: skip
-    """Draw n responses to each prompt. Returns a Rollout on the model's device. No generation_config is read.
+    """Draw n responses to each prompt and return them as a Rollout on the model's device.
 
-    model: a transformers causal LM. One that FSDP shards belongs inside `consolidated(model)`: outside of it
-      every forward gathers weights, and ranks that decode different numbers of steps wait for ever.
-    prompts: what a tokenizer or apply_chat_template returns, whose attention_mask drops the padding; or token
-      ids without padding: lists of any lengths from 1, an array or tensor (N, P), or of one prompt (P,).
-    stop_ids: ids that end a response, or one id; the one that does belongs to it. None: nothing ends it.
-    temperature: divides the logits; 0 is greedy. top_k: only so many most likely tokens stay; 0 is off.
-    top_p: of these, only the smallest set of most likely tokens whose mass reaches top_p stays; 1 is off.
-    slots: rows that decode together; memory grows with slots * (longest prompt + max_new_tokens).
-    seed: of a generator of this call's own; None: torch's global generator. What a row draws depends on the
-      rows beside it: the same call gives the same responses, another number of slots gives others.
-    progress: True shows a bar (of tqdm); or a bar of one's own, with tqdm's update.
-    Raises ValueError for unusable arguments, for models that cannot be sampled so, and for NaN logits."""
+    The model's generation_config is ignored: all settings are arguments.
+
+    model: a transformers causal LM. If it is sharded by FSDP, sample inside `dist.consolidated(model)`.
+      Otherwise every step gathers the weights, and ranks that need different numbers of steps deadlock.
+    prompts: the output of a tokenizer or of apply_chat_template (attention_mask tells padding apart), or
+      token ids without padding: lists of any length from 1, an array or tensor (N, P), or one prompt (P,).
+    stop_ids: one id or several that end a response; the stop id is part of it. None: only length ends it.
+    temperature: divides the logits; 0 is greedy.
+    top_k: keep this number of most likely tokens; 0 keeps all.
+    top_p: of these, keep the smallest set of most likely tokens whose probability reaches top_p; 1 keeps all.
+    slots: rows that decode together. Memory grows with slots * (longest prompt + max_new_tokens).
+    seed: seeds a generator used by this call only; None uses torch's global generator. A row's draws depend
+      on the rows that decode with it: the same call repeats exactly, but a different number of slots does
+      not.
+    progress: True shows a tqdm bar; a bar of your own needs tqdm's `update`.
+    Raises ValueError for arguments out of range, unsupported models and NaN logits."""
     usable = {
         "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1,
         "temperature": temperature >= 0, "top_p": 0 < top_p <= 1, "top_k": top_k >= 0,
@@ -84,7 +91,7 @@ def sample(
         raise ValueError(f"sample: out of range: {[name for name in usable if not usable[name]]}")
     prompts = token_ids(prompts)
     choice = (temperature, top_p, top_k)
-    is_one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # of numpy or torch
+    is_one = isinstance(stop_ids, int) or getattr(stop_ids, "ndim", 1) == 0  # int, numpy or torch scalar
     stop_ids = [] if stop_ids is None else [stop_ids] if is_one else stop_ids
     with _sampling(model):
         _check_model(model, prompts, max_new_tokens)
@@ -92,6 +99,7 @@ def sample(
 
 
 def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, seed, progress):
+    """Run the sampling loop; the arguments are those of `sample`, checked and unpacked."""
     temperature, top_p, top_k = choice
     device = next(model.parameters()).device
     n_rows = len(prompts) * n
@@ -99,23 +107,24 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     stop = torch.tensor(sorted(set(map(int, stop_ids))), dtype=torch.long, device=device)
     n_tokens = [0] * n_rows
-    finished = set()  # the output rows that a stop id ended
+    finished = set()  # output rows that ended with a stop id
     drawn = []  # (tokens, log probabilities) of each step
-    drawn_rows = []  # the output rows of these tokens
+    drawn_rows = []  # the output row of each of these tokens
 
-    # Longest prompts first: rows beside each other have like lengths, and little of the cache is read in vain
+    # Longest prompts first: rows that decode together then have similar lengths, so few of the cache columns
+    # that attention reads are padding
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    waiting = deque(i * n + j for i in order for j in range(n))  # rows without a slot yet, as output rows
-    prefilled = {}  # prompt -> (a cache, its row there, its last logits), of the last prompts that were run
+    waiting = deque(i * n + j for i in order for j in range(n))  # output rows without a slot yet
+    prefilled = {}  # prompt -> (cache, row in it, logits after the prompt) for the latest prefill batch
     cache = RaggedCache(model, slots, max(map(len, prompts)), max_new_tokens)
-    live = []  # the output rows in the first slots
-    logits = None  # (live, V), of their next tokens
+    live = []  # output rows that are decoding; live[i] is in slot i
+    logits = None  # (live, V), for their next tokens
     ahead = device.type in WORKS_AHEAD
     if progress is True:
         progress = tqdm(total=n_rows, desc="sample", unit="row", leave=False)
 
     def step(token):
-        lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # with cached keys and values
+        lengths = [len(prompts[row // n]) + n_tokens[row] - 1 for row in live]  # tokens in the cache
         return _next_logits(model, token[:, None], cache.begin(lengths, device), cache)
 
     while live or waiting:
@@ -124,8 +133,8 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         if new:
             first = []
             for j, r in enumerate(new):
-                if r // n not in prefilled:  # then no row of the prompts before is left: those that wait run
-                    prefilled = None  # so that one group is held, not two
+                if r // n not in prefilled:  # every row of the last batch has its slot: run the next batch
+                    prefilled = None  # free the old cache first, so that only one is in memory
                     prefilled = _prefill(model, prompts, order[order.index(r // n) :])
                 cache.fill(len(live) + j, *prefilled[r // n][:2], len(prompts[r // n]))
                 first.append(prefilled[r // n][2])
@@ -135,7 +144,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
         # choose
         token, logprob = choose(logits, temperature, top_p, top_k, generator)
-        if hasattr(model, "agree_on"):  # ranks that run one model together, see tensor_parallel.py
+        if hasattr(model, "agree_on"):  # several ranks run one model, see tensor_parallel.py
             model.agree_on(token)
             model.agree_on(logprob)
         drawn.append((token, logprob))
@@ -145,10 +154,11 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         stopped = torch.isin(token, stop)
         following = token
         if ahead and any(n_tokens[row] < max_new_tokens for row in live):
-            # The device runs the next step, of finished rows too, before it is asked which these are
+            # Queue the next step, finished rows included, before asking which rows have finished. The device
+            # then has work while Python reads the answer
             stopped = stopped.to("cpu", non_blocking=True)
             copied = torch.Event(device)
-            with torch.accelerator.device_index(device.index):  # whose stream the copy is in
+            with torch.accelerator.device_index(device.index):  # the device whose stream copies
                 copied.record()
             following = step(token)
             copied.synchronize()
@@ -162,10 +172,10 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         if holes:
             sources, targets = to_device([movers, holes], device)
             cache.move(sources, targets)
-            following = following.index_copy(0, targets, following[sources])  # `drawn` holds the tokens
+            following = following.index_copy(0, targets, following[sources])  # `drawn` keeps the old tensor
             for source, target in zip(movers, holes):
                 live[target] = live[source]
-        if hasattr(progress, "update"):  # a bar without a total has no truth value
+        if hasattr(progress, "update"):  # not `if progress`: a tqdm bar without total has no truth value
             progress.update(len(live) - left)
         live = live[:left]
 
@@ -173,7 +183,7 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
         logits = following[:left] if ahead or not live else step(following[:left])
 
     mask = torch.arange(max(n_tokens), device=device) < to_device(n_tokens, device)[:, None]  # (B, R)
-    order = to_device(torch.tensor(drawn_rows).argsort(stable=True), device)  # row by row, as drawn
+    order = to_device(torch.tensor(drawn_rows).argsort(stable=True), device)  # by row, then by time
     tokens = torch.cat([tokens for tokens, _ in drawn])[order]
     logprobs = torch.cat([logprobs for _, logprobs in drawn])[order]
     if logprobs.isnan().any():
@@ -185,18 +195,21 @@ def _sample(model, prompts, n, max_new_tokens, stop_ids, pad_id, choice, slots, 
 
 
 def to_device(x, device):
-    """A CPU tensor, or a list of numbers, on the device, without a wait for what runs there."""
+    """Copy a CPU tensor or a list of numbers to the device without waiting for the device's queue."""
     x = torch.as_tensor(x)
-    if torch.device(device).type not in WORKS_AHEAD:  # Apple's MPS might read what is freed by then
+    if torch.device(device).type not in WORKS_AHEAD:  # on Apple's MPS the source could be freed too early
         return x.to(device)
-    return x.pin_memory().to(device, non_blocking=True)  # of other memory a copy may wait
+    return x.pin_memory().to(device, non_blocking=True)  # only pinned memory is copied without waiting
 
 
 def choose(logits, temperature, top_p, top_k, generator=None):
-    """Draw one token a row: logits (S, V) -> (tokens (S,), their log probabilities (S,) fp32, as drawn)."""
-    if temperature == 0:  # a point mass: log 1 = 0
+    """Draw one token per row: logits (S, V) -> (tokens (S,), their log probabilities (S,), fp32).
+
+    Log probabilities are those of the distribution that was drawn from: after temperature, top-k and
+      top-p."""
+    if temperature == 0:  # greedy is a point mass, and log 1 = 0
         largest, token = logits.float().max(-1)
-        return token, largest * 0  # 0, or NaN where a logit is, for the check at the end
+        return token, largest * 0  # 0, or NaN for NaN logits, which the check at the end of _sample finds
     probs = (logits.float() / temperature).softmax(-1)
     ids = None
     if top_p < 1 or 0 < top_k < probs.shape[-1]:
@@ -207,34 +220,36 @@ def choose(logits, temperature, top_p, top_k, generator=None):
 
 
 def _most_likely(probs, top_p, top_k):
-    """probs (S, V) -> (kept ones, likeliest first and 0 where cut; their ids): by top_k, then by top_p."""
+    """Apply top-k, then top-p: probs (S, V) -> (probabilities, most likely first, 0 if cut; their ids)."""
     vocabulary = probs.shape[-1]
     if 0 < top_k < vocabulary:
         ranked, ids = probs.topk(top_k)
         whole = ranked.sum(-1, keepdim=True)
-    else:  # sorting a whole vocabulary can cost more than the model: first a thousand tokens, then 8 thousand
+    else:  # sorting a whole vocabulary can cost more than the model, so try the top 1,024 tokens, then more
         ranked, ids = probs.topk(min(1024, vocabulary))
-        whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums of a vocabulary are off by up to 1e-5
+        whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums over a vocabulary are off by up to 1e-5
         while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
-    before = ranked.cumsum(-1) - ranked  # mass of the more likely tokens
+    before = ranked.cumsum(-1) - ranked  # probability of all more likely tokens
     return torch.where(before < top_p * whole, ranked, 0.0), ids
 
 
 def _draw(probs, generator):
-    """One draw a row from unnormalised probs (S, V) by inversion: the first token whose cumulated mass
-    exceeds a uniform share of the whole, which one of mass 0 never is."""
+    """Draw one token per row from unnormalised probs (S, V); return (indices, log probabilities).
+
+    Inverse transform sampling: take the first token whose cumulative mass exceeds a uniform share of the
+    total. A token of mass 0 can never be that one."""
     mass = probs.cumsum(-1)
     share = torch.rand(probs.shape[0], 1, device=probs.device, generator=generator) * mass[:, -1:]
     place = torch.searchsorted(mass, share, right=True).clamp_(max=probs.shape[-1] - 1)
-    # share can round up to the whole mass, beyond every token: take the most likely one
+    # rounding can lift the share to the total mass, past the last token: take the most likely token then
     place = torch.where(probs.gather(1, place) > 0, place, probs.argmax(-1, keepdim=True))
     return place, (probs.gather(1, place) / mass[:, -1:]).log()[:, 0]
 
 
 # -- prompts ---------------------------------------------------------------------------------------
 def token_ids(prompts) -> list[list[int]]:
-    """The token ids of each prompt, without padding, of prompts in any form that `sample` takes."""
+    """Convert prompts, in any form that `sample` takes, to one list of token ids each, without padding."""
     given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
     ids = given.get("input_ids")
     mask = given.get("attention_mask")
@@ -252,15 +267,16 @@ def token_ids(prompts) -> list[list[int]]:
 
 
 def join(prompts, rollout, pad_id=0):
-    """What a forward and the losses need of B responses, each behind its prompt. Returns
+    """Join each of B responses to its prompt, as inputs of a forward and the losses.
 
+    Returns (input_ids, attention_mask, action_mask):
     input_ids: (B, T) int64, right-padded with pad_id. attention_mask: (B, T) int64, 0 for padding.
-    action_mask: (B, T-1) bool, True at t where token t+1 is a response token, the stop id included.
-    Values (B, R) of response tokens, sample_logprobs for one, come to the places of action_mask by
+    action_mask: (B, T-1) bool, True at t if token t+1 is a response token; the stop id is one.
+    To lay out per-token values (B, R) of the rollout, such as sample_logprobs, like action_mask:
     torch.zeros(action_mask.shape).masked_scatter(action_mask, values[rollout.sample_mask])."""
     index = rollout.prompt_index
     prompts = token_ids(prompts)
-    starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), of the responses
+    starts = index.new_tensor([len(prompt) for prompt in prompts])[index, None]  # (B, 1), start of responses
     ends = starts + rollout.sample_mask.sum(1, keepdim=True)
     place = torch.arange(int(ends.max()), device=index.device)
     response_mask = (place >= starts) & (place < ends)
@@ -272,8 +288,9 @@ def join(prompts, rollout, pad_id=0):
 
 # -- the cache -------------------------------------------------------------------------------------
 class _Layer(LinearAttentionAndFullAttentionLayer):
-    """What a layer keeps of each slot: keys and values, or the states of a convolution or recurrence, which
-    have no length, or all of these. What updates the states is the parent's."""
+    """Hold one layer's cache for every slot: keys and values, and the states of convolutions or recurrences.
+
+    States have no length dimension; the parent class updates them."""
 
     def __init__(self, like, slots, columns):
         super().__init__(getattr(like, "number_of_states", 1))
@@ -283,15 +300,15 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
         self.slots = slots
         self.columns = columns
         self.tokens = {}  # "keys", "values" -> (slots, heads, columns, head_dim)
-        self.states = {}  # ("conv_states" or "recurrent_states", which of them) -> (slots, ...)
+        self.states = {}  # ("conv_states" or "recurrent_states", index) -> (slots, ...)
 
     def fill(self, slot, end, prefilled, row, length):
-        """Put a row of a prefilled layer into a slot; its last token goes before column `end`."""
+        """Copy one row of a prefilled layer into a slot, so that its last token is in column end - 1."""
         for kind in ("keys", "values") if getattr(prefilled, "keys", None) is not None else ():
             rows = getattr(prefilled, kind)
             if kind not in self.tokens:
                 self.tokens[kind] = rows.new_zeros(self.slots, rows.shape[1], self.columns, rows.shape[3])
-            last = min(length, rows.shape[2])  # a layer with a window keeps no more than it needs
+            last = min(length, rows.shape[2])  # a sliding-window layer keeps only its window
             self.tokens[kind][slot, :, end - last : end] = rows[row, :, -last:]
         for kind in ("conv_states", "recurrent_states"):
             for i, state in getattr(prefilled, kind, {}).items():
@@ -302,7 +319,7 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
                     self.states[kind, i][slot] = state[row]
 
     def begin(self, live, longest, end):
-        """Before a step of `live` rows, the longest of so many tokens; new ones go before column `end`."""
+        """Prepare a step of the first `live` rows, at most `longest` tokens long; it writes column end - 1."""
         self.live = live
         self.longest = longest
         self.end = end
@@ -311,7 +328,7 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
             getattr(self, kind)[i] = state[:live]  # a view: the step writes into the slots
 
     def update(self, new_keys, new_values, *args, **kwargs):
-        """Write one new token a live row; return what the live rows have, as far as the window goes back."""
+        """Write one new token per live row; return the live rows' keys and values inside the window."""
         for tokens, new in zip(self.tokens.values(), (new_keys, new_values)):
             tokens[: self.live, :, self.end - 1] = new[:, :, 0]
         return [x[: self.live, :, self.end - self.width : self.end] for x in self.tokens.values()]
@@ -324,34 +341,39 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
 
 
 def _width_multiple(device) -> int:
-    """The number of columns that the width of a decoding step is a multiple of. A GPU chooses a kernel of
-    attention, and builds some, for each new shape: fewer widths cost it a few masked columns. A CPU pays for
-    columns only."""
+    """Return the number that the width of a decoding step is rounded up to a multiple of.
+
+    A GPU selects, and sometimes builds, an attention kernel for each new shape, so few different widths are
+    worth some masked columns. On a CPU only the columns cost time."""
     return 1 if device.type == "cpu" else 64
 
 
 class RaggedCache(Cache):
-    """A transformers cache for one token a row and step. Rows differ in length and end in the same column:
-    to the model they are a left-padded batch, of which it makes positions, masks and windows itself."""
+    """A transformers cache for decoding one token per row and step, with rows of different lengths.
+
+    All rows end in the same column. The model sees a left-padded batch and derives positions, masks and
+    windows from it as usual."""
 
     def __init__(self, model, slots, longest_prompt, max_new_tokens):
         columns = longest_prompt + max_new_tokens + SPARE_COLUMNS
         likes = DynamicCache(config=model.config).layers
         config = model.config
         super().__init__(layers=[_Layer(like, slots, columns) for like in likes])
-        # With full attention alone the mask is ours, which a model need not make anew at every step
+        # With full attention in all layers, pass the finished mask, so that the model need not build it anew
         full = all(type(like) is DynamicLayer for like in likes) and not getattr(config, "alibi", False)
         taken = _arguments(type(model), type(config))
         self.is_plain = full and config._attn_implementation == "sdpa" and "position_ids" in taken
         self.columns = columns
-        self.end = longest_prompt  # rows end before this column
-        self.held = longest_prompt  # columns of the longest row so far
+        self.end = longest_prompt  # all rows end in the column before this one
+        self.held = longest_prompt  # length of the longest row so far
 
     def fill(self, slot, prefilled, row, length):
+        """Copy a prefilled prompt of `length` tokens, row `row` of that cache, into a slot."""
         for layer, prefilled_layer in zip(self.layers, prefilled.layers):
             layer.fill(slot, self.end, prefilled_layer, row, length)
 
     def move(self, sources, targets):
+        """Copy the rows in slots `sources` to slots `targets`."""
         first = self.end - self.held
         end = self.end
         for layer in self.layers:
@@ -361,8 +383,8 @@ class RaggedCache(Cache):
                 state[targets] = state[sources]
 
     def begin(self, lengths, device):
-        """Before a step: live rows' lengths, a list -> its attention mask (live, longest + 1) bool."""
-        if self.end == self.columns:  # no column is left: the rows go back to the first ones
+        """Make room for one more token; live rows' lengths -> attention mask (live, longest + 1), bool."""
+        if self.end == self.columns:  # no free column: move all rows back to the first columns
             for tokens in (tokens for layer in self.layers for tokens in layer.tokens.values()):
                 tokens[:, :, : self.held] = tokens[:, :, self.end - self.held : self.end].clone()
             self.end = self.held
@@ -377,8 +399,10 @@ class RaggedCache(Cache):
 
 
 def _prefill(model, prompts, which):
-    """Run the first of the prompts `which`, as many of SIMILAR_LENGTH as PREFILL_TOKENS hold, left-padded ->
-    {prompt: (the cache of them all, its row there, its last logits (V,))}."""
+    """Run one left-padded batch of prompts: the first of `which`, and later ones that fit.
+
+    A batch has prompts of similar length (SIMILAR_LENGTH) and at most PREFILL_TOKENS tokens.
+    Returns {prompt: (cache of the batch, row in it, logits after the prompt (V,))}."""
     device = next(model.parameters()).device
     width = len(prompts[which[0]])  # the longest comes first
     group = [i for i in which[: max(1, PREFILL_TOKENS // width)] if len(prompts[i]) >= SIMILAR_LENGTH * width]
@@ -391,8 +415,9 @@ def _prefill(model, prompts, which):
 
 
 def _next_logits(model, ids, mask, cache):
-    """Run the last tokens ids (B, 1 or more) of left-padded rows, mask (B, T) bool, of which `cache` has the
-    others -> logits (B, V) of the tokens that come next."""
+    """Run the last tokens of left-padded rows and return logits (B, V) for the tokens that follow.
+
+    ids: (B, 1 or more), the tokens not yet in `cache`. mask: (B, T) bool, of all tokens."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     options = {"position_ids": positions, "logits_to_keep": 1}
     taken = _arguments(type(model), type(model.config))
@@ -404,9 +429,11 @@ def _next_logits(model, ids, mask, cache):
 
 @contextlib.contextmanager
 def _sampling(model):
-    """In evaluation mode: no dropout, and gradient checkpointing would drop the cache. And on a CPU, with a
-    large unembedding of up to FEW_ROWS rows as (W x^T)^T in place of x W^T: MKL needs 1.2 to 7 times as long
-    for the second, which is most of a small model's step."""
+    """Put the model into evaluation mode, and speed up a large unembedding on a CPU.
+
+    Evaluation mode turns dropout off, and gradient checkpointing, which would drop the cache. On a CPU the
+    unembedding of up to FEW_ROWS rows is computed as (W x^T)^T: MKL takes 1.2 to 7 times as long for x W^T,
+    which is most of the time of a small model's step."""
 
     def forward(hidden):
         rows = hidden.flatten(0, -2)
@@ -431,7 +458,7 @@ def _sampling(model):
 
 # -- checks ----------------------------------------------------------------------------------------
 def check_attention(config, model_class=None):
-    """ValueError unless a model with this (text) config keeps what it needs of a row in one of LAYERS."""
+    """Raise ValueError unless all cache layers of a model with this text config are among LAYERS."""
     layers = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
     if not cache_argument(config, model_class) or not layers <= set(LAYERS):
         kind = config.model_type
@@ -439,13 +466,17 @@ def check_attention(config, model_class=None):
 
 
 def cache_argument(config, model_class=None):
-    """The name by which a model with this config, of transformers' class or another, takes a cache; None: it
-    takes none."""
+    """Return the name of the forward's argument for a cache, or None if the model takes no cache.
+
+    config: the model's text config. model_class: its class, if it is not transformers' own for that
+      config."""
     return next((name for name in _arguments(model_class, type(config)) if name in CACHES), None)
 
 
 def _check_model(model, prompts, max_new_tokens):
-    """Refuse what a ragged cache would get wrong; once a model, try short ragged rows against plain ones."""
+    """Raise ValueError if a ragged cache would give wrong logits.
+
+    The first time a model is sampled, short rows of different lengths are compared with plain forwards."""
     config = model.config.get_text_config()
     kind = config.model_type
     room = n_positions(config)
@@ -455,8 +486,9 @@ def _check_model(model, prompts, max_new_tokens):
     if getattr(model, "ragged_cache_works", False):
         return
     check_attention(config, type(model))
-    # Rows of different lengths, beyond a small window: two that run together and a short one alone. If the
-    # model did not honour mask, positions or cache, their padding or what a window leaves out would show
+    # Two rows of similar length are prefilled together, a shorter one by itself, all longer than a small
+    # window. If the model ignored mask, positions or cache, padding or tokens outside the window would change
+    # its logits
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]
     size = min(16 + max([window for window in windows if window <= SMALL_WINDOW], default=0), room)
@@ -476,7 +508,9 @@ def _check_model(model, prompts, max_new_tokens):
 
 
 def n_positions(config) -> int:
-    """How many tokens a row may have. Of longrope the original length, beyond which frequencies change."""
+    """Return how many tokens a row may have.
+
+    For longrope this is the original length, since rotary frequencies change beyond it."""
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
@@ -486,8 +520,10 @@ def n_positions(config) -> int:
 
 @functools.cache
 def _arguments(model_class, config_class) -> list[str]:
-    """The names of what a model's forward takes; where it hands on others (**kwargs), or there is no class,
-    then also those of transformers' causal LM of such a config."""
+    """Return the argument names of a model's forward.
+
+    If the forward passes on **kwargs, or model_class is None, add those of transformers' own causal LM for
+    this config."""
     names = []
     for kind in filter(None, (model_class, transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(config_class, None))):
         parameters = inspect.signature(kind.forward).parameters
@@ -501,26 +537,27 @@ def _arguments(model_class, config_class) -> list[str]:
 @dataclass
 class Args:
     model: str  # a folder of save_pretrained, a run directory (model/ inside) or a hub name
-    prompt: str | None = None  # what the user says; None: a chat, a line a turn
-    system: str | None = None  # what the system turn says
-    scorer: str | None = None  # a reward model, named as --model is: the score of each answer
-    n: int = 1  # responses; a chat goes on with the last one
-    max_new_tokens: int = 256  # longest response
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # mass of the nucleus; 1 is off
-    top_k: int = 0  # most likely tokens that stay; 0 is off
-    seed: int | None = None  # None: other responses each time
+    prompt: str | None = None  # user message; None: chat, with one turn per line of input
+    system: str | None = None  # system message
+    scorer: str | None = None  # reward model (folder, run or hub name) that scores each answer
+    n: int = 1  # responses per message; a chat continues from the last one
+    max_new_tokens: int = 256  # length limit of a response, in tokens
+    temperature: float = 1.0  # sampling temperature; 0 is greedy
+    top_p: float = 1.0  # probability mass of nucleus sampling; 1 keeps all tokens
+    top_k: int = 0  # number of most likely tokens to sample from; 0 keeps all
+    seed: int | None = None  # seed of sampling; None: different responses each time
 
 
 @torch.no_grad()
 def main(args: Args):
+    """Answer one prompt, or chat line by line, in the terminal."""
     model, tokenizer = _load(transformers.AutoModelForCausalLM, args.model)
     scorer = args.scorer and _load(transformers.AutoModelForSequenceClassification, args.scorer)
     stop_ids = {tokenizer.eos_token_id, *np.ravel(model.generation_config.eos_token_id)} - {None}
     dialogue = [{"role": "system", "content": args.system}] if args.system else []
     for text in filter(None, map(str.strip, sys.stdin)) if args.prompt is None else [args.prompt]:
         turns = [*dialogue, {"role": "user", "content": text}]
-        prompt = tokenizer(text)  # without a chat template a text to go on with
+        prompt = tokenizer(text)  # without a chat template: text to continue
         if tokenizer.chat_template:
             prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True)
         room = n_positions(model.config) - len(prompt["input_ids"])
@@ -538,19 +575,19 @@ def main(args: Args):
 
 
 def _load(kind, name):
-    """(model, tokenizer), the model as one of this class of transformers."""
+    """Load (model, tokenizer) from a folder, run or hub name; kind: the transformers class to load."""
     path = Path(name, "model") if Path(name, "model", "config.json").exists() else name
     model = kind.from_pretrained(path).to(torch.accelerator.current_accelerator(True) or "cpu")
-    model.config.pad_token_id = None  # a score is read at the last token, also where that pads elsewhere
+    model.config.pad_token_id = None  # read scores at the last token, even if it is the padding id
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
 if __name__ == "__main__":
     import tyro
 
-    sys.stdout.reconfigure(errors="replace")  # a console need not know every character
+    sys.stdout.reconfigure(errors="replace")  # the console may lack some characters
     try:
         with contextlib.suppress(KeyboardInterrupt):
             main(tyro.cli(Args))
-    except Exception as error:  # a name, a flag or a template that will not do
+    except Exception as error:  # an unusable name, flag or template
         raise SystemExit("error: " + str(error).split("\n")[0]) from None
