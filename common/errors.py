@@ -1,17 +1,17 @@
-"""Errors that end a run with one line in place of a traceback: `run.launch` prints them."""
+"""Errors that end a run with one line instead of a traceback; `run.launch` prints them."""
 
 
 class InputError(ValueError):
-    """Something the user can mend. The message is one line: what, where, how to mend it."""
+    """A mistake that the user can correct. The message is one line: what is wrong, where, and what to do."""
 
 
 class NothingToLearn(InputError):
-    """An iteration whose responses teach nothing. The program skips it and continues, unless too many do."""
+    """An iteration has no usable responses. The program skips it, and gives up after several in a row."""
 
 
 class Diverged(InputError):
-    """Training has left the range in which it can succeed. The program adds where the last checkpoint is."""
+    """Training has diverged. The program adds to the message where the last checkpoint is."""
 
 
 class NotFinite(Diverged):
-    """A loss or a gradient that is not finite: the optimiser step was not taken."""
+    """A loss or gradient is not finite. The optimiser step was not taken."""

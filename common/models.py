@@ -1,14 +1,15 @@
-"""What a loaded model says of a batch: log probabilities of tokens, without a tensor of all logits, and
-scores. (common/loading/pretrained.py loads it, common/loading/checks.py checks what it can.)
+"""Compute log probabilities, values and scores with a loaded model, never holding logits (B, T, V) in memory.
 
-Log probabilities, in nats:
-    logprobs             of each response token of a Batch, (B, T-1): SFT, rejection sampling, PPO
-    token_logprobs       the same from ids and masks; the method of the model that logprobs calls
-    per_token            logprobs, or values, of a whole rollout, (B, R), on every rank, without a gradient
-    response_logprobs    of each response of a ComparisonBatch, (n_responses,), which share prompts: DPO
-    logprobs_at          the same of chosen tokens; the method of the model that response_logprobs calls
-    next_token_logprobs  of the whole vocabulary after chosen tokens, (n, V): a labeler's A or B
-    nll_of_each          minus the sum of each document, in nats per response token: evaluation
+common/loading/pretrained.py loads models; common/loading/checks.py checks that they do what is needed here.
+
+The functions for log probabilities (nats):
+    logprobs             each response token of a Batch, (B, T-1): SFT, rejection sampling, PPO
+    token_logprobs       the same from ids and masks; logprobs calls it as a method of the model
+    per_token            log probabilities or values of a whole rollout, (B, R), on every rank, no gradient
+    response_logprobs    each response of a ComparisonBatch, (n_responses,), prompts shared: DPO
+    logprobs_at          selected tokens; response_logprobs calls it as a method of the model
+    next_token_logprobs  the whole vocabulary after selected tokens, (n, V): an AI annotator's A or B
+    nll_of_each          negative log likelihood of each document, per response token: evaluation
 """
 
 import math
@@ -21,14 +22,15 @@ from torch.utils.checkpoint import checkpoint
 from common import batches, dist, losses
 from common.sampler import cache_argument, n_positions as n_positions, to_device
 
-LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # of a config, and a power
-LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU, 64 MB in fp32, whatever B, T and V are
-CHUNKS_KEPT = 4  # of logits on a CPU, at most, that backward finds in memory; more it computes again
+LOGIT_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}  # config key -> power
+LOGITS_IN_MEMORY = 2**24  # elements of a chunk of logits on a CPU: 64 MB in fp32, whatever B, T and V are
+CHUNKS_KEPT = 4  # at most so many chunks (CPU size) stay for backward; with more, backward computes them anew
 
 
 def with_methods(model, functions):
-    """Make functions of this file that call the model's forward its methods: model.token_logprobs(...). Then
-    dist.shard has them gather the weights. Returns the model."""
+    """Attach functions of this file to the model as methods (model.token_logprobs(...)); return the model.
+
+    dist.shard registers these methods with FSDP, so that calling one gathers the sharded weights."""
     for function in functions:
         setattr(model, function.__name__, types.MethodType(function, model))
     model.forward_methods = tuple(function.__name__ for function in functions)
@@ -39,17 +41,20 @@ def with_methods(model, functions):
 def token_logprobs(
     model, input_ids, action_mask, position_ids=None, temperature=1.0, entropy=False, token_indices=None
 ):  # fmt: skip
-    """log pi(token t+1 | tokens <= t) for every action, computed only where action_mask is True.
+    """Compute log pi(token t+1 | tokens 0..t) wherever action_mask is True.
 
-    input_ids: (B, T), right-padded: no token sees the padding after it, so there is no attention mask.
-    action_mask: (B, T-1) bool, True where token t+1 is an action. temperature: divides the logits.
-    position_ids: (B, T); where they begin again at 0, a packed document begins that sees nothing before it.
-    token_indices: (2, n), row and column of each True of action_mask; None: asked, and the device waited for.
-    Returns (B, T-1) fp32 in nats, 0 where action_mask is False; with entropy=True also the entropy (nats) of
-    each of these distributions. Gradients flow through both.
+    Call it as a method, `model.token_logprobs(...)`, which gathers sharded weights. The unembedding runs on
+    chunks of the selected positions; if there are many chunks, backward recomputes them. A (B, T, V) tensor
+    of logits never exists.
 
-    Call it as a method, `model.token_logprobs(...)`: dist.shard has that gather the weights. The unembedding
-    runs on chunks of kept positions, if many again in backward: no (B, T, V) tensor of logits ever exists."""
+    input_ids: (B, T), right-padded. Padding comes after all real tokens, so no attention mask is needed.
+    action_mask: (B, T-1) bool, True if token t+1 is an action.
+    position_ids: (B, T). Every 0 starts a packed document, which attends to nothing before it.
+    temperature: divides the logits.
+    token_indices: (2, n), row and column of each True in action_mask. None: read from the mask, which makes
+      Python wait for the device.
+    Returns (B, T-1), fp32, nats, 0 where action_mask is False. With entropy=True, returns a pair: these and
+    the entropy (nats) of each of the distributions. Gradients flow through both."""
     rows, columns = action_mask.nonzero().T if token_indices is None else token_indices
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids)[rows, columns]
@@ -60,7 +65,7 @@ def token_logprobs(
 
 
 def logprobs(model, batch, temperature=1.0, entropy=False):
-    """token_logprobs of a batches.Batch: (B, T-1), and with entropy=True a second one."""
+    """Compute token_logprobs of a batches.Batch: (B, T-1), or a pair of them with entropy=True."""
     return model.token_logprobs(
         batch.input_ids, batch.action_mask, batch.position_ids, temperature, entropy, batch.token_indices
     )
@@ -68,13 +73,18 @@ def logprobs(model, batch, temperature=1.0, entropy=False):
 
 @torch.no_grad()
 def per_token(forward, model, plan, micro_batch_size) -> list[torch.Tensor]:
-    """What forward(model, batch) gives at each response token, one or several (B', T-1), as (B, R)
-    tensors on every rank: row i is document i's, 0 behind its response, R the longest one. plan: lists of
-    blocks, each of which is divided among ranks and micro-batches as an optimiser step's."""
+    """Run a forward over a whole rollout and return its per-token outputs as (B, R) tensors on every rank.
+
+    forward: forward(model, batch) -> one (B', T-1) tensor or a tuple of them, such as logprobs.
+    plan: lists of blocks. Each list is divided among ranks and micro-batches like one optimiser step, so that
+      the numbers equal those of the training forward.
+    Row i belongs to document number i: its response's tokens from column 0, then 0. R is the longest
+      response.
+    """
     documents = [document for blocks in plan for block in blocks for document in block]
     mask = batches.response_mask(sorted(documents, key=lambda document: document.number))
     rows = []
-    chunks = {}  # {output of forward: its values at the response tokens, batch by batch}
+    chunks = {}  # number of the output -> its values at the response tokens, one tensor per batch
     results = []
     for blocks in plan:
         for batch in batches.my_micro_batches(blocks, model, micro_batch_size):
@@ -86,25 +96,28 @@ def per_token(forward, model, plan, micro_batch_size) -> list[torch.Tensor]:
         result = torch.zeros(mask.shape)
         my_rows = torch.zeros(len(rows), mask.shape[1])
         result[rows] = my_rows.masked_scatter(mask[rows], torch.cat(of_tokens).float().cpu())
-        if dist.world_size() > 1:  # one rank filled each row, the others have 0
+        if dist.world_size() > 1:  # each row was computed by one rank and is 0 on the others
             torch.distributed.all_reduce(result)
         results.append(result)
     return results
 
 
 def logprobs_at(model, input_ids, token_indices, targets, position_ids=None, attention_mask=None):
-    """log pi(target | what a token sees), for rows in which responses share a prompt.
+    """Compute the log probability of target tokens, in rows whose responses share a prompt.
 
-    input_ids: (B, T). token_indices: (2, n), rows and columns of the tokens that see all before a target.
-    targets: (n,) token ids. position_ids, attention_mask: as head_outputs takes them. Returns (n,) fp32,
-    nats. Call it as a method, like token_logprobs."""
+    Call it as a method, like token_logprobs.
+    input_ids: (B, T).
+    token_indices: (2, n), row and column of the token whose hidden state predicts each target. (The token
+      before a response's first one is the last token of the prompt.)
+    targets: (n,) token ids. position_ids, attention_mask: see head_outputs.
+    Returns (n,), fp32, nats."""
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
         return _unembed(model, hidden[token_indices[0], token_indices[1]], targets)[0]
 
 
 def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
-    """(B, T, H) last hidden states. position_ids, attention_mask: as head_outputs takes them."""
+    """Return the last hidden states, (B, T, H). position_ids, attention_mask: see head_outputs."""
     if attention_mask is not None:
         attention_mask = _masks(model.config.get_text_config(), attention_mask, position_ids)
     options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
@@ -112,8 +125,10 @@ def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
 
 
 def _masks(config, mask, position_ids):
-    """A (B, 1, T, T) bool mask as a model's attention reads it: with its window of positions, if it has one,
-    which may be that of some layers only; for eager attention, which adds it to the scores, 0 and -inf."""
+    """Convert a (B, 1, T, T) bool mask to what the model's attention expects.
+
+    Layers with a sliding window get a mask restricted to it; if only some layers have one, the result is a
+    dictionary by layer type. Eager attention adds the mask to its scores, so it gets 0 and -inf."""
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     masks = {"full_attention": mask}
     window = getattr(config, "sliding_window", None)
@@ -127,14 +142,16 @@ def _masks(config, mask, position_ids):
 
 
 def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
-    """(log probabilities, entropies) of (n, H) hidden states and (n,) targets, chunk by chunk. On a rank
-    without loss n is 0: empty tensors still connect every weight to the gradient."""
+    """Compute log probabilities and entropies, (n,) each, from (n, H) hidden states and (n,) targets.
+
+    On a rank whose micro-batch has no response tokens n is 0. The empty tensors still connect every weight to
+    the loss, which FSDP needs for its gradient reduction."""
     head = model.get_output_embeddings()
     chunks = []
-    # Chunks' gradients of the unembedding are summed in bf16 on an accelerator: fewer chunks, less rounding
+    # In bf16 each chunk's gradient of the unembedding is rounded when added up: fewer chunks, less rounding
     elements = LOGITS_IN_MEMORY * (1 if head.weight.device.type == "cpu" else 8)
     size = max(1, elements // head.weight.shape[0])
-    kept = max(size, CHUNKS_KEPT * LOGITS_IN_MEMORY // head.weight.shape[0])  # so few stay in memory
+    kept = max(size, CHUNKS_KEPT * LOGITS_IN_MEMORY // head.weight.shape[0])  # positions
     again = torch.is_grad_enabled() and len(targets) > kept
     outputs_of = partial(checkpoint, _chunk, use_reentrant=False) if again else _chunk
     for some_hidden, some_targets in zip(hidden.split(size), targets.split(size)):
@@ -144,11 +161,14 @@ def _unembed(model, hidden, targets, temperature=1.0, entropy=False):
 
 
 def next_token_logprobs(model, input_ids, token_indices, before=()):
-    """log pi of every token that may follow the tokens at token_indices: (n, V) fp32, nats.
+    """Compute the log probabilities of all tokens that could follow selected tokens: (n, V), fp32, nats.
 
-    input_ids: (B, T), right-padded. token_indices: (2, n), rows and columns. before: token ids in front of
-    every row, which are run once (not by a recurrent model). For a model that is not sharded. The head
-    computes in fp32 whatever the body does: in bf16 the logits of two likely tokens are often the same."""
+    For models that are not sharded. The head computes in fp32 even if the body does not, because in bf16 the
+    logits of two likely tokens are often equal.
+
+    input_ids: (B, T), right-padded. token_indices: (2, n), row and column of each selected token.
+    before: token ids that precede every row. They are run once and their cache is shared, which recurrent
+      models do not support."""
     with _computing(model, input_ids):
         options = {"use_cache": False}
         if before:
@@ -167,9 +187,12 @@ def next_token_logprobs(model, input_ids, token_indices, before=()):
 
 @torch.no_grad()
 def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
-    """The negative log likelihood of each document of blocks (batches.make_blocks), in nats per response
-    token of an average document: their mean is that of all response tokens. The same on every rank; every
-    rank must call it."""
+    """Compute the negative log likelihood of each document, scaled to nats per response token.
+
+    A document's sum is divided by the average number of response tokens, so the mean over documents equals
+    the mean over all response tokens.
+    blocks: from batches.make_blocks. Every rank must call this, and gets the same list, in documents' order.
+    """
     documents = [document for block in blocks for document in block]
     sums = []
     place = {id(document): i for i, document in enumerate(documents)}
@@ -183,8 +206,10 @@ def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
 
 
 def _computing(model, input_ids):
-    """Autocast to the compute dtype, bf16 on a GPU. A model that FSDP shards has FSDP cast, and the root's
-    weights kept after the forward for the backward to come: without gradient none comes."""
+    """Return the context of a forward: autocast to the model's compute dtype, which is bf16 on a GPU.
+
+    FSDP casts a sharded model itself. Its root weights stay gathered after the forward only if a backward
+    will follow, or the model is consolidated."""
     dtype = getattr(model, "compute_dtype", torch.float32)
     sharded = dist.is_sharded(model)
     if sharded:
@@ -194,7 +219,7 @@ def _computing(model, input_ids):
 
 
 def _scaled(logits, config):
-    """What a family does to its logits after the unembedding. (pretrained.py checks that this is all.)"""
+    """Apply a model family's scale and soft cap to its logits. (pretrained.py checks that it is all.)"""
     for key, power in LOGIT_FACTORS.items():
         factor = getattr(config, key, None)
         logits = logits if factor in (None, 1) else logits * factor**power
@@ -203,6 +228,7 @@ def _scaled(logits, config):
 
 
 def _chunk(model, hidden, targets, temperature, entropy):
+    """Compute (log probabilities, entropies) of one chunk of hidden states; entropies are 0 if not asked."""
     logits = model.get_output_embeddings()(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
     logits = _scaled(logits, model.config.get_text_config())
     logits = logits if temperature == 1 else logits / temperature
@@ -215,21 +241,25 @@ def _chunk(model, hidden, targets, temperature, entropy):
 
 # -- scores ----------------------------------------------------------------------------------------
 def head_outputs(model, input_ids, token_indices, position_ids=None, attention_mask=None):
-    """The scalar head's outputs at some tokens.
+    """Compute the outputs of a reward, value or advantage model's head at selected tokens.
 
-    input_ids: (B, T), right-padded. token_indices: (2, n), rows and columns of the tokens to read.
-    position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True where a query may look, for rows in which
-      responses share a prompt (batches.collate_comparisons); None: plain causal rows.
-    Returns (n, number of outputs) in fp32. Call it as a method, `model.head_outputs(...)`: dist.shard has
-      that gather the weights. The head computes in fp32 whatever the body does: rounded scores tie."""
+    Call it as a method, `model.head_outputs(...)`, which gathers sharded weights. The head computes in fp32
+    even if the body does not, because rounded scores would tie.
+
+    input_ids: (B, T), right-padded. token_indices: (2, n), row and column of the tokens to read.
+    position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True where a query may attend, for rows whose
+      responses share a prompt (batches.collate_comparisons). None: plain causal rows.
+    Returns (n, number of outputs), fp32."""
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
     return model.score(hidden[token_indices[0], token_indices[1]].float())
 
 
 def rewards_and_expected(model, batch):
-    """(r at the end of every response, (responses,); the second output at the end of every prompt,
-    (comparisons,)) of a batches.ComparisonBatch, by an advantage model."""
+    """Compute an advantage model's two outputs on a batches.ComparisonBatch.
+
+    Returns (rewards r at the end of each response, (responses,); the second output, which predicts the
+    expected reward, at the end of each prompt, (comparisons,))."""
     token_indices = torch.cat([batch.response_ends, batch.prompt_ends], 1)
     outputs = model.head_outputs(batch.input_ids, token_indices, batch.position_ids, batch.attention_mask)
     n = batch.response_ends.shape[1]
@@ -237,42 +267,48 @@ def rewards_and_expected(model, batch):
 
 
 def scores_of(model, batch):
-    """The score of every response of a batches.ComparisonBatch, (responses,): r(x, y) of a reward model; of
-    an advantage model a(x, y), eq. 8, with the ratios to other policies, which are unknown, taken as 1."""
+    """Compute the score of each response of a batches.ComparisonBatch, (responses,).
+
+    A reward model gives r(x, y), an advantage model a(x, y) (arXiv:2309.10202, eq. 8). Ratios to other
+    policies are unknown here and taken as 1."""
     if model.config.num_labels == 1:
         outputs = model.head_outputs(
             batch.input_ids, batch.response_ends, batch.position_ids, batch.attention_mask
         )
         return outputs[:, 0]
     rewards, expected = rewards_and_expected(model, batch)
-    sizes = torch.tensor(batch.sizes, dtype=torch.long)  # also of no comparison
+    sizes = torch.tensor(batch.sizes, dtype=torch.long)  # dtype given, since the list may be empty
     n_policies, n_others = (model.config.advantage_model[key] for key in ("n_policies", "n_others"))
     expected = expected.repeat_interleave(to_device(sizes, rewards.device), output_size=len(rewards))
     return losses.advantage_score(rewards, expected, rewards.new_ones(len(rewards), n_others), n_policies)
 
 
 def state_values(model, batch):
-    """V of the state before each response token, by a model with one output: (B, T-1) fp32, 0 elsewhere.
-    Index t is read at token t, which sees the tokens up to t and not the action, token t+1."""
+    """Compute the value of the state before each response token, with a model that has one output.
+
+    Returns (B, T-1), fp32, 0 at other tokens. Index t is read at token t, which has seen tokens 0..t but not
+    the action, token t+1."""
     outputs = model.head_outputs(batch.input_ids, batch.token_indices, batch.position_ids)[:, 0]
     return outputs.new_zeros(batch.action_mask.shape).index_put(tuple(batch.token_indices), outputs)
 
 
 def response_logprobs(model, batch) -> torch.Tensor:
-    """log pi(y | x), a sum over y's tokens (nats), of every response of a batch, comparison by comparison:
-    (n_responses,), gradient flows."""
-    none = torch.zeros(0, dtype=torch.long)  # of no comparison
+    """Compute log pi(y | x), summed over the tokens of y, for each response of a batches.ComparisonBatch.
+
+    Returns (n_responses,), nats, in the order of the comparisons; gradient flows."""
+    none = torch.zeros(0, dtype=torch.long)  # torch.cat fails on an empty list
     texts = [ids for c in batch.comparisons for ids in (*c.response_ids, *c.samples)]
     sizes = torch.tensor(batch.sizes, dtype=torch.long)
     lengths = torch.tensor([len(ids) for ids in texts], dtype=torch.long)
-    owner = torch.arange(len(lengths)).repeat_interleave(lengths)
-    prompt = torch.arange(len(sizes)).repeat_interleave(sizes)  # of each response
-    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)])  # in its response
+    owner = torch.arange(len(lengths)).repeat_interleave(lengths)  # each token's response
+    prompt = torch.arange(len(sizes)).repeat_interleave(sizes)  # each response's comparison
+    within = torch.cat([none, *(torch.arange(len(ids)) for ids in texts)])  # index within its response
     on_cpu = torch.cat([none, *texts]), within, owner, prompt, lengths
     targets, within, owner, prompt, lengths = (to_device(x, batch.input_ids.device) for x in on_cpu)
     rows, ends = batch.response_ends
     before = batch.prompt_ends[1][prompt]
-    # A response's first token comes after the prompt's last one, which may stand far before it
+    # A response's first token is predicted by the prompt's last token, which other responses may separate
+    # from it
     columns = torch.where(within == 0, before[owner], (ends - lengths)[owner] + within)
     token_indices = torch.stack([rows[owner], columns])
     logprobs = model.logprobs_at(

@@ -1,5 +1,4 @@
-"""A policy's responses to prompts, the same on every rank: what rejection sampling, PPO and iterative DPO
-learn from."""
+"""Sample a policy's responses to prompts, the same on every rank, for rejection sampling, PPO and DPO."""
 
 from typing import NamedTuple
 
@@ -13,8 +12,10 @@ from common.sampler import sample
 
 
 class Prompt(NamedTuple):
-    ids: list[int]  # the rendered turns and the opening of an answer
-    turns: list[dict]  # messages; the last one is the user's
+    """A prompt as token ids, as messages, and with the row of the data set that it comes from."""
+
+    ids: list[int]  # the turns in the chat template, up to where the answer begins
+    turns: list[dict]  # messages; the last one is from the user
     row: Row
 
     @property
@@ -35,24 +36,28 @@ class Prompt(NamedTuple):
 
 
 class Response(NamedTuple):
-    ids: list[int]  # as sampled, with the end token if it ended
+    """A sampled response as token ids and as text."""
+
+    ids: list[int]  # as sampled, including the end-of-sequence token if there is one
     text: str
-    finished: bool  # False: cut at max_new_tokens; True: an end token of the policy is its last one
-    clean: bool = True  # False: a special token stands before its end, which the text does not show
-    logprobs: tuple[float, ...] = ()  # of each id, nats, in the distribution it was drawn from; () if unknown
-    written: str = ""  # the text with special tokens, if it holds any before its end: for reward functions
+    finished: bool  # True: ended by an end-of-sequence token; False: cut at max_new_tokens
+    clean: bool = True  # False if there is a special token before the end, which `text` does not show
+    logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown
+    written: str = ""  # the text including special tokens, for reward functions; "" if there are none
 
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:
-    """n responses to each prompt, those to a prompt in a row, on this rank alone. options: sampler.sample's.
-    InputError for a model that cannot be sampled."""
+    """Sample n responses to each prompt on this rank only; those to one prompt are next to each other.
+
+    prompts: token ids. options: keyword arguments of sampler.sample.
+    Raises InputError if the model cannot be sampled."""
     if not prompts:
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
     try:
         rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
-    except ValueError as error:  # a cache of its own, for one
+    except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses = []
     added = tokenizer.added_tokens_decoder
@@ -71,32 +76,35 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
 
 
 def sample_pairs(model, tokenizer, prompts, *, n=1, seed=0, **options) -> list[tuple[Prompt, Response]]:
-    """[(prompt, response)], the n of a prompt in a row, the same on every rank. Every rank must call it. The
-    weights are gathered once and freed afterwards (dist.consolidated): prompts are divided among the copies,
-    which decode in their own time and draw differently. seed: of this call. options: sampler.sample's."""
+    """Sample n responses to each prompt and return [(prompt, response)], the same list on every rank.
+
+    Every rank must call it. Weights are gathered once and freed afterwards (dist.consolidated). Ranks divide
+    the prompts, decode independently of each other, and draw with different seeds. (With tensor parallelism,
+    the ranks that share one copy of the model work on the same prompts.)
+    seed: of this call. options: further keyword arguments of sampler.sample."""
     copy = dist.rank() // dist.ranks_per_copy
     n_copies = dist.world_size() // dist.ranks_per_copy
     my_indices = range(len(prompts))[copy::n_copies]
-    options["seed"] = (seed * 1000 + copy) % 2**63  # what a generator takes; the seed of a user may be large
+    options["seed"] = (seed * 1000 + copy) % 2**63  # a user's seed may exceed what a generator takes
     options["progress"] = tqdm(
         total=len(my_indices) * n, desc="sample", unit="row", leave=False, dynamic_ncols=True,
-        disable=None if dist.is_main() else True,  # None: shown where stderr is a terminal
+        disable=None if dist.is_main() else True,  # None: show it if stderr is a terminal
     )  # fmt: skip
     with dist.consolidated(model), options["progress"]:
         my_prompts = [prompts[i].ids for i in my_indices]
         responses = my_responses(model, tokenizer, my_prompts, n=n, **options)
-    by_prompt = dict(dist.gather(list(zip(my_indices, split(responses, n)))))  # equal on ranks of one copy
+    by_prompt = dict(dist.gather(list(zip(my_indices, split(responses, n)))))  # equal on one copy's ranks
     return [(prompts[i], response) for i in range(len(prompts)) for response in by_prompt[i]]
 
 
 def answers(policy, tokenizer, prompts, args, seed, **options) -> list[tuple[Prompt, Response]]:
-    """sample_pairs with --max-new-tokens and --slots of a command."""
+    """Call sample_pairs with the flags --max-new-tokens and --slots of a script."""
     limits = {"max_new_tokens": args.max_new_tokens, "slots": args.slots}
     return sample_pairs(policy, tokenizer, prompts, seed=seed, **limits, **options)
 
 
 def documents(pairs) -> list[Document]:
-    """The documents of some (prompt, response), numbered; every token of a response is an action."""
+    """Make a numbered Document of each (prompt, response), with every response token as an action."""
     made = []
     for number, (prompt, response) in enumerate(pairs):
         ids = torch.tensor(prompt.ids + response.ids, dtype=torch.int32)

@@ -227,7 +227,7 @@ def _most_likely(probs, top_p, top_k):
         whole = ranked.sum(-1, keepdim=True)
     else:  # sorting a whole vocabulary can cost more than the model, so try the top 1,024 tokens, then more
         ranked, ids = probs.topk(min(1024, vocabulary))
-        whole = probs.sum(-1, keepdim=True)  # not exactly 1: fp32 sums over a vocabulary are off by up to 1e-5
+        whole = probs.sum(-1, keepdim=True)  # not exactly 1: an fp32 sum over a vocabulary errs by up to 1e-5
         while ranked.shape[1] < vocabulary and (ranked.sum(-1, keepdim=True) < top_p * whole).any():
             ranked, ids = probs.topk(min(8 * ranked.shape[1], vocabulary))
     before = ranked.cumsum(-1) - ranked  # probability of all more likely tokens
@@ -319,7 +319,7 @@ class _Layer(LinearAttentionAndFullAttentionLayer):
                     self.states[kind, i][slot] = state[row]
 
     def begin(self, live, longest, end):
-        """Prepare a step of the first `live` rows, at most `longest` tokens long; it writes column end - 1."""
+        """Prepare a step of the first `live` rows, of up to `longest` tokens, that writes column end - 1."""
         self.live = live
         self.longest = longest
         self.end = end
