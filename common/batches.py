@@ -1,8 +1,9 @@
-"""Token ids -> batches: packed documents, comparisons whose responses share a prompt, a rank's share of both.
+"""Make batches of token ids: packed documents, and comparisons whose responses share a prompt.
 
-A prompt's responses follow it in one row, x y_1 y_2 ... y_K, every response at the positions right after x
-and blind to the other ones: the prompt is computed once, and the results are those of K separate rows.
-Several such trees share a row while there is room."""
+A comparison is one row x y_1 y_2 ... y_K: a prompt and all its responses. Each response has the positions
+right after x and cannot attend to the other responses, so the prompt is computed once and the results equal
+those of K separate rows. If there is room, a row holds several such trees. Batches are divided among ranks
+here too."""
 
 import json
 import math
@@ -20,18 +21,22 @@ RATINGS = ("significantly better", "better", "slightly better", "negligibly bett
 
 
 class Row(NamedTuple):
+    """A row of a data set, with its origin."""
+
     where: str  # "file:12", for messages
     data: dict
-    read: frozenset = frozenset()  # what of it is used already, as formats.Cells notes it
+    read: frozenset = frozenset()  # cells that have been used already, as formats.Cells records them
 
 
 class Document(NamedTuple):
+    """A tokenised dialogue or text, with a mask of the tokens to learn."""
+
     ids: torch.Tensor  # (T,) int32
-    response_mask: torch.Tensor  # (T,) bool, True for response tokens, the end token included
+    response_mask: torch.Tensor  # (T,) bool, True for response tokens, including the end-of-sequence token
     messages: list[dict]
     row: Row
-    number: int = 0  # its place among the responses of a rollout
-    all_turns: bool = False  # every answer of the messages is learnt, not the last one alone
+    number: int = 0  # index among the responses of a rollout
+    all_turns: bool = False  # True if all assistant turns are learnt, False if only the last one is
 
     @property
     def key(self) -> str:
@@ -44,18 +49,20 @@ class Document(NamedTuple):
 
 
 def turns_key(turns: list[dict]) -> str:
-    """A string that two prompts share when they are the same."""
+    """Return a string that is equal for equal prompts."""
     return json.dumps([[m["role"], m["content"].strip()] for m in turns])
 
 
 def held_out_keys(prompts) -> dict[tuple, int]:
-    """{question: a hash of it} of every prompt (turns) whose answer a row teaches: the keys by which rows of
-    any kind are held out, and nothing else is.
+    """Return {question: hash} for the prompts whose answers a row teaches.
 
-    A question is a prompt without system turns: they say how to answer, not what, and rows of one question
-    may have different ones. Case, white space and Unicode's forms of a character do not tell two questions
-    apart: files spell one differently, and to hold out, or drop, a row too many does no harm. The hash, by
-    which some are chosen, is of the prompt as it is spelt."""
+    These are the only keys by which rows of any kind are held out from training. A question is a prompt
+    without its system turns, which say how to answer and may differ between rows with the same question.
+    Questions that differ only in case, white space or Unicode form count as equal, because files spell the
+    same question differently, and holding out one row too many does no harm. The hash, used to choose a
+    random subset, is that of the prompt as written.
+
+    prompts: iterable of lists of turns (messages)."""
     questions = {}
     for turns in prompts:
         turns = [m for m in turns if m["role"] not in ("system", "developer")]
@@ -65,29 +72,34 @@ def held_out_keys(prompts) -> dict[tuple, int]:
 
 
 def random_subset(items, n, name=lambda item: item.key):
-    """n of some prompts, comparisons or rows, by the hash of their name and in their order: a sample of all
-    of a mixture or of a file that is sorted, where the first n would be of one kind."""
+    """Choose a deterministic random subset of n items, kept in their original order.
+
+    Items are chosen by a hash of their name, so a mixture or a sorted file is sampled evenly.
+    items: prompts, comparisons, rows, or anything that `name` turns into a string."""
     chosen = sorted(range(len(items)), key=lambda i: zlib.crc32(name(items[i]).encode()))[:n]
     return [items[i] for i in sorted(chosen)]
 
 
 def printable(value) -> str | None:
-    """A category as text, in which half a character becomes `?`."""
+    """Convert a category to text that can be printed; an unpaired surrogate becomes `?`."""
     return None if value is None else str(value).encode("utf-8", "replace").decode()
 
 
 def n_tokens(block: list[Document]) -> int:
+    """Count the tokens of documents that share a row."""
     return sum(len(document.ids) for document in block)
 
 
 def response_mask(documents: list[Document]) -> torch.Tensor:
-    """(B, R): True in row i for as many tokens as the response of document i has, R those of the longest."""
+    """Make a (B, R) mask: row i is True for as many columns as document i has response tokens.
+
+    R is the number of tokens of the longest response."""
     lengths = torch.tensor([n_response_tokens([[document]]) for document in documents])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 def response_lengths(batch) -> torch.Tensor:
-    """(B, T-1): at each response token of a batch the number of tokens of its response; 1 elsewhere."""
+    """Return (B, T-1): at each response token of a batch, the length of its response; 1 elsewhere."""
     lengths = [n_response_tokens([[document]]) for document in batch.documents]
     mask = batch.action_mask
     of_token = to_device(torch.tensor([float(n) for n in lengths for _ in range(n)]), mask.device)
@@ -95,23 +107,27 @@ def response_lengths(batch) -> torch.Tensor:
 
 
 def split(items: list, size: int) -> list[list]:
+    """Cut a list into lists of `size` items; the last one may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def n_response_tokens(blocks: list[list[Document]]) -> int:
-    """Tokens with loss: the first one of a document is none, whatever its mask says."""
+    """Count the tokens that have a loss. A document's first token never has one: nothing predicts it."""
     return sum(int(document.response_mask[1:].sum()) for block in blocks for document in block)
 
 
 # -- batches ---------------------------------------------------------------------------------------
 def pack(lengths: list[int], size: int) -> list[list[int]]:
-    """Indices of documents, packed into blocks of at most `size` tokens: first fit, longest first."""
+    """Pack documents into blocks of at most `size` tokens: first fit, longest document first.
+
+    lengths: tokens of each document. Returns the documents' indices, block by block.
+    Raises ValueError if a document is longer than `size`."""
     if max(lengths, default=0) > size:
         raise ValueError(f"a document of {max(lengths)} tokens does not fit into {size}")
     blocks = []
-    space = numpy.full(len(lengths), size)  # room in each block, those not begun included
+    space = numpy.full(len(lengths), size)  # free tokens in each block, started or not
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = int((space[: len(blocks) + 1] >= lengths[index]).argmax())  # the first with room
+        place = int((space[: len(blocks) + 1] >= lengths[index]).argmax())  # first block with room
         if place == len(blocks):
             blocks.append([])
         blocks[place].append(index)
@@ -120,8 +136,11 @@ def pack(lengths: list[int], size: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]:
-    """Pack as `pack` does, into the least multiple of `multiple` blocks that fits: each document, longest
-    first, goes to the shortest block. Fewer documents than blocks have a block each."""
+    """Pack documents into blocks of similar length, whose number is a multiple of `multiple` (the ranks).
+
+    Documents go, longest first, to the shortest block so far. The number of blocks is the smallest multiple
+    for which all blocks hold at most `size` tokens. If there are fewer documents than blocks, each has its
+    own. """
     first_fit = pack(lengths, size)
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = math.ceil(len(first_fit) / multiple) * multiple
@@ -142,8 +161,10 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
 def make_blocks(
     documents: list[Document], max_length: int, packing=True, multiple=1
 ) -> list[list[Document]]:
-    """Documents -> blocks, lists of documents that share a row: packed, or one each. multiple: ranks that
-    share the blocks; their number becomes a multiple of it, and the rows about equally long."""
+    """Group documents into blocks, lists of documents that share a row; without packing, one document each.
+
+    multiple: number of ranks that share the blocks. If above 1, the number of blocks is a multiple of it and
+      rows are about equally long, so that no rank waits for another."""
     if not packing:
         return [[document] for document in documents]
     lengths = [len(document.ids) for document in documents]
@@ -152,16 +173,20 @@ def make_blocks(
 
 
 class Batch(NamedTuple):
+    """Rows of packed documents, on the model's device."""
+
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T), 0 at the first token of each document
     action_mask: torch.Tensor  # (B, T-1), True where token t+1 is a response token
-    token_indices: torch.Tensor  # (2, n), row and column of each True
-    documents: list[Document]  # row by row
+    token_indices: torch.Tensor  # (2, n), row and column of each True in action_mask
+    documents: list[Document]  # in the order of their rows and columns
 
 
 def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
-    """One row a block, right-padded to the longest block. No blocks: one row that carries no loss, for a rank
-    that has nothing left to do while others still have (all must run the same number of forwards)."""
+    """Make a batch with one row per block, right-padded to the longest block.
+
+    Without blocks it is one row that has no loss, for a rank with nothing left to do: all ranks must run the
+    same number of forwards."""
     width = max(map(n_tokens, blocks), default=2)
     input_ids = torch.full((max(1, len(blocks)), width), pad_id)
     position_ids = torch.zeros_like(input_ids)
@@ -171,44 +196,47 @@ def collate(blocks: list[list[Document]], pad_id: int, device="cpu") -> Batch:
         for document in block:
             end = start + len(document.ids)
             input_ids[i, start:end] = document.ids
-            position_ids[i, start:] = torch.arange(width - start)  # padding goes on with the last one
+            position_ids[i, start:] = torch.arange(width - start)  # padding continues the last document
             response_mask[i, start:end] = document.response_mask
-            response_mask[i, start] = False  # what stands before it is another document: no target
+            response_mask[i, start] = False  # not a target: the token before is another document's
             start = end
     documents = [document for block in blocks for document in block]
     mask = response_mask[:, 1:].contiguous()
-    tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a device, nonzero would wait for it
+    tensors = (input_ids, position_ids, mask, mask.nonzero().T)  # on a GPU, nonzero would wait for its queue
     return Batch(*(to_device(x, device) for x in tensors), documents)
 
 
 def my_micro_batches(blocks: list[list[Document]], model, size: int):
-    """This rank's share of the blocks (dist.my_batches) as batches of at most `size` rows for `model`. A rank
-    that runs out of blocks gets batches that carry no loss."""
+    """Yield this rank's share of the blocks (dist.my_batches) as batches of at most `size` rows for `model`.
+
+    A rank that runs out of blocks gets batches without loss."""
     for share in dist.my_batches(blocks, size, n_tokens):
         yield collate(share, model.config.pad_token_id, model.device)
 
 
-ROW = 64  # tokens that a row of packed trees may have, even if each tree is shorter
+ROW = 64  # tokens; rows of packed trees are at least this long, even if the longest tree is shorter
 
 
 class Comparison(NamedTuple):
+    """A prompt and K responses to it, ranked by an annotator."""
+
     prompt: list[dict]  # messages
-    texts: list[str]  # K responses; of a pair, the chosen one first
+    texts: list[str]  # K responses; in a pair the chosen one comes first
     prompt_ids: torch.Tensor  # (P,) int32
-    response_ids: list[torch.Tensor]  # K of (R,) int32, the end token included
-    ranks: torch.Tensor  # (K,), 0 is best; one that is behind by less than 1 is no worse
-    source: str  # the data set, for metrics and tables
+    response_ids: list[torch.Tensor]  # K of (R,) int32, including the end-of-sequence token
+    ranks: torch.Tensor  # (K,), 0 is the best; a difference below 1 is a tie
+    source: str  # data set, for metrics and tables
     row: Row
     rating: str | None = None  # one of RATINGS
-    margin: float | None = None  # Llama 2's m as the row gives it
-    margins: torch.Tensor | None = None  # (K, K), Llama 2's m of every two responses in the loss
-    label_scores: list[float] | None = None  # the K scores that the labels come from
-    preference: float | None = None  # P(texts[0] is better), a soft label
+    margin: float | None = None  # Llama 2's margin m as given in the row
+    margins: torch.Tensor | None = None  # (K, K), the margin between each two responses in the loss
+    label_scores: list[float] | None = None  # K scores that the ranks were made from
+    preference: float | None = None  # soft label: probability that texts[0] is better
     category: str | None = None
-    indices: tuple = (0, 1)  # which of the row's responses these are
-    samples: tuple = ()  # more responses to the prompt, ids like response_ids, without a label
-    ratios: torch.Tensor | None = None  # (responses and samples, k), the advantage model's, eq. 8
-    ref_logprobs: torch.Tensor | None = None  # (K,), DPO's, log pi_0(y | x) of each response, nats
+    indices: tuple = (0, 1)  # positions of these responses in the row
+    samples: tuple = ()  # further responses without labels, ids as in response_ids
+    ratios: torch.Tensor | None = None  # (K + samples, k), for the advantage model's eq. 8
+    ref_logprobs: torch.Tensor | None = None  # (K,), nats, log pi_0(y | x), for DPO
 
     @property
     def key(self) -> str:
@@ -220,51 +248,58 @@ class Comparison(NamedTuple):
 
     @property
     def n_tokens(self):
+        """The tokens of the prompt, once, and of all responses."""
         return len(self.prompt_ids) + sum(map(len, (*self.response_ids, *self.samples)))
 
 
 def labelled_pairs(comparison) -> list[tuple[int, int]]:
-    """(better, worse) for all pairs of responses whose ranks are 1 or more apart, of a soft label by its
-    likelier side."""
+    """List (better, worse) indices for all pairs of responses whose ranks differ by at least 1.
+
+    A soft label counts as its more likely side."""
     ranks = comparison.ranks.tolist()
     return [(i, j) for i, a in enumerate(ranks) for j, b in enumerate(ranks) if a + 1 <= b]
 
 
 # -- comparisons -> batches ------------------------------------------------------------------------
 class ComparisonBatch(NamedTuple):
+    """Comparisons as rows, on the model's device."""
+
     input_ids: torch.Tensor  # (B, T)
     position_ids: torch.Tensor  # (B, T)
-    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True where a query may look; None: causal
+    attention_mask: torch.Tensor | None  # (B, 1, T, T) bool, True if a query may attend; None: causal
     prompt_ends: torch.Tensor  # (2, n_comparisons), row and column of each prompt's last token
-    response_ends: torch.Tensor  # (2, n_responses), of each response's end token, comparison by comparison
-    sizes: list[int]  # responses of each comparison, samples included
+    response_ends: torch.Tensor  # (2, n_responses), of each response's last token, by comparison
+    sizes: list[int]  # responses of each comparison, including samples
     comparisons: list[Comparison]
 
 
 def my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
-    """This rank's share of `comparisons` (dist.my_batches), as batches for `model`."""
+    """Yield this rank's share of the comparisons (dist.my_batches) as batches for `model`."""
     for share in dist.my_batches(comparisons, micro_batch_size, lambda c: c.n_tokens):
         yield collate_comparisons(share, model.config.pad_token_id, share_prompt, model.device)
 
 
 def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu") -> ComparisonBatch:
-    """share_prompt: prompts with all their responses, packed into rows as long as the longest of them or ROW;
-    else one row a response, for models that read neither such masks nor positions. No comparisons: a row of
-    padding at which nothing is read."""
-    trees = []  # (place of its comparison, its prompt and responses)
+    """Make a batch of comparisons.
+
+    share_prompt: True packs trees, a prompt with all its responses, into rows as long as the longest tree (at
+      least ROW). False makes one row per response, for models that support no such masks or positions.
+    Without comparisons the batch is one row of padding, where no output is read."""
+    trees = []  # (index of the comparison, [prompt ids, response ids, ...])
     for i, c in enumerate(comparisons):
         responses = [*c.response_ids, *c.samples]
         rows = [responses] if share_prompt else [[ids] for ids in responses]
         trees += [(i, [c.prompt_ids, *row]) for row in rows]
     lengths = [sum(map(len, pieces)) for _, pieces in trees]
     rows = [[i] for i in range(len(trees))]
-    if share_prompt:  # rows of some length pack tighter, and cost little attention
+    if share_prompt:  # longer rows pack tighter, at little cost in attention
         rows = pack(lengths, max([ROW, *lengths]))
     row_length = lambda row: sum(lengths[i] for i in row)
     width = max(map(row_length, rows), default=2)
     input_ids = torch.full((max(1, len(rows)), width), pad_id)
     position_ids, tree, branch = (torch.zeros_like(input_ids) for _ in range(3))
-    ends = [[] for _ in comparisons]  # of its prompt (of one in several rows, the first), of its responses
+    # (row, column) of the last token of the prompt, in the first row that has it, and of each response
+    ends = [[] for _ in comparisons]
     for row, places in enumerate(rows):
         column = 0
         for number, (i, pieces) in enumerate((trees[place] for place in places), 1):
@@ -283,7 +318,7 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
         same_tree = tree[:, :, None] == tree[:, None, :]  # (B, query, key)
         seen = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
         mask = (same_tree & seen & torch.ones(width, width, dtype=torch.bool, device=device).tril())[:, None]
-    else:  # on over the padding: transformers takes a position that falls for the start of a packed document
+    else:  # continue over the padding: for transformers a decrease in position starts a packed document
         position_ids = torch.arange(width).expand_as(input_ids).clone()
     prompt_ends = torch.tensor([end[0] for end in ends], dtype=torch.long).reshape(-1, 2).T
     response_ends = [place for end in ends for place in end[1:]]
@@ -296,8 +331,10 @@ def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu
 
 @torch.no_grad()
 def of_each_comparison(forward, model, comparisons, micro_batch_size, share_prompt) -> list:
-    """What `forward`(model, batch), a list with a value for each comparison of a batch, says of every
-    comparison, on every rank. Every rank must call it."""
+    """Run a forward over all comparisons and return one value for each, in their order, on every rank.
+
+    forward: forward(model, batch) -> list with one value per comparison of the batch.
+    Every rank must call it."""
     place = {id(c): i for i, c in enumerate(comparisons)}
     values = []
     for batch in my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):

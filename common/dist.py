@@ -1,7 +1,7 @@
-"""One process or many: torchrun set-up and shutdown, FSDP2, `consolidated`, the optimiser step.
+"""Run on one process or many: set-up and shutdown, FSDP2, `consolidated` weights, the optimiser step.
 
-Without torchrun (or with one process) there is no process group and no sharding; with WORLD_SIZE > 1 FSDP2
-shards every decoder layer and the root. A script reads the same either way.
+With one process there is no process group and no sharding. Under torchrun with several, FSDP2 shards each
+decoder layer and the rest of the model. A script reads the same either way.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ import transformers
 from common.errors import NotFinite
 
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
-PATIENCE = timedelta(hours=24)  # but for a download, or a data set to be tokenised
-compute_dtype = None  # of forward and backward, where --compute-dtype says one
-here = torch.device("cpu")  # this rank's device, once `setup` has found it
-ranks_per_copy = 1  # how many ranks hold one copy of a model together inside `consolidated`
-split_layers = None  # then tensor_parallel.split, which splits the layers among them
+PATIENCE = timedelta(hours=24)  # longest wait in `barrier`, for downloads and tokenising data sets
+compute_dtype = None  # value of --compute-dtype, used in forward and backward; None: see compute_dtype_of
+here = torch.device("cpu")  # this rank's device, set by `setup`
+ranks_per_copy = 1  # ranks that share one copy of a model inside `consolidated` (tensor parallelism)
+split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
 
 
 # -- processes -------------------------------------------------------------------------------------
 def setup() -> torch.device:
-    """Join the process group that torchrun's environment describes, if any; returns this rank's device."""
+    """Join torchrun's process group, if there is one, and return this rank's device."""
     global here
-    transformers.utils.logging.disable_progress_bar()  # of reading and writing weights
-    transformers.utils.logging.set_verbosity_error()  # that a scorer's head is new is no news
+    transformers.utils.logging.disable_progress_bar()  # for reading and writing weights
+    transformers.utils.logging.set_verbosity_error()  # it would warn that a scorer's head is new
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    device = torch.accelerator.current_accelerator(check_available=True)  # None: there is only the CPU
+    device = torch.accelerator.current_accelerator(check_available=True)  # None: no accelerator
     if device and device.type == "mps" and several:
         device = None
         if is_main():
@@ -46,17 +46,17 @@ def setup() -> torch.device:
     if device:
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan a shape: decoding has many shapes
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it builds a plan per shape; decoding has many
     else:
         _keep_freed_memory()
     if several and not td.is_initialized():
         options = {"timeout": TIMEOUT, "device_id": device}
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # One node: a restart gets the store of the ranks before it, where gloo finds their dead addresses
+            # On one node a restart reuses the store, in which gloo would find addresses of dead processes
             store, options["rank"], options["world_size"] = next(td.rendezvous("env://", timeout=TIMEOUT))
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             options["store"] = td.PrefixStore(f"attempt_{attempt}", store)
-        # gloo beside nccl and its like: checkpoints and objects travel on the CPU
+        # gloo in addition to nccl: checkpoints and Python objects are exchanged on the CPU
         backend = device and f"cpu:gloo,{device.type}:{td.get_default_backend_for_device(device)}"
         td.init_process_group(backend or "gloo", **options)
     here = device or torch.device("cpu")
@@ -64,7 +64,7 @@ def setup() -> torch.device:
 
 
 def print_machine():
-    """Print what this program computes with, and warn of a GPU that torch cannot use."""
+    """Print device, dtype, ranks and versions, and warn of a GPU that torch cannot use."""
     if is_main():
         with_what = ", ".join(f"{name} {value}" for name, value in machine().items())
         print(f"{with_what}; torch {torch.__version__}, transformers {transformers.__version__}")
@@ -73,16 +73,17 @@ def print_machine():
 
 
 def machine() -> dict:
-    """What a run computes with, for its first line and args.json."""
+    """Return device, compute dtype and number of ranks, for a run's first line and args.json."""
     name = f"{here} ({torch.cuda.get_device_name(here)})" if here.type == "cuda" else str(here)
     dtype = str(compute_dtype_of(here)).removeprefix("torch.")
     return {"device": name, "compute_dtype": dtype, "world_size": world_size()}
 
 
 def peak_memory(device, name: str) -> dict[str, float]:
-    """{"memory/NAME_gb": the most that this rank's tensors took on an accelerator since the last call,
-    "memory/reserved_gb": the most that torch has taken from it}, in units of 10^9 bytes. {} on the CPU and on
-    Apple's MPS."""
+    """Return this rank's peak memory on an accelerator in GB (10^9 bytes); {} on the CPU and on Apple's MPS.
+
+    "memory/NAME_gb": peak of its tensors since the last call. "memory/reserved_gb": peak that torch
+    reserved."""
     if device.type in ("cpu", "mps"):
         return {}
     peak = torch.accelerator.max_memory_allocated(device) / 1e9
@@ -92,11 +93,13 @@ def peak_memory(device, name: str) -> dict[str, float]:
 
 
 def _warn_of_unused_gpu(driver=Path("/dev/nvidiactl")):
-    """A line where an NVIDIA GPU is there, and not hidden on purpose, but torch cannot use it: a driver that
-    is older than its CUDA, or a torch without CUDA. driver: the file that a loaded driver makes."""
+    """Print a warning if there is an NVIDIA GPU, not hidden on purpose, that torch cannot use.
+
+    The driver may be too old for torch's CUDA, or torch may be built without CUDA.
+    driver: a file that exists if the driver is loaded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.is_available()  # warns of a driver that is too old
+        torch.cuda.is_available()  # warns if the driver is too old
     if (driver.exists() or caught) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
         why = f": {str(caught[0].message).split('. ')[0]}" if caught else ""
         built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use it{why}"
@@ -105,45 +108,53 @@ def _warn_of_unused_gpu(driver=Path("/dev/nvidiactl")):
 
 
 def _keep_freed_memory():
-    """Have glibc keep what is freed for the next tensor. By default a block of more than 32 MB goes back to
-    the system, which hands it out again page by page, zeroed: a fifth of PPO's time on a CPU with a
-    vocabulary of 49k. The price is memory: up to four tenths more at the peak was seen."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # there is no mallopt but in glibc
+    """Make glibc keep freed memory for the next tensors.
+
+    By default a freed block of more than 32 MB returns to the system, which then hands it out again page by
+    page, zeroed. On a CPU that took a fifth of PPO's time with a vocabulary of 49k. Keeping it raised the
+    peak of memory by up to 40 %."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # only glibc has mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block has a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap does not shrink
+        mallopt(-4, 0)  # M_MMAP_MAX: do not map large blocks separately
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 def shutdown(code: int = 0):
-    """End the program; call it last, with every file closed. What used FSDP2 on gloo can abort in Python's
-    teardown after all its work is done (3 of 10 runs did), so a distributed program leaves without it."""
+    """End the program. Call this last, when all files are closed.
+
+    A program that used FSDP2 on gloo can abort in Python's teardown although its work is done (3 of 10 runs
+    did), so a distributed program exits without teardown."""
     sys.stdout.flush()
     sys.stderr.flush()
     if not td.is_initialized():
         sys.exit(code)
     if code == 0:
-        td.barrier()  # nobody leaves while another still needs it; after an error, though, nobody may wait
+        td.barrier()  # no rank leaves while another needs it; after an error no rank may wait
     os._exit(code)
 
 
 def rank() -> int:
+    """Return this process's rank, 0 without torchrun."""
     return td.get_rank() if td.is_initialized() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
+    """Return the number of ranks."""
     return td.get_world_size() if td.is_initialized() else 1
 
 
 def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes files."""
     return rank() == 0
 
 
 def barrier():
-    """Wait for all ranks, for longer than a collective may last: rank 0 alone downloads and reads a model,
-    and writes it, and not every machine tokenises equally fast."""
+    """Wait for all ranks, longer than a collective is allowed to.
+
+    Only rank 0 downloads, reads and writes models, and machines tokenise at different speeds."""
     if td.is_initialized():
         store = td.distributed_c10d._get_default_store()
-        n = store.add("barrier", 1)  # ranks that came, to all barriers so far
+        n = store.add("barrier", 1)  # arrivals so far, at all barriers
         key = f"barrier/{(n - 1) // world_size()}"
         if n % world_size() == 0:
             store.set(key, "all are here")
@@ -151,7 +162,7 @@ def barrier():
 
 
 def gather(values: list) -> list:
-    """The lists of all ranks joined, rank 0's first, on every rank."""
+    """Join the lists of all ranks, rank 0's first, and return the result on every rank."""
     if not td.is_initialized():
         return values
     lists = [None] * world_size()
@@ -160,8 +171,10 @@ def gather(values: list) -> list:
 
 
 def my_batches(items, size: int, n_tokens=None):
-    """This rank's share of `items` in lists of at most `size`; n_tokens: an item's length, for like lengths
-    to share a list. Every rank gets as many lists, empty ones at last, for a forward is a collective."""
+    """Yield this rank's share of `items` in lists of at most `size`.
+
+    Every rank gets the same number of lists, since a forward is a collective; the last ones may be empty.
+    n_tokens: function giving an item's length; items of similar length then share a list."""
     items = sorted(items, key=lambda item: -n_tokens(item)) if n_tokens else list(items)
     my_items = items[rank() :: world_size()]
     for start in range(0, math.ceil(len(items) / world_size()), size):
@@ -170,7 +183,7 @@ def my_batches(items, size: int, n_tokens=None):
 
 # -- seeds and the learning rate -------------------------------------------------------------------
 def seed_of(*parts) -> int:
-    """A seed made of these parts, the same on every rank: the run's seed, a purpose, an iteration, ..."""
+    """Make a seed from the run's seed, a purpose, an iteration, ...: the same on every rank."""
     return _hash(parts)
 
 
@@ -178,17 +191,20 @@ def _hash(parts: tuple) -> int:
     return zlib.crc32(json.dumps(parts).encode())
 
 
-@functools.lru_cache(maxsize=4)  # each step of an epoch asks for the same order; PPO for three
+@functools.lru_cache(maxsize=4)  # each step of an epoch asks for the same order, PPO for three orders
 def shuffled(n: int, *key) -> list[int]:
-    """0 .. n-1 in a random order; key: what seed_of takes. The same list for all callers: only read it."""
+    """Return 0 .. n-1 in a random order that `key` determines (as in seed_of).
+
+    The list is cached and shared by all callers: do not change it."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(_hash(key))).tolist()
 
 
 def schedule(step: int, n_steps: int, args) -> float:
-    """The learning rate of optimiser step `step` of 1 .. n_steps, as a share of --lr, in (0, 1].
+    """Compute the learning rate of optimiser step `step` of 1 .. n_steps, as a share of --lr in (0, 1].
 
-    args: --warmup-ratio of the steps, or --min-warmup-steps if more, rise in a line from above 0, for a step
-      with 0 is wasted; then --lr-schedule: a cosine or a line to 0, a cosine to a tenth, or constant."""
+    Warm-up is linear and lasts --warmup-ratio of the steps, at least --min-warmup-steps. It starts above 0,
+    because a step with learning rate 0 would be wasted. Then follows --lr-schedule: a cosine or a line to 0,
+    a cosine to a tenth, or a constant."""
     done = step - 1
     warmup = max(math.ceil(args.warmup_ratio * n_steps), getattr(args, "min_warmup_steps", 0))
     if done < warmup:
@@ -201,7 +217,7 @@ def schedule(step: int, n_steps: int, args) -> float:
 
 # -- FSDP2 -----------------------------------------------------------------------------------------
 def compute_dtype_of(device) -> torch.dtype:
-    """What --compute-dtype says; without it bf16 where an accelerator has it, else fp32."""
+    """Return the dtype of --compute-dtype; by default bf16 on an accelerator that supports it, else fp32."""
     if compute_dtype:
         return getattr(torch, compute_dtype)
     has_bf16 = getattr(torch.get_device_module(device), "is_bf16_supported", lambda **_: False)
@@ -209,29 +225,30 @@ def compute_dtype_of(device) -> torch.dtype:
 
 
 def shard(model, device, compute_dtype=None):
-    """The model on this rank's device, sharded when there are several ranks.
+    """Move the model to this rank's device, and shard it if there are several ranks.
 
-    model: real weights on rank 0, any device elsewhere (load_policy leaves the other ranks on "meta",
-      so that one copy is read). Its `forward_methods` (see pretrained.py) run FSDP's hooks too.
-    compute_dtype: of forward and backward, kept as `model.compute_dtype`; None: compute_dtype_of. Master
-      weights and reductions are fp32."""
+    model: has its weights on rank 0. On the other ranks it may be on any device (load_policy leaves it on
+      "meta", so that only one copy is read from disk). Its `forward_methods` (models.with_methods) get FSDP's
+      hooks.
+    compute_dtype: dtype of forward and backward, kept as `model.compute_dtype`. None: compute_dtype_of.
+      Master weights and gradient reduction are fp32."""
     model.compute_dtype = compute_dtype or compute_dtype_of(device)
     if not td.is_initialized():
         return model.to(device)
-    # Imported where it is used, here and below: what one process does not need takes a second and 50 MB
+    # Imported only if used, because it takes a second and 50 MB that a single process does not need
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-    barrier()  # rank 0 had the weights to read
+    barrier()  # rank 0 may still have been reading weights
     weights = model.state_dict() if is_main() else {}
-    # The state dict lacks buffers that can be computed, rotary frequencies for one
+    # The state dict lacks non-persistent buffers, such as rotary frequencies
     on_rank_0 = []
     if is_main():
-        buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()}  # gather keeps their device
+        buffers = {name: buffer.cpu() for name, buffer in model.named_buffers()}  # gather keeps the device
         on_rank_0 = [buffers, getattr(model, "generation_config", None)]
     buffers, model.generation_config = gather(on_rank_0)
-    model.to("meta").tie_weights()  # what moves to or from "meta" is new, so no longer shared
-    mesh = td.init_device_mesh(device.type, (world_size(),))  # the default's device is mps on a Mac
+    model.to("meta").tie_weights()  # moving to or from "meta" makes new tensors, so tie again
+    mesh = td.init_device_mesh(device.type, (world_size(),))  # torch's default device would be mps on a Mac
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     owners = Counter(weight for layer in layers for weight in layer.parameters())
@@ -253,41 +270,44 @@ def shard(model, device, compute_dtype=None):
 
 
 def decoder_layers(model) -> list:
-    """The modules that transformers does not split, in their order; of nested ones the outermost."""
+    """List a model's decoder layers: the outermost modules that transformers declares not to split."""
     layers = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or [])]
     inner = {m for layer in layers for m in layer.modules() if m is not layer}
     return [layer for layer in layers if layer not in inner]
 
 
 def is_sharded(model) -> bool:
+    """Whether FSDP has sharded this module."""
     return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
 
 
 @contextlib.contextmanager
 def consolidated(model):
-    """Gather every weight once, for generation; free the copy afterwards (llama2_rlhf: with FSDP each
-    decoding step gathers all weights again, about 20 times slower; consolidating once per rollout mends it).
+    """Gather all weights once for generation, and free the copy afterwards.
 
-    Inside, a forward of `model` communicates nothing, so ranks may decode different numbers of steps, and
-    computes no gradient. Needs memory for one copy of the weights in compute_dtype per rank; where
-    `ranks_per_copy` ranks share one (tensor_parallel.py), these run the same rows together. On one process
-    weights are only cast, if compute_dtype is not theirs."""
-    if getattr(model, "is_consolidated", False):  # by the caller, for several calls
+    Without this, FSDP gathers all weights at every decoding step. Llama 2 (arXiv:2307.09288, section 3.2.3)
+    found that about 20 times slower, and consolidates once per rollout.
+
+    Inside the context a forward communicates nothing, so ranks may decode different numbers of steps, and no
+    gradient is computed. Each rank needs memory for one copy of the weights in compute_dtype. If
+    `ranks_per_copy` ranks share a copy (tensor_parallel.py), they run the same rows together. On one process
+    the weights are only cast to compute_dtype."""
+    if getattr(model, "is_consolidated", False):  # the caller did it already, for several calls
         yield model
         return
     training = model.training
     sharded = [m for m in model.modules() if is_sharded(m)]
     masters = {} if sharded else {p: p.data for p in model.parameters()}
     hooks = [(m._forward_pre_hooks, m._forward_hooks) for m in sharded]
-    layers = [m for m in sharded if m is not model] if ranks_per_copy > 1 else []  # that ranks share
+    layers = [m for m in sharded if m is not model] if ranks_per_copy > 1 else []  # layers split among ranks
     model.eval()
     try:
         with torch.no_grad():
-            for m in sharded:  # the hooks would free a layer again, and cost more time than a small layer
+            for m in sharded:  # without hooks, which would free each layer again and cost time
                 if m not in layers:
                     m.unshard()
                 m._forward_pre_hooks, m._forward_hooks = {}, {}
-            for p in masters:  # where the dtype is the same already, to() gives the same tensor
+            for p in masters:  # if the dtype is equal already, to() returns the same tensor
                 p.data = p.data.to(getattr(model, "compute_dtype", p.dtype))
             model.is_consolidated = True
             with split_layers(model, layers, ranks_per_copy) if layers else contextlib.nullcontext():
@@ -306,56 +326,62 @@ def consolidated(model):
 
 # -- an optimiser step -----------------------------------------------------------------------------
 def adamw(model, lr, args):
-    """AdamW on what of the model learns. Where the papers name the betas, they are 0.9 and 0.95."""
+    """Make AdamW for the trainable weights. Betas are 0.9 and 0.95, as in the papers that name them."""
     learning = [p for p in model.parameters() if p.requires_grad]
     eps = getattr(args, "adam_eps", 1e-8)
-    factor = getattr(model, "lr_factor", 1)  # adapters have one, see lora.py
+    factor = getattr(model, "lr_factor", 1)  # LoRA adapters have one (lora.py)
     groups = [{"params": learning, "lr_factor": factor}]
     return torch.optim.AdamW(groups, lr * factor, (0.9, 0.95), eps, args.weight_decay, fused=True)
 
 
 def set_lr(optimizer, lr: float) -> float:
+    """Set the learning rate, times lr_factor in groups that have one; return lr."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
     return lr
 
 
 def backward(loss):
-    """Add the gradient of `loss`, a scalar: what a micro-batch of this rank adds to the step's loss. FSDP
-    takes the mean of the ranks' gradients, not their sum: so each is multiplied by the number of ranks."""
+    """Add the gradient of a micro-batch's loss, a scalar that is its share of the step's loss.
+
+    FSDP averages gradients over ranks, but the losses of all ranks should add up, so the loss is multiplied
+    by the number of ranks."""
     (loss * world_size()).backward()
 
 
 class Sums:
-    """The metrics that losses return, scalars by name, summed over the micro-batches of a step and then over
-    ranks: a mean is one division by the step's count. Of a name that ends in _max the largest is kept."""
+    """Sum the metrics of losses, scalars by name, over the micro-batches of a step and then over ranks.
+
+    A mean is then one division by the step's count. For names that end in _max the maximum is kept."""
 
     def __init__(self):
         self.values = {}
 
     def add(self, metrics: dict, prefix: str = ""):
+        """Add the metrics of one micro-batch, without waiting for the device."""
         for name, value in metrics.items():
             self.values.setdefault(prefix + name, []).append(torch.as_tensor(value).detach())
 
     def over_ranks(self) -> dict[str, float]:
-        """{name: total}, the same on every rank. Every rank must call it, also one without a share."""
+        """Return {name: total}, the same on every rank. Every rank must call it, even without micro-batch."""
         combine = lambda name, values: max(values) if name.endswith("_max") else sum(values)
         each = [x.reshape(1) for values in self.values.values() for x in values]
-        read = iter(torch.cat(each).tolist() if each else ())  # read once: the device is waited for
+        read = iter(torch.cat(each).tolist() if each else ())  # one read, so Python waits once
         totals = {}
         for name, values in self.values.items():
             totals[name] = combine(name, [next(read) for _ in values])
         ranks = gather([totals])
-        names = {name: None for of_rank in ranks for name in of_rank}  # in their order
+        names = {name: None for of_rank in ranks for name in of_rank}  # keeps their order
         of_ranks = lambda name: [totals[name] for totals in ranks if name in totals]
         return {name: combine(name, of_ranks(name)) for name in names}
 
 
 def optimizer_step(models: list, optimizers: list, loss: float, max_norm: float) -> list[float]:
-    """Clip each model's gradients to a norm of at most max_norm (0: leave them), step, and forget them.
+    """Clip each model's gradients to norm max_norm (0: do not clip), take a step, and clear the gradients.
 
-    loss: of the step, over all ranks. Returns each model's gradient norm, over all weights and ranks, before
-      clipping. Where one of them or the loss is not finite, no model moves: NotFinite, on every rank."""
+    loss: of the whole step, over all ranks.
+    Returns each model's gradient norm before clipping, over all weights and ranks. If a norm or the loss is
+    not finite, no model changes and NotFinite is raised, on every rank."""
     norms = []
     for model in models:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
