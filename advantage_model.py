@@ -30,12 +30,12 @@ from typing import Literal
 
 import torch
 
-# The algorithm needs these, the kit: copy them with it
+# The kit, which the algorithm needs: copy it along
 from common import dist, models
 from common.batches import labelled_pairs, my_comparison_batches, to_device
 from common.losses import advantage_model_loss, advantage_score
 
-# The program around it needs these: data, runs, evaluation, checkpoints
+# Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
 from common.errors import InputError
 from common.data import comparisons
 from common.loading import checks, pretrained
@@ -48,84 +48,91 @@ from common.run.run import Run, launch
 class Args:
     # models and data
     model: str = "tiny"
-    """Where to start: tiny, a hub name, a folder or run directory, of a causal LM or an advantage model."""
+    """Model to start from, a causal LM or an advantage model: tiny, a hub name, a folder or a run
+    directory."""
     dataset: str = "tiny"
-    """tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
+    """Training data: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
     max_length: int = 128
-    """Tokens of a prompt with one response; longer ones are dropped."""
+    """Length limit of a prompt with one response, in tokens; longer ones are dropped."""
     min_score_gap: float = 0.0
-    """Pairs whose scores differ by less are dropped."""
+    """Smallest difference in annotators' scores; pairs with a smaller one are dropped."""
     max_pairs_per_prompt: int | None = None
-    """Rows of one prompt beyond this many are dropped."""
+    """Largest number of rows for one prompt; further ones are dropped."""
     balance_categories: bool = False
-    """Draw every category equally often, with repetition."""
+    """Draw all categories equally often, repeating rows of the smaller ones."""
     # the advantage and its loss
     bound: float = 2.5
-    """m(x): advantages of better responses are kept below it, those of worse ones above minus it."""
+    """The bound m(x): advantages of better responses are kept below it, those of worse ones above -m(x)."""
     n_others: int = 0
-    """K: how many other policies' ratios enter eq. 8."""
+    """K of eq. 8, the number of other policies with ratios."""
     n_policies: int | None = None
-    """N, more than K. None: K + 1."""
+    """N of eq. 8, more than K. None: K + 1."""
     ratio_clip: float = 1.0
-    """Ratios pi / pi'_k are at most this; K times it must stay below N."""
+    """Upper limit of the ratios pi / pi'_k; K times it must be less than N."""
     policy: str | None = None
-    """pi: whose expected reward e is. None: runs/sft for the model tiny, else --model, if a causal LM."""
+    """The policy pi whose expected reward e(x) is. None: runs/sft for the model tiny, else --model if it is a
+    causal LM."""
     behavior_policies: tuple[str, ...] = ()
-    """The K causal LMs pi'_k, where rows have no column chosen_behavior_logprobs and its like."""
+    """The K causal LMs pi'_k, if rows have no columns such as chosen_behavior_logprobs."""
     expected_reward_samples: int = 0
-    """Responses of the policy to each training prompt, to whose mean reward e is regressed; 0: none."""
+    """Responses of the policy to each training prompt; e(x) is regressed on their mean reward. 0: none."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
     max_steps: int | None = None
-    """This many optimiser steps instead of epochs."""
+    """Number of optimiser steps, instead of --epochs."""
     lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
-    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
+    """Learning rate after warm-up: a cosine to 0, a cosine to a tenth of the peak, linear to 0, or
+    constant."""
     warmup_ratio: float = 0.05
     """Share of the steps in which the learning rate rises."""
     min_warmup_steps: int = 0
-    """And at least this many."""
+    """Smallest number of warm-up steps."""
     weight_decay: float = 0.1
-    """AdamW's, on all parameters, norms included."""
+    """AdamW's weight decay, applied to all parameters, including norms."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0: never."""
+    """Global norm that gradients are clipped to; 0: no clipping."""
     batch_size: int = 32
-    """Comparisons (pairs or rankings) of an optimiser step over all ranks."""
+    """Comparisons (pairs or rankings) per optimiser step, over all ranks."""
     micro_batch_size: int = 32
-    """Comparisons of a forward on one rank, at most."""
+    """Largest number of comparisons in one forward on one rank."""
     share_prompt: bool = True
-    """Compute a prompt once for its responses; --no-share-prompt: a row a response."""
+    """One row for a prompt and all its responses, so that the prompt is computed once; with
+    --no-share-prompt, one row per response."""
     gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
+    more time."""
     # evaluation
     eval_every: int = 250
-    """Steps between held-out accuracies; 0: only before and after training."""
+    """Steps between evaluations of the held-out accuracy; 0: only before and after training."""
     length_prompts: int = 50
-    """Held-out prompts with 8 of its samples each, for what e is, and length and score; 0: none."""
+    """Held-out prompts that the policy answers 8 times each, to check e(x) and correlate length with score;
+    0: none."""
     max_new_tokens: int = 32
-    """Longest of these responses."""
+    """Length limit of these responses, in tokens."""
     slots: int = 64
-    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
     # the run
     output_dir: str = "runs/advantage_model"
-    """The run directory."""
+    """Run directory."""
     save_every: int = 250
-    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
+    """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
+    0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
-    away; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
+    held-out metrics before and after rounding are then printed."""
     seed: int = 0
-    """Of the data order, the samples and a new head."""
+    """Seed of the data order, the samples and a new head's weights."""
     resume: bool = False
-    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    """Continue from the last checkpoint in output_dir; start a new run if there is none."""
     overwrite: bool = False
-    """Replace a run that is in the way."""
+    """Replace an existing run in output_dir."""
 
 
 def n_policies(args):

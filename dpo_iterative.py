@@ -28,12 +28,12 @@ from typing import Literal
 
 import torch
 
-# The algorithm needs these, the kit: copy them with it
+# The kit, which the algorithm needs: copy it along
 from common import dist, models
 from common.batches import Comparison, my_comparison_batches, of_each_comparison, to_device
 from common.losses import dpo_loss, length_penalty
 
-# The program around it needs these: data, runs, evaluation, checkpoints
+# Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
 from common.data import comparisons, prompt_sets, splits
 from common.loading import checks, pretrained
 from common.scoring import functions, scorers
@@ -48,94 +48,101 @@ from common.run.versions import Versions
 class Args:
     # models and data
     model: str = "runs/sft"
-    """The first policy: a run directory, a model folder, a hub name."""
+    """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str = "sft"
-    """pi_0: sft: --model, always; last: the newest policy, as in the authors' scripts; or a model."""
+    """Reference pi_0. sft: always --model; last: the newest policy, as in the authors' scripts; or a
+    model."""
     scorer: str = "runs/reward"
-    """The oracle: a run of reward.py or advantage_model.py, a hub reward model, FILE.py:function, or what has
-    each response meet all others: common.programs.pairwise:oracle=RUN,
-    common.programs.ai_feedback:oracle=ORG/MODEL."""
+    """Oracle that ranks responses: a run of reward.py or advantage_model.py, a hub reward model or
+    FILE.py:function. Two oracles compare each response with all others: common.programs.pairwise:oracle=RUN
+    and common.programs.ai_feedback:oracle=ORG/MODEL."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     offline_data: str | None = None
-    """Pairs or rankings, as reward.py takes them, for the first iteration (--start-from sft: for all)."""
+    """Pairs or rankings in reward.py's formats for the first iteration (for every iteration with --start-from
+    sft)."""
     offline_pairs: int | None = None
-    """So many of them. None: all."""
+    """Number of these pairs to use. None: all."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
     max_length: int = 128
-    """Tokens of a prompt with a response; offline pairs with a longer one are dropped."""
+    """Length limit of a prompt with a response, in tokens; offline pairs with a longer one are dropped."""
     # sampling
     iterations: int = 3
-    """Rounds of sampling and training; 0: train on --offline-data alone."""
+    """Rounds of sampling and training; 0: train only on --offline-data."""
     prompts_per_iteration: int | None = 500
-    """Prompts of a round, that no round before had. None: an equal part of all."""
+    """Prompts per round, not used in earlier rounds. None: an equal share of all prompts."""
     n_samples: int = 8
-    """K: responses to a prompt, divided equally among samplers and temperatures."""
+    """K, the responses per prompt, divided equally among samplers and temperatures."""
     temperatures: tuple[float, ...] = (1.0, 0.7)
-    """Of the samples."""
+    """Sampling temperatures."""
     enhancer: str | None = None
-    """Gives half of the responses: a model, or previous: the version before the newest one."""
+    """Second model that samples half of the responses; "previous" is the version before the newest one."""
     top_p: float = 1.0
-    """Mass of the nucleus to sample from; 1 is off."""
+    """Probability mass of nucleus sampling; 1: off."""
     max_new_tokens: int = 32
-    """Longest response."""
+    """Length limit of responses, in tokens."""
     slots: int = 256
-    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
     chunk_prompts: int = 512
-    """Prompts between two writes to the pool while sampling: what a crash can cost."""
+    """Prompts between two writes to disk while sampling, which is what a crash can lose."""
     score_batch_size: int = 64
-    """Responses of a forward of the oracle on one rank."""
+    """Responses in one forward of the oracle on one rank."""
     # the loss and its pairs
     length_penalty: float = 0.0
-    """lambda: taken off a score for each character of a response before the best and worst are chosen."""
+    """Penalty lambda per character of a response, subtracted from its score before the best and worst are
+    chosen."""
     start_from: Literal["last", "sft"] = "last"
     """Train the newest policy on this iteration's pairs, or --model on all pairs so far."""
     beta: float = 0.5
-    """How far preferences may pull the policy from the reference: less with a larger beta."""
+    """Strength of the pull towards the reference; a larger beta keeps the policy closer to it."""
     label_smoothing: float = 0.0
-    """Share of labels taken to be wrong (conservative DPO)."""
+    """Assumed share of wrong labels (conservative DPO)."""
     # optimiser steps
     epochs: float = 2.0
-    """Passes over the pairs of an iteration."""
+    """Passes over the pairs of each iteration."""
     lr: float = 1e-4
     """Peak learning rate of each iteration."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
-    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
+    """Learning rate after warm-up: a cosine to 0, a cosine to a tenth of the peak, linear to 0, or
+    constant."""
     warmup_ratio: float = 0.03
     """Share of an iteration's steps in which the learning rate rises."""
     weight_decay: float = 0.0
-    """AdamW's, on all parameters, norms included."""
+    """AdamW's weight decay, applied to all parameters, including norms."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0: never."""
+    """Global norm that gradients are clipped to; 0: no clipping."""
     batch_size: int = 32
-    """Pairs of an optimiser step over all ranks."""
+    """Pairs per optimiser step, over all ranks."""
     micro_batch_size: int = 32
-    """Pairs of a forward on one rank, at most."""
+    """Largest number of pairs in one forward on one rank."""
     share_prompt: bool = True
-    """Compute a prompt once for both its responses; --no-share-prompt: a row a response."""
+    """One row for a prompt and both its responses, so that the prompt is computed once; with
+    --no-share-prompt, one row per response."""
     lora_rank: int = 0
-    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
+    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
     gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
+    more time."""
     # the run
     output_dir: str = "runs/dpo_iterative"
-    """The run directory."""
+    """Run directory."""
     save_every: int = 50
-    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
+    """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
+    0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/ (versions/ have float32). bfloat16 halves the file and rounds
-    much of what training changed away; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/ (versions/ are float32). bfloat16 halves the file but rounds away much
+    of what training changed; held-out metrics before and after rounding are then printed."""
     eval_prompts: int = 1000
-    """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
+    """Held-out prompts that each version answers once, at temperature 1; 0: none."""
     seed: int = 0
-    """Of the prompts' order, the samples and the data order."""
+    """Seed of the order of prompts, the samples and the data order."""
     resume: bool = False
-    """Go on with the run in output_dir, or begin if there is none."""
+    """Continue the run in output_dir; start a new one if there is none."""
     overwrite: bool = False
-    """Replace a run that is in the way, its pool included."""
+    """Replace an existing run in output_dir, including its pool."""
 
 
 def best_against_worst(pairs, scores, iteration, args):

@@ -1,4 +1,4 @@
-"""PPO: move the policy towards what a scorer likes, without going far from where it started.
+"""PPO: raise the reward of a policy's responses, while a KL penalty keeps it close to where it started.
 
     rewards_t = -beta (log pi_old(y_t) - log pi_0(y_t)) + [t is the response's last token] r(x, y)
     A_t       = sum_k (gamma lambda)^k delta_{t+k},   delta_t = rewards_t + gamma V_old,t+1 - V_old,t
@@ -6,23 +6,24 @@
     L(theta)  = -(1/n) sum_t min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t),   rho = pi_theta / pi_old
     L(phi)    =  (1/n) sum_t 1/2 max((V_t - R_t)^2, (clip(V_t, V_old,t -+ c) - R_t)^2)
 
-over the n response tokens of an optimiser step; "old" is of the rollout. (Llama 2, arXiv:2307.09288, section
-3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models: policy, value, reference (pi_0, the frozen first
-policy) and scorer; with Llama 2's safety gate a second scorer. Two more losses keep what the policy knew:
+The sums run over the n response tokens of an optimiser step; "old" means at the time of the rollout. (Llama
+2, arXiv:2307.09288, section 3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models take part: the policy,
+the value model, the reference (pi_0, the frozen first policy) and the scorer. Llama 2's safety gate adds a
+second scorer. Two optional losses preserve what the policy could do before:
 
     + c_ptx (mean NLL of text)                                        the pretrained gradient (Qwen)
     + c_sr (mean over rows of sum_t -log pi_theta(y_t | x, y_<t))     selective rehearsal (2309.10202, eq. 9)
 
-Reads a policy, a scorer and prompts; writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
-summary.json, with --patience best/, and checkpoint/: both models, their optimisers, all else to go on from.
+Reads a policy, a scorer and prompts. Writes runs/ppo: model/, metrics.jsonl, samples.jsonl, plots,
+summary.json, best/ if --patience is given, and checkpoint/, from which --resume continues.
 
     python ppo.py                                        the tiny world, about a minute on two CPU cores
     python ppo.py --model runs/rejection_sampling        on top of rejection sampling, as Llama 2 does
     torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
 
-Differs from the papers: old log probabilities come from the training forward and not from the sampler, so the
-ratio is 1 on the first minibatch; where the two differ, in bfloat16, tokens are weighted by the one over the
-other (--importance-cap); a truncated response's value beyond its end is 0.
+Differences from the papers: old log probabilities come from the training forward instead of the sampler, so
+the ratio is exactly 1 on the first minibatch. If the two disagree, as in bfloat16, each token is weighted by
+their ratio (--importance-cap). The value after the last token of a truncated response is 0.
 """
 
 import math
@@ -32,7 +33,7 @@ from typing import Literal
 
 import torch
 
-# The algorithm needs these, the kit: copy them with it
+# The kit, which the algorithm needs: copy it along
 from common import dist, models, responses
 from common.batches import Document, make_blocks, my_micro_batches, n_response_tokens, response_lengths
 from common.batches import response_mask, split, to_device
@@ -40,7 +41,7 @@ from common.errors import Diverged, NothingToLearn
 from common.losses import gae, importance_weights, kl_estimate, masked_sum, ppo_policy_loss, ppo_value_loss
 from common.losses import sft_loss, whiten
 
-# The program around it needs these: data, runs, evaluation, checkpoints
+# Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
 from common.errors import InputError
 from common.data import auxiliary, prompt_sets, splits
 from common.loading import checks, lora, pretrained
@@ -53,185 +54,198 @@ from common.run.run import Run, launch
 class Args:
     # models and data
     model: str = "runs/sft"
-    """The first policy: a run directory, a model folder, a hub name."""
+    """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str | None = None
-    """pi_0, from which the KL penalty is counted. None: the first policy."""
+    """Reference pi_0 of the KL penalty. None: the policy that training starts from."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function (docs/scorers.md)."""
+    """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
+    (docs/scorers.md)."""
     safety_scorer: str | None = None
-    """Llama 2's second reward model, whose score counts for prompts tagged is_safety and unsafe responses."""
+    """Llama 2's second reward model; its score counts for prompts tagged is_safety and for unsafe
+    responses."""
     safety_threshold: float = 0.15
-    """A response is unsafe if the safety scorer's probability is below this (Llama 2)."""
+    """Probability of the safety scorer below which a response is unsafe (Llama 2)."""
     retokenize: bool = False
-    """Allow a scorer with other tokens or another chat template: it scores the text, encoded anew."""
+    """Allow a scorer with a different tokenizer or chat template; it then encodes and scores the text."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
     max_length: int = 128
-    """Longest prompt with its response, or text, in tokens; and longest row that holds several of them."""
+    """Length limit of a prompt with its response, in tokens, and of a row that packs several of them."""
     # the rollout
     iterations: int = 30
-    """Rollouts."""
+    """Number of rollouts."""
     prompts_per_iteration: int = 64
-    """Prompts of a rollout, fresh ones while there are any."""
+    """Prompts per rollout, unused ones while there are any."""
     n_samples: int = 2
-    """Responses to a prompt."""
+    """Responses per prompt."""
     temperature: float = 1.0
-    """Of the rollouts; log probabilities are of the logits divided by it."""
+    """Sampling temperature of rollouts; the logits behind all log probabilities are divided by it too."""
     top_p: float = 1.0
-    """Mass of the nucleus that rollouts come from; 1 is off. Log probabilities are of all tokens."""
+    """Probability mass of nucleus sampling in rollouts; 1: off. Log probabilities are over all tokens."""
     max_new_tokens: int = 32
-    """Longest response."""
+    """Length limit of responses, in tokens."""
     slots: int = 256
-    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
     score_batch_size: int = 64
-    """Responses of a forward of a scorer on one rank."""
+    """Responses in one forward of a scorer on one rank."""
     # the reward
     reward_norm: Literal["none", "whiten", "mean", "mean_std"] = "mean_std"
-    """Of the scores. whiten: within a rollout (Llama 2); mean: less the running mean of all so far (Qwen);
-    mean_std: that, over the running deviation."""
+    """Normalisation of scores. whiten: within a rollout (Llama 2). mean: subtract the running mean of all
+    scores so far (Qwen). mean_std: also divide by their standard deviation."""
     missing_eos_penalty: float = 1.0
-    """Taken off the score of a response that did not end, after normalisation; a rollout in which none ended
-    is skipped. 0: a cut response is scored as if it had ended there."""
+    """Penalty subtracted from the normalised score of a response that did not end; a rollout in which no
+    response ended is skipped. 0: a truncated response is scored as if it had ended there."""
     kl_coef: float = 0.3
-    """beta, of the KL penalty in the reward."""
+    """Coefficient beta of the KL penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Of a token's KL, in the penalty and in kl/per_response; the papers' is k1 (docs/kl.md)."""
+    """Estimator of the KL per token, in the penalty and in kl/per_response; the papers use k1
+    (docs/kl.md)."""
     max_kl: float = 100.0
-    """Stop with an error when a rollout's mean KL per response (nats) exceeds this."""
+    """Mean KL per response of a rollout, in nats, above which the run stops with an error."""
     # advantages and their losses
     gamma: float = 1.0
-    """Discount of later rewards."""
+    """Discount factor of rewards."""
     lam: float = 0.95
-    """lambda of GAE."""
+    """Lambda of generalised advantage estimation."""
     whiten_advantages: bool = True
-    """Over all response tokens of a rollout."""
+    """Whiten advantages over all response tokens of a rollout."""
     clip_ratio: float = 0.2
-    """epsilon."""
+    """Clipping range epsilon of the policy ratio."""
     importance_cap: float | None = None
-    """Largest weight pi_old / q of a token that the sampler drew from q; 0: no weights. None: 2 where models
-    compute in bfloat16 or float16, else 0."""
+    """Cap of the weight pi_old / q of a token that the sampler drew from its own distribution q; 0: no
+    weights. None: 2 if models compute in bfloat16 or float16, else 0."""
     clip_value: float = 0.15
-    """c, in units of the normalised reward."""
+    """Clipping range c of the value, in units of the normalised reward."""
     # other losses
     ptx_dataset: str | None = None
-    """Rows of plain `text` for the pretrained gradient; tiny:kind=text on the tiny world."""
+    """Rows of plain `text` for the pretrained gradient; tiny:kind=text in the tiny world."""
     ptx_coef: float = 0.0
-    """Weight of the pretrained gradient: the mean negative log likelihood of text."""
+    """Weight of the pretrained gradient, whose loss is the mean negative log likelihood of text."""
     ptx_batch_size: int = 64
-    """Texts of an optimiser step, over all ranks."""
+    """Texts per optimiser step, over all ranks."""
     rehearsal_data: str | None = None
-    """Rows in sft.py's formats whose negative log likelihood joins the loss (eq. 9)."""
+    """Rows in sft.py's formats whose negative log likelihood is added to the loss (eq. 9)."""
     rehearsal_coef: float = 0.01
-    """c_sr above, gamma of eq. 9."""
+    """Weight of the rehearsal loss: c_sr above, gamma in eq. 9."""
     rehearsal_batch_size: int = 16
-    """Rehearsal rows of an optimiser step, over all ranks."""
+    """Rehearsal rows per optimiser step, over all ranks."""
     rehearsal_norm: Literal["sum", "mean"] = "sum"
-    """A row's negative log likelihood is the sum over its tokens, as eq. 9 has it, or their mean."""
+    """A row's rehearsal loss: the sum over its tokens, as in eq. 9, or their mean."""
     hold_out_rehearsed: bool = False
-    """Leave the prompts of --rehearsal-data out of the rollouts."""
+    """Exclude the prompts of --rehearsal-data from rollouts."""
     # optimiser steps
     epochs: int = 2
-    """Passes over a rollout."""
+    """Passes over each rollout."""
     minibatch_size: int = 64
-    """Responses of an optimiser step, over all ranks."""
+    """Responses per optimiser step, over all ranks."""
     micro_batch_size: int = 64
-    """Rows of a forward on one rank, at most: of --max-length tokens, or with --no-packing of a response."""
+    """Largest number of rows in one forward on one rank; a row has up to --max-length tokens, or one response
+    with --no-packing."""
     packing: bool = True
-    """Fill rows with several responses; --no-packing: a row a response, padded to the batch's longest."""
+    """Several responses per row; with --no-packing, one row per response, padded to the longest in the
+    batch."""
     lr: float = 1e-4
-    """Of the policy, constant."""
+    """Learning rate of the policy, constant."""
     value_lr: float = 1e-3
-    """Of the value model, constant."""
+    """Learning rate of the value model, constant."""
     adam_eps: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.0
-    """AdamW's."""
+    """AdamW's weight decay."""
     max_grad_norm: float = 1.0
-    """Gradients of each model are scaled down to this global norm; 0: never."""
+    """Global norm that each model's gradients are clipped to; 0: no clipping."""
     value_warmup_steps: int = 10
-    """Optimiser steps of the value model before the policy moves, rounded up to whole rollouts."""
+    """Optimiser steps of the value model before the policy starts to learn, rounded up to whole rollouts."""
     freeze_layers: int = 0
-    """The policy's first decoder layers that stay as they are."""
+    """Number of the policy's first decoder layers to freeze."""
     lora_rank: int = 0
-    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
+    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
     gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
+    more time."""
     # the run
     output_dir: str = "runs/ppo"
-    """The run directory."""
+    """Run directory."""
     eval_every: int = 10
     """Iterations between evaluations on held-out prompts; 0: only before and after training."""
     eval_prompts: int = 1000
-    """Held-out prompts to answer once, at temperature 1."""
+    """Held-out prompts answered once in each evaluation, at temperature 1."""
     patience: int = 0
-    """Stop after so many evaluations without a better held-out reward and export the best; 0: never."""
+    """Number of evaluations without a better held-out reward after which the run stops and exports the best
+    version; 0: never."""
     save_every: int = 10
-    """Iterations between checkpoints; one is due after ten minutes, too. The last is kept. 0: none."""
+    """Iterations between checkpoints, of which the last is kept. A checkpoint is also written every ten
+    minutes. 0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
-    away; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
+    held-out metrics before and after rounding are then printed."""
     seed: int = 0
-    """Of the prompts' order, the samples and the minibatches."""
+    """Seed of the order of prompts, the samples and the minibatches."""
     resume: bool = False
-    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    """Continue from the last checkpoint in output_dir; start a new run if there is none."""
     overwrite: bool = False
-    """Replace a run that is in the way."""
+    """Replace an existing run in output_dir."""
 
 
 @dataclass
 class Agent:
-    """The models, each sharded (dist.shard), and the optimisers of those that learn."""
+    """The models, each sharded by dist.shard, and the optimisers of the two that learn."""
 
     policy: torch.nn.Module  # a causal LM with the methods of models.py (pretrained.load_policy)
-    value: torch.nn.Module  # a model with a head of one output
+    value: torch.nn.Module  # a model whose head has one output
     reference: torch.nn.Module  # pi_0, frozen
-    tokenizer: object  # of all of them
+    tokenizer: object  # shared by all of them
     policy_optimizer: torch.optim.Optimizer
     value_optimizer: torch.optim.Optimizer
 
 
 @dataclass
 class Rollout:
-    """B responses, the same on every rank. What is known of each token is (B, R), R the longest response, and
-    0 where `mask` is False."""
+    """B responses and everything computed from them, the same on every rank.
 
-    pairs: list[tuple[responses.Prompt, responses.Response]]  # no preference pairs
-    documents: list[Document]  # a prompt with its response, as ids; `number` is its row in what follows
+    Per-token tensors are (B, R), where R is the longest response, and 0 where `mask` is False."""
+
+    pairs: list[tuple[responses.Prompt, responses.Response]]  # one per response; not preference pairs
+    documents: list[Document]  # prompt and response as ids; `number` is the row in the tensors below
     mask: torch.Tensor  # (B, R) bool
-    finished: torch.Tensor  # (B,) bool: the response ended with an end token
-    scores: torch.Tensor | None = None  # (B,) of whole responses, as the scorer gives them
-    response_rewards: torch.Tensor | None = None  # (B,) r(x, y): scores normalised, less the penalty
-    sample_logprobs: torch.Tensor | None = None  # log q, of the sampler's distribution, as all below (B, R)
+    finished: torch.Tensor  # (B,) bool, True if the response ended with an end-of-sequence token
+    scores: torch.Tensor | None = None  # (B,), as the scorer returns them
+    response_rewards: torch.Tensor | None = None  # (B,) r(x, y): normalised scores minus the penalty
+    sample_logprobs: torch.Tensor | None = None  # log q, of the sampler; this and all below are (B, R)
     old_logprobs: torch.Tensor | None = None  # log pi_old
-    entropies: torch.Tensor | None = None  # of pi_old
+    entropies: torch.Tensor | None = None  # entropy of pi_old
     ref_logprobs: torch.Tensor | None = None  # log pi_0
     old_values: torch.Tensor | None = None  # V_old
     advantages: torch.Tensor | None = None  # A, whitened
-    returns: torch.Tensor | None = None  # R = A, not whitened, + V_old
+    returns: torch.Tensor | None = None  # R = A before whitening, plus V_old
 
     def in_batch(self, x, batch):
-        """x, (B, R), of the documents of a batch, token by token where the batch has them: (B', T-1)."""
+        """Lay out per-token values x (B, R) like a batch's response tokens: (B', T-1), 0 elsewhere."""
         rows = [document.number for document in batch.documents]
         of_tokens = to_device(x[rows][self.mask[rows]], batch.input_ids.device)
         return of_tokens.new_zeros(batch.action_mask.shape).masked_scatter(batch.action_mask, of_tokens)
 
 
 def blocks_of(documents, numbers, args):
-    """The documents of these numbers, packed evenly for the ranks into rows of --max-length tokens."""
+    """Pack the documents with these numbers into rows of --max-length tokens, evenly for all ranks."""
     chosen = [documents[i] for i in sorted(numbers)]
     return make_blocks(chosen, args.max_length, args.packing, multiple=dist.world_size())
 
 
 def normalise(scores, statistics, kind):
-    """Scores -> rewards by --reward-norm. statistics: [count, mean, squares around it] of all scores so
-    far, this rollout's included; updated in place."""
+    """Normalise the scores of a rollout as --reward-norm says.
+
+    scores: (B,). statistics: [count, mean, sum of squared deviations] of all scores so far. It is updated in
+      place, and includes this rollout's scores when they are normalised.
+    Returns (B,)."""
     n, mean = len(scores), scores.double().mean().item()
     squares = ((scores.double() - mean) ** 2).sum().item()
-    total, shift = statistics[0] + n, mean - statistics[1]  # Chan et al.'s update of mean and squares
+    # Chan et al.'s update: it merges the two means and sums of squares without keeping old scores
+    total, shift = statistics[0] + n, mean - statistics[1]
     statistics[2] += squares + shift**2 * statistics[0] * n / total
     statistics[1] += shift * n / total
     statistics[0] = total
@@ -244,13 +258,13 @@ def normalise(scores, statistics, kind):
 
 
 def minibatches_of(n_responses, iteration, args):
-    """The minibatches of each epoch: lists of responses' numbers, in an order of its own."""
+    """Return the minibatches of each epoch, lists of response numbers, in a new random order per epoch."""
     orders = [dist.shuffled(n_responses, args.seed, "minibatches", iteration, i) for i in range(args.epochs)]
     return [split(order, args.minibatch_size) for order in orders]
 
 
 def sampler_weights(rollout, args):
-    """The tokens' weights by --importance-cap, (B, R): the sampler may draw from another distribution."""
+    """Return importance weights (B, R) that correct for the sampler's distribution, or 1 if they are off."""
     if not args.importance_cap:
         return 1.0
     old = rollout.old_logprobs
@@ -258,10 +272,10 @@ def sampler_weights(rollout, args):
 
 
 def estimate_advantages(rollout, args):
-    """Fill in advantages and returns. Returns the mean KL to the reference, nats a response."""
+    """Compute the rollout's advantages and returns; return the mean KL to the reference, nats a response."""
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
     token_rewards = -args.kl_coef * kl
-    last = rollout.mask.sum(1) - 1  # the end token, or the last one before the cut
+    last = rollout.mask.sum(1) - 1  # the end-of-sequence token, or the last one before the cut
     token_rewards[torch.arange(len(last)), last] += rollout.response_rewards
     advantages, rollout.returns = gae(token_rewards, rollout.old_values, rollout.mask, args.gamma, args.lam)
     if args.whiten_advantages:
@@ -271,10 +285,13 @@ def estimate_advantages(rollout, args):
 
 
 def update(agent, rollout, minibatch, extra, policy_learns, args):
-    """One optimiser step of the value model and, if it learns already, of the policy, over all ranks; each
-    has the whole rollout and computes its share. extra: {"ptx" or "rehearsal": documents}. Returns sums over
-    tokens and the gradient norms, by name. Where a loss or a gradient is not finite the run stops."""
-    n = int(rollout.mask[minibatch].sum())  # response tokens of all micro-batches and ranks
+    """Take one optimiser step of the value model and, after its warm-up, of the policy.
+
+    Every rank has the whole rollout and computes its share of the minibatch.
+    minibatch: numbers of responses. extra: {"ptx" or "rehearsal": documents} for the optional losses.
+    policy_learns: False during the value model's warm-up.
+    Returns sums over tokens and gradient norms, by name. Raises NotFinite for a loss or gradient."""
+    n = int(rollout.mask[minibatch].sum())  # response tokens over all micro-batches and ranks
     blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
     for batch in my_micro_batches(blocks, agent.policy, args.micro_batch_size):
@@ -301,15 +318,17 @@ def update(agent, rollout, minibatch, extra, policy_learns, args):
     loss = (totals["value/loss_sum"] + totals.get("policy/loss_sum", 0.0)) / n
     loss += args.ptx_coef * totals.get("ptx/loss", 0.0)
     loss += args.rehearsal_coef * totals.get("rehearsal/loss", 0.0)
-    # where one of them or a gradient is not finite no model moves
+    # If the loss or a gradient is not finite, this raises an error and no model changes
     norms = dist.optimizer_step(trained, optimizers, loss, args.max_grad_norm)
     policy_norm = norms[0] if policy_learns else 0.0
     return {**totals, "n": n, "policy/grad_norm": policy_norm, "value/grad_norm": norms[-1]}
 
 
 def nll_backward(policy, name, documents, sums, args):
-    """Add the gradient of the pretrained loss ("ptx": a mean over tokens) or of selective rehearsal (eq. 9: a
-    sum over a row's tokens, a mean over rows)."""
+    """Add the gradient of one of the optional losses, times its coefficient.
+
+    name: "ptx", the pretrained gradient, is a mean over tokens. "rehearsal" (arXiv:2309.10202, eq. 9) is a
+      sum over the tokens of a row, averaged over rows."""
     coef = args.ptx_coef if name == "ptx" else args.rehearsal_coef
     blocks = blocks_of(documents, range(len(documents)), args)
     for batch in my_micro_batches(blocks, policy, args.micro_batch_size):
@@ -324,13 +343,15 @@ def nll_backward(policy, name, documents, sums, args):
 
 
 def metrics_of(rollout, steps):
-    """The metrics of an iteration: means over the tokens of its steps. The largest ratio and the approximate
-    KL of the first minibatch stand apart, because the policy has not moved before it."""
+    """Compute the metrics of an iteration, most of them means over the tokens of all its steps.
+
+    The first minibatch has metrics of its own, policy/first_*: the policy has not changed yet, so its ratio
+    must be 1 and its approximate KL 0."""
     total = {name: sum(step[name] for step in steps) for name in steps[0]}
     n = total["n"]
     returns = rollout.returns[rollout.mask]
     errors = returns - rollout.old_values[rollout.mask]
-    gap = (rollout.sample_logprobs - rollout.old_logprobs)[rollout.mask]  # sampler minus training forward
+    gap = (rollout.sample_logprobs - rollout.old_logprobs)[rollout.mask]  # sampler - training, nats
     row = {
         "reward/score": rollout.scores.mean().item(),
         "reward/deviation": rollout.scores.std(correction=0).item(),
@@ -345,7 +366,7 @@ def metrics_of(rollout, steps):
         "policy/sampler_kl": gap.mean().item(),
         "policy/sampler_ratio_max": gap.abs().max().exp().item(),
     }
-    if "policy/loss_sum" in total:  # else it stands still: the value model's warm-up
+    if "policy/loss_sum" in total:  # absent while only the value model learns
         row["loss/policy"] = total["policy/loss_sum"] / n
         row["policy/ratio_mean"] = total["policy/ratio_sum"] / n
         row["policy/ratio_max"] = max(step["policy/ratio_max"] for step in steps)
@@ -363,24 +384,25 @@ def metrics_of(rollout, steps):
 
 
 def fresh_state():
-    """What iterations hand on: optimiser steps, those of the policy, and the statistics of normalise."""
+    """Return the state passed between iterations: optimiser steps, policy steps, statistics of scores."""
     return {"optimizer_steps": 0, "policy_steps": 0, "score_statistics": [0, 0.0, 0.0]}
 
 
 def run_iteration(
     agent, prompts, score, state, iteration, args, extra_of=lambda step: {}, lap=lambda name: None
 ):  # fmt: skip
-    """One iteration: sample, score, estimate, update. Every rank must call it.
+    """Run one iteration: sample, score, estimate, update. Every rank must call it.
 
     prompts: list of responses.Prompt, the same on every rank.
     score: function of [(prompt, response)] that returns (B,) fp32 scores, the same on every rank.
-    state: what fresh_state returns, updated in place from iteration to iteration.
-    iteration: 1, 2, ...; with args.seed it decides what is drawn.
-    extra_of: function of the policy's step that returns {"ptx" or "rehearsal": documents} to learn from, too.
-    lap: function that is called with a step's name when it is done.
-    Returns (the Rollout, {metric: number}). Raises NothingToLearn if no response ended and all would pay the
-    penalty for that, Diverged if the KL exceeds --max-kl, NotFinite for a loss or gradient."""
-    # 1. sample: n responses to each prompt; each rank its share, then all have all
+    state: from fresh_state; updated in place.
+    iteration: 1, 2, ...; with args.seed it determines the random draws.
+    extra_of: function of the policy's step number that returns {"ptx" or "rehearsal": documents} for the
+      optional losses.
+    lap: function called with the name of each of the four steps when it is done.
+    Returns (Rollout, {metric: number}). Raises NothingToLearn if no response ended and there is a penalty for
+    that, Diverged if the KL exceeds --max-kl, NotFinite for a loss or gradient."""
+    # 1. sample: n responses to each prompt. Ranks sample different prompts, then exchange the responses
     seed = dist.seed_of(args.seed, "rollout", iteration)
     options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
     pairs = responses.answers(agent.policy, agent.tokenizer, prompts, args, seed, **options)
@@ -395,15 +417,15 @@ def run_iteration(
         raise NothingToLearn(why)
     lap("rollout")
 
-    # 2. score: one number a response, normalised; a response that did not end pays a penalty
+    # 2. score: one number per response, normalised; responses that did not end get a penalty
     rollout.scores = score(pairs)
     normalised = normalise(rollout.scores, state["score_statistics"], args.reward_norm)
     rollout.response_rewards = normalised - args.missing_eos_penalty * (~finished).float()
     lap("score")
 
-    # 3. estimate: log pi_old, log pi_0 and V of each response token, (B, R); from them KL penalty, GAE,
-    # whitened advantages. In the first epoch's micro-batches: the first ratio is then exactly 1
-    minibatches = minibatches_of(len(pairs), iteration, args)  # of each epoch
+    # 3. estimate: log pi_old, log pi_0 and V of each response token, then KL penalty, GAE and whitening. The
+    # forwards use the same micro-batches as the first epoch, so that its first ratio is exactly 1
+    minibatches = minibatches_of(len(pairs), iteration, args)
     first_epoch = [blocks_of(documents, minibatch, args) for minibatch in minibatches[0]]
     per_token = partial(models.per_token, plan=first_epoch, micro_batch_size=args.micro_batch_size)
     logprobs = partial(models.logprobs, temperature=args.temperature)
@@ -416,10 +438,10 @@ def run_iteration(
         raise Diverged(f"{why}: raise --kl-coef or lower --lr")
     lap("estimate")
 
-    # 4. update: one optimiser step a minibatch; at first the value model learns alone
+    # 4. update: one optimiser step per minibatch; during warm-up only the value model learns
     policy_learns = state["optimizer_steps"] >= args.value_warmup_steps
     steps = []
-    for minibatch in sum(minibatches, []):  # of all epochs
+    for minibatch in sum(minibatches, []):  # all epochs
         extra = extra_of(state["policy_steps"])
         steps.append(update(agent, rollout, minibatch, extra, policy_learns, args))
         state["optimizer_steps"] += 1
@@ -429,10 +451,10 @@ def run_iteration(
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
 def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    """Check the flags before anything is loaded."""
     size = args.prompts_per_iteration * args.n_samples  # responses of a rollout
     divides = args.minibatch_size >= 1 and size % args.minibatch_size == 0
     divisor = f"a divisor of a rollout's {size} responses: try {math.gcd(size, args.minibatch_size)}"
@@ -455,7 +477,7 @@ def check(args):
 
 
 def plan_of(prompts, args) -> str:
-    """What a run will see, for its first lines."""
+    """Describe how many prompts, responses and steps the run will take, for its first lines."""
     n_prompts = min(args.prompts_per_iteration, len(prompts))
     steps = args.iterations * args.epochs * n_prompts * args.n_samples // args.minibatch_size
     plan = f"{args.iterations} iterations of {n_prompts} prompts, {args.n_samples} responses each "
@@ -477,7 +499,7 @@ PLOTS = [partial(plots.curves, panels=PANELS), plots.frontier]
 
 
 def load_policy(args, tokenizer, device):
-    """The policy, sharded, without a gradient for the first --freeze-layers layers."""
+    """Load and shard the policy, with its first --freeze-layers layers frozen."""
     policy = pretrained.load_policy(
         args.model, tokenizer, args.gradient_checkpointing, args.seed, args.lora_rank
     )
@@ -489,7 +511,7 @@ def load_policy(args, tokenizer, device):
 
 
 def is_lora_on_reference(args) -> bool:
-    """Whether the weights under the policy's adapters are the reference's: then no copy of them is loaded."""
+    """Whether the frozen weights under the policy's adapters serve as reference, so that none is loaded."""
     return args.lora_rank > 0 and args.reference in (None, args.model)
 
 
@@ -497,9 +519,9 @@ def main(args: Args):
     run = Run(args, "ppo", check, PLOTS)
     if run.finished:
         return
-    functions.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # a broken FILE.py:function should fail now, not after hours
 
-    # data: prompts to practise on, held-out prompts, rows of the two losses that keep what the policy knew
+    # data: prompts for rollouts, held-out prompts, rows of the optional losses
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     for name in (args.model, args.reference or args.model):
         pretrained.check_policy(name, tokenizer, args, sampled=name == args.model)
@@ -508,7 +530,7 @@ def main(args: Args):
     if args.hold_out_rehearsed:
         prompts = splits.without_prompts_of(prompts, extra_data["rehearsal"], args.dataset)
 
-    # models: policy and value (a copy of the scorer, if it is a model that fits) learn; the others are asked
+    # models: policy and value model learn. The value model starts as a copy of the scorer if that is possible
     scorer = safety.load_gated(args, tokenizer, run.device)
     for each in (scorer.scorer, scorer.safety):
         scorers.check_prompts(each, [*prompts, *held_out])
@@ -524,22 +546,22 @@ def main(args: Args):
     policy_optimizer = dist.adamw(policy, args.lr, args)
     value_optimizer = dist.adamw(value, args.value_lr, args)
     agent = Agent(policy, value, reference, tokenizer, policy_optimizer, value_optimizer)
-    extra_of = partial(auxiliary.next_extra, extra_data, args=args)  # shuffled anew each pass
+    extra_of = partial(auxiliary.next_extra, extra_data, args=args)  # reshuffled each pass
 
-    # only now is an old run replaced, or a checkpoint loaded: weights, optimisers and `state`
+    # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     modules = {"policy": (policy, policy_optimizer), "value": (value, value_optimizer)}
     evaluate = evaluation.HeldOutPrompts(held_out, scorer, reference, tokenizer, args, held_out_text)
     plan = plan_of(prompts, args)
     state = run.begin(plan=plan, modules=modules, state=fresh_state(), held_out=evaluate.fingerprint)
     run.log_before(evaluate, policy, keep_samples=True)
-    evaluate.first = state.get("samples", [])  # which later responses to the same prompts are to beat
+    evaluate.first = state.get("samples", [])  # later responses are compared with these (win rate)
     best, only_policy = run.folder / "best", {"policy": modules["policy"]}
-    if args.patience and "best_version" not in state:  # this policy, until another one is better
+    if args.patience and "best_version" not in state:  # the first policy is the best one so far
         score = -math.inf if state["step"] else state["before"].get("eval/score", 0.0)
         state["best_version"] = {"score": score, "evaluations_since": 0, "iteration": state["step"]}
         checkpoints.save_checkpoint(best, state["step"], only_policy, {})
 
-    for iteration in run.steps(args.iterations):  # and writes a checkpoint behind every --save-every of them
+    for iteration in run.steps(args.iterations):  # also writes a checkpoint every --save-every iterations
         if args.patience and state["best_version"]["evaluations_since"] >= args.patience:
             break
 
@@ -551,7 +573,7 @@ def main(args: Args):
         except NothingToLearn as error:
             run.log(run.skip(str(error)), state["optimizer_steps"], iteration)
             continue
-        state["skipped"] = 0  # in a row: run.skip gives up at five
+        state["skipped"] = 0  # iterations skipped in a row; run.skip gives up at five
         samples = evaluation.describe_samples(rollout.pairs, args.dataset)
         row.update({**scorer.metrics, **measures.means(samples, {"reward/gold": "gold"})})
         row["perf/tokens_per_s"] = rollout.mask.sum().item() / run.seconds()
@@ -562,7 +584,7 @@ def main(args: Args):
             if row["eval/score"] > state["best_version"]["score"]:
                 version = {"score": row["eval/score"], "evaluations_since": 0, "iteration": iteration}
                 state["best_version"] = version
-                # The best one of the last checkpoint stays: a crash before the next one leads back to it
+                # Keep the best version of the last checkpoint, since a crash would resume from there
                 kept = checkpoints.checkpoint_state(run.checkpoint).get("best_version", {}).get("iteration")
                 checkpoints.save_checkpoint(best, iteration, only_policy, {}, keep=kept)
         shown = ("reward/score", "kl/per_response", "policy/entropy")
@@ -571,7 +593,7 @@ def main(args: Args):
     exported = state["best_version"]["iteration"] if args.patience else state["step"]
     if args.patience:
         checkpoints.load_checkpoint(best, only_policy, step=exported)
-    if is_lora_on_reference(args):  # the export merges the adapters into the policy's own weights
+    if is_lora_on_reference(args):  # the export merges adapters into the weights that served as reference
         evaluate.reference = pretrained.load_frozen(args.model, tokenizer, args, run.device)
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
@@ -580,7 +602,7 @@ def main(args: Args):
     )  # fmt: skip
 
 
-LARGE = Args(  # what no paper says, for 7B
+LARGE = Args(  # values that no paper gives, for 7B
     model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # the papers' own are not public
     iterations=200, prompts_per_iteration=256, n_samples=1, minibatch_size=64, epochs=1, kl_coef=0.04,
     value_lr=5e-6, value_warmup_steps=0, missing_eos_penalty=0.0, max_length=2048, max_new_tokens=1024,
@@ -606,41 +628,41 @@ RECIPES = {
     "llama2": (
         "Llama 2's PPO; give --safety-scorer for its gate",
         replace(
-            LARGE, model="meta-llama/Llama-2-7b-chat-hf",  # theirs starts from rejection sampling
-            # section 3.2.3, as what follows: 200 to 400 iterations, held-out prompts say which
+            LARGE, model="meta-llama/Llama-2-7b-chat-hf",  # the paper starts from rejection sampling
+            # section 3.2.3, like the lines below: 200 to 400 iterations, chosen by held-out prompts
             iterations=400, eval_every=10, patience=20,
             prompts_per_iteration=512, n_samples=1, epochs=1, minibatch_size=64,  # one step per minibatch
             reward_norm="whiten", clip_ratio=0.2, lr=1e-6, value_lr=1e-6, adam_eps=1e-5, weight_decay=0.1,
             max_grad_norm=1.0, kl_coef=0.01,  # 0.005 for 34B and 70B
-            clip_value=0.2, max_length=4096,  # not said
+            clip_value=0.2, max_length=4096,  # not given
         ),
     ),
     "qwen": (
-        "Qwen's PPO; --ptx-dataset FILE --ptx-coef for its pretrained gradient, whose weight is not said",
+        "Qwen's PPO; --ptx-dataset FILE --ptx-coef for its pretrained gradient, whose weight is not given",
         replace(
-            LARGE, n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, as all
+            LARGE, n_samples=2, top_p=0.9, reward_norm="mean", kl_coef=0.04,  # section 3.2.2, like all
             lr=1e-6, value_lr=5e-6, clip_value=0.15, value_warmup_steps=50,
         ),
     ),
     "advantage_model": (
         "AM-PPO-SR of Advantage Model + Selective Rehearsal",
         replace(
-            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not said: an advantage needs none
-            iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, as lr: 100 steps
+            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not given; advantages need none
+            iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, like lr: 100 steps
             lr=5e-7, rehearsal_coef=0.01, rehearsal_norm="sum",
-            rehearsal_data="runs/rehearsal.jsonl",  # of python -m common.programs.rehearsal (section 3.2)
+            rehearsal_data="runs/rehearsal.jsonl",  # from python -m common.programs.rehearsal (section 3.2)
         ),
     ),
     "summarize": (
         "Stiennon et al.'s summaries; sft.py summarize and reward.py summarize come first",
         replace(
             LARGE, model="runs/sft", dataset="trl-lib/tldr",
-            # arXiv:2009.01325, appendix B.1: a million episodes; lr falls to 0 there, here is constant. For
-            # 6.7B 256 episodes an iteration, lr 7e-6. InstructGPT (arXiv:2203.02155, appendix C.4): 256,000
+            # arXiv:2009.01325, appendix B.1: a million episodes. Its lr falls to 0; here it is constant. For 6.7B:
+            # 256 episodes per iteration, lr 7e-6. InstructGPT (arXiv:2203.02155, appendix C.4): 256,000
             # episodes, 1 epoch of 8 minibatches, kl_coef 0.02, value_lr 9e-6, pretrained gradient times 27.8
             iterations=1953, prompts_per_iteration=512, epochs=4, lr=1.5e-5, kl_coef=0.05, lam=0.95,
-            # Not said, as the temperature (InstructGPT's is 1). The paper shifts the scores to a mean of 0 on
-            # the data's own summaries
+            # Not given, nor is the temperature (InstructGPT: 1). The paper shifts scores so that the
+            # data's own summaries have mean 0
             value_lr=1.5e-5, minibatch_size=512, reward_norm="none", max_length=640, max_new_tokens=64,
         ),
     ),
@@ -648,10 +670,10 @@ RECIPES = {
         "RLAIF's dialogues; --scorer common.programs.ai_feedback:rater=ORG/LABELER is direct RLAIF",
         replace(
             LARGE, prompts_per_iteration=128, minibatch_size=128, temperature=0.9, lr=1e-5, kl_coef=0.05,
-            # arXiv:2309.00267, appendix G, as the line above: 8 passes over 160,800 prompts
+            # arXiv:2309.00267, appendix G, like the line above: 8 passes over 160,800 prompts
             iterations=10_050, max_length=1152, max_new_tokens=128,
-            # REINFORCE with a baseline (appendix F) is one PPO step a rollout, with whole returns
-            lam=1.0, whiten_advantages=False, reward_norm="none", value_lr=1e-5,  # the last two: not said
+            # REINFORCE with a baseline (appendix F) equals one PPO step per rollout with full returns
+            lam=1.0, whiten_advantages=False, reward_norm="none", value_lr=1e-5,  # the last two are not given
         ),
     ),
 }  # fmt: skip

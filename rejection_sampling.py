@@ -32,12 +32,12 @@ from typing import Literal
 
 import torch
 
-# The algorithm needs these, the kit: copy them with it
+# The kit, which the algorithm needs: copy it along
 from common import dist, models, responses
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.losses import sft_loss
 
-# The program around it needs these: data, runs, evaluation, checkpoints
+# Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
 from common.data import demonstrations, prompt_sets
 from common.loading import checks, pretrained
 from common.scoring import functions, scorers, version_evaluation
@@ -51,52 +51,56 @@ from common.run.versions import Versions
 class Args:
     # models and data
     model: str = "runs/sft"
-    """The base model, which each version is fine-tuned from: a run directory, a model folder, a hub name."""
+    """Base model that each version is fine-tuned from: a run directory, a model folder or a hub name."""
     policy: str | None = None
-    """The model that the first iteration samples from, runs/ppo for one. None: the base model."""
+    """Model that the first iteration samples from, for example runs/ppo. None: the base model."""
     scorer: str = "runs/reward"
-    """A run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function (docs/scorers.md)."""
+    """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
+    (docs/scorers.md)."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None
-    """Rows in sft.py's formats, the original data for one, that are trained on beside the selected ones: as
-    many, drawn anew for each fine-tuning."""
+    """Rows in sft.py's formats, for example the original SFT data, mixed in equal number with the selected
+    responses and drawn anew for each fine-tuning."""
     pool: str | None = None
-    """pool.jsonl of an earlier run, to go on from: its responses are copied, and scored again if another
-    scorer scored them."""
+    """pool.jsonl of an earlier run to continue from: its responses are copied, and scored again if their
+    scorer was a different one."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
     max_length: int = 128
-    """Tokens of a block, and at most of a prompt with its response."""
+    """Length of a block in tokens, and length limit of a prompt with its response."""
     # sampling
     iterations: int = 3
     """Rounds of sampling and fine-tuning."""
     prompts_per_iteration: int | None = 500
-    """Prompts of a round, fresh ones while there are any. None: all."""
+    """Prompts per round, unused ones while there are any. None: all."""
     n_samples: int = 8
-    """K: responses to a prompt; 0: sample none, --model learns from the last iteration of --pool."""
+    """K, the responses per prompt; 0: no sampling, --model learns from the last iteration of --pool."""
     temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
-    """Tried before each round on held-out prompts; the one with the highest expected best of K is used."""
+    """Sampling temperatures, compared on held-out prompts before each round; the one with the highest
+    expected best of K is used."""
     sweep_prompts: int = 64
-    """Held-out prompts for this, K responses each; 0: the first temperature is used."""
+    """Held-out prompts for this comparison, K responses each; 0: no comparison, the first temperature is
+    used."""
     top_p: float = 1.0
-    """Mass of the nucleus to sample from; 1 is off."""
+    """Probability mass of nucleus sampling; 1: off."""
     max_new_tokens: int = 32
-    """Longest response."""
+    """Length limit of responses, in tokens."""
     slots: int = 256
-    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
     chunk_prompts: int = 512
-    """Prompts between two writes to the pool while sampling: what a crash can cost."""
+    """Prompts between two writes to disk while sampling, which is what a crash can lose."""
     score_batch_size: int = 64
-    """Responses of a forward of the scorer on one rank."""
+    """Responses in one forward of the scorer on one rank."""
     # selection
     threshold: tuple[float, ...] = ()
-    """tau: train on all responses with at least this score, not on the best. Several, rising: as many
-    fine-tunings of an iteration, each from the one before (ReST's improve steps)."""
+    """Score from which all responses are trained on, instead of the best one per prompt. Several rising
+    thresholds mean several fine-tunings per iteration, each starting from the one before (ReST's improve
+    steps)."""
     candidates: Literal["all", "last"] = "all"
-    """Select from the pool of all iterations, or from this iteration's responses alone."""
+    """Select from the pool of all iterations, or only from this iteration's responses."""
     # fine-tuning
     start_from: Literal["base", "last"] = "base"
     """Fine-tune from the base model each time, or from the last version."""
@@ -105,39 +109,43 @@ class Args:
     lr: float = 1e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
-    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
+    """Learning rate after warm-up: a cosine to 0, a cosine to a tenth of the peak, linear to 0, or
+    constant."""
     lr_decay: float = 1.0
-    """Factor on lr for each further threshold of an iteration."""
+    """Factor on --lr for each further threshold of an iteration."""
     warmup_ratio: float = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.0
-    """AdamW's, on all parameters, norms included."""
+    """AdamW's weight decay, applied to all parameters, including norms."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0: never."""
+    """Global norm that gradients are clipped to; 0: no clipping."""
     batch_size: int = 8
-    """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
+    """Blocks per optimiser step, over all ranks (documents with --no-packing)."""
     micro_batch_size: int = 8
-    """Blocks of a forward on one rank, at most."""
+    """Largest number of blocks in one forward on one rank."""
     packing: bool = True
-    """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
+    """Several documents per block; with --no-packing, one row per document, padded to the longest in the
+    batch."""
     gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
+    more time."""
     # the run
     output_dir: str = "runs/rejection_sampling"
-    """The run directory."""
+    """Run directory."""
     save_every: int = 50
-    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
+    """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
+    0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/ (versions/ have float32). bfloat16 halves the file and rounds
-    much of what training changed away; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/ (versions/ are float32). bfloat16 halves the file but rounds away much
+    of what training changed; held-out metrics before and after rounding are then printed."""
     eval_prompts: int = 1000
-    """Held-out prompts to answer once by each version, at temperature 1; 0: none."""
+    """Held-out prompts that each version answers once, at temperature 1; 0: none."""
     seed: int = 0
-    """Of the prompts' order, the samples and the data order."""
+    """Seed of the order of prompts, the samples and the data order."""
     resume: bool = False
-    """Go on with the run in output_dir, or begin if there is none."""
+    """Continue the run in output_dir; start a new one if there is none."""
     overwrite: bool = False
-    """Replace a run that is in the way, its pool included."""
+    """Replace an existing run in output_dir, including its pool."""
 
 
 def select(pairs, scores, threshold=None):

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-# The algorithm needs these, the kit: copy them with it
+# The kit, which the algorithm needs: copy it along
 from common import dist, models
 from common.batches import make_blocks, my_micro_batches, n_response_tokens, n_tokens
 from common.losses import sft_loss
 
-# The program around it needs these: data, runs, evaluation, checkpoints
+# Needed only by the program around the algorithm: data, runs, evaluation, checkpoints
 from common.data import demonstrations, splits
 from common.loading import checks, pretrained
 from common.scoring import evaluation
@@ -39,65 +39,69 @@ from common.run.run import Run, launch
 class Args:
     # data
     model: str = "tiny"
-    """Where to start: tiny, a hub name, a model folder, or a run directory."""
+    """Model to start from: tiny, a hub name, a model folder or a run directory."""
     dataset: str = "tiny"
-    """tiny, a hub name, a file (docs/data.md), or a mixture a:0.7,b:0.3."""
+    """Training data: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out rows in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
     max_length: int = 128
-    """Tokens of a block; a longer document is cut."""
+    """Length of a block in tokens; longer documents are cut."""
     packing: bool = True
-    """Fill blocks with several documents; --no-packing: a row a document, padded to the batch's longest."""
+    """Several documents per block; with --no-packing, one row per document, padded to the longest in the
+    batch."""
     # optimiser steps
     epochs: float = 3.0
     """Passes over the data."""
     max_steps: int | None = None
-    """This many optimiser steps instead of epochs."""
+    """Number of optimiser steps, instead of --epochs."""
     lr: float = 3e-3
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "cosine_with_min_lr", "linear", "constant_with_warmup"] = "cosine"
-    """After the warm-up: a cosine to 0, a cosine to a tenth of the peak, a line to 0, or constant."""
+    """Learning rate after warm-up: a cosine to 0, a cosine to a tenth of the peak, linear to 0, or
+    constant."""
     warmup_ratio: float = 0.05
     """Share of the steps in which the learning rate rises."""
     weight_decay: float = 0.0
-    """AdamW's, on all parameters, norms included."""
+    """AdamW's weight decay, applied to all parameters, including norms."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this global norm; 0: never."""
+    """Global norm that gradients are clipped to; 0: no clipping."""
     batch_size: int = 16
-    """Blocks of an optimiser step over all ranks (with --no-packing: documents)."""
+    """Blocks per optimiser step, over all ranks (documents with --no-packing)."""
     micro_batch_size: int = 8
-    """Blocks of a forward on one rank, at most."""
+    """Largest number of blocks in one forward on one rank."""
     lora_rank: int = 0
-    """Learn adapters of this rank (LoRA) in place of all weights, at ten times --lr; 0: none."""
+    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
     gradient_checkpointing: bool = False
-    """Keep no activations inside a layer, compute them again in backward: less memory, a third more time."""
+    """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
+    more time."""
     # evaluation
     eval_every: int = 50
-    """Steps between held-out losses; 0: only before and after training."""
+    """Steps between evaluations of the held-out loss; 0: only before and after training."""
     sample_prompts: int = 200
-    """Held-out prompts to answer before and after training, for length and gold score; 0: none."""
+    """Held-out prompts answered before and after training, to measure length and gold score; 0: none."""
     max_new_tokens: int = 32
-    """Longest sampled response."""
+    """Length limit of sampled responses, in tokens."""
     slots: int = 64
-    """Responses that decode together on one rank; memory for keys and values grows with it."""
+    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
     temperature: float = 1.0
-    """Of the samples."""
+    """Sampling temperature."""
     # the run
     output_dir: str = "runs/sft"
-    """The run directory."""
+    """Run directory."""
     save_every: int = 50
-    """Steps between checkpoints, of which the last is kept; one is due after ten minutes, too. 0: none."""
+    """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
+    0: none."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights in model/. bfloat16 halves the files and rounds much of what training changed
-    away; held-out metrics before and after rounding are then printed."""
+    """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
+    held-out metrics before and after rounding are then printed."""
     seed: int = 0
-    """Of the data order, the samples and, for tiny, the first weights."""
+    """Seed of the data order, the samples and, for tiny, the initial weights."""
     resume: bool = False
-    """Go on from the last checkpoint in output_dir, or begin if there is none."""
+    """Continue from the last checkpoint in output_dir; start a new run if there is none."""
     overwrite: bool = False
-    """Replace a run that is in the way."""
+    """Replace an existing run in output_dir."""
 
 
 def update(model, optimizer, blocks, args):
