@@ -657,8 +657,8 @@ RECIPES = {
         "Stiennon et al.'s summaries; sft.py summarize and reward.py summarize come first",
         replace(
             LARGE, model="runs/sft", dataset="trl-lib/tldr",
-            # arXiv:2009.01325, appendix B.1: a million episodes. Its lr falls to 0; here it is constant. For 6.7B:
-            # 256 episodes per iteration, lr 7e-6. InstructGPT (arXiv:2203.02155, appendix C.4): 256,000
+            # arXiv:2009.01325, appendix B.1: a million episodes. Its lr falls to 0; here it is constant. For
+            # 6.7B 256 episodes per iteration, lr 7e-6. InstructGPT (arXiv:2203.02155, appendix C.4): 256,000
             # episodes, 1 epoch of 8 minibatches, kl_coef 0.02, value_lr 9e-6, pretrained gradient times 27.8
             iterations=1953, prompts_per_iteration=512, epochs=4, lr=1.5e-5, kl_coef=0.05, lam=0.95,
             # Not given, nor is the temperature (InstructGPT: 1). The paper shifts scores so that the

@@ -119,7 +119,7 @@ def test_every_recipe_of_sft_parses_and_help_lists_them(capsys):
         parse(sft.RECIPES, ["--help"])
     help_text = capsys.readouterr().out
     assert stop.value.code == 0 and all(name in help_text for name in sft.RECIPES)
-    assert "--batch-size" in help_text and "Blocks of an optimiser step" in help_text
+    assert "--batch-size" in help_text and "Blocks per optimiser step" in help_text
     every = "--columns --preview"
     assert all(flag in help_text for flag in every.split())
 
