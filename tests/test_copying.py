@@ -131,7 +131,7 @@ for iteration in range(1, 9):
 def algorithm_of(script):
     """The source of a script without its program: without the second block of imports, and up to the line."""
     above, line, _ = script.partition("# -- the program around the algorithm --")
-    above, n = re.subn(r"# The program around it needs these:.*?\n\n(?=\n)", "", above, flags=re.S)
+    above, n = re.subn(r"# Needed only by the program around the algorithm:.*?\n\n(?=\n)", "", above, flags=re.S)
     assert line and n == 1
     return above
 
