@@ -146,6 +146,21 @@ def test_the_lines_below_the_equations_are_lines_of_losses():
         assert re.sub(r"\s+", "", line) in re.sub(r"\s+", "", body), name
 
 
+def test_the_code_beside_the_formulas_of_math_is_that_of_losses():
+    losses = (ROOT / "common" / "losses.py").read_text()
+    page = (ROOT / "docs" / "learn" / "math.md").read_text()
+    sections = re.findall(r"^### (.+?)\n(.*?)(?=^##|\Z)", page, re.M | re.S)
+    functions = set()
+    for title, text in sections:
+        names = title.split(" and ")
+        functions.update(names)
+        bodies = "".join(losses.partition(f"\ndef {name}(")[2].partition("\ndef ")[0] for name in names)
+        lines = [line for block in re.findall(r"```python\n(.*?)```", text, re.S) for line in block.splitlines()]
+        assert "$$" in text and lines
+        assert all(line in bodies for line in lines), title
+    assert functions == set(re.findall(r"^def ([a-z]\w+)", losses, re.M)) - {"masked_sum", "masked_mean"}
+
+
 def test_metrics_that_are_named_are_logged():
     """The code has each name, or its beginning (eval/ece of eval/ece_low), or its group and its words."""
     code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("**/*.py")])
