@@ -1,0 +1,31 @@
+"""docs/use/your_own_loop.md: each block runs next to copies of losses.py and sampler.py, and learns."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import processes
+import pytest
+
+PAGE = processes.ROOT / "docs" / "use" / "your_own_loop.md"
+BLOCKS = re.findall(r"^## (\w+) .*?```python\n(.*?)```", PAGE.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("name, code", BLOCKS, ids=[name for name, _ in BLOCKS])
+def test_a_loop_of_the_page_learns(name, code, tmp_path):
+    for file in ("losses", "sampler"):
+        shutil.copy(processes.ROOT / "common" / f"{file}.py", tmp_path)
+    (tmp_path / "loop.py").write_text(code)
+    ended = subprocess.run([sys.executable, "loop.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    if name == "DPO":
+        assert lines[0][1] == "0.6931" and float(lines[-1][1]) < 0.5 and lines[-1][2] == "2"
+    else:
+        rewards = [float(line[-1]) for line in lines]
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+
+
+def test_the_page_has_both_loops():
+    assert [name for name, _ in BLOCKS] == ["DPO", "PPO"]
