@@ -1,28 +1,28 @@
-"""The Advantage Model: how much more a response gets than the policy is expected to get on its prompt.
+"""The Advantage Model: predict how much better a response is than the policy's expected reward on its prompt.
 
     a(x, y) = r(x, y) - ((N - K) / N) e(x) - (1/N) sum_k rho_k(x, y) r(x, y),    rho_k = pi(y|x) / pi'_k(y|x)
     L(phi)  = -[log sigmoid(a_c - a_r) + log sigmoid(m - a_c) + log sigmoid(m + a_r)], mean over comparisons
 
 "Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
-One head with two outputs: r is read at the response's end token, e, the expected reward of the policy (eq.
-7), at the prompt's last token. K other policies wrote the responses; by default K = 0, and a = r - e. Eq. 6
-then sees r and e only through their difference, and pulls e to the middle between the better and the worse
-responses of the DATA. `--expected-reward-samples n` also regresses e to the mean r of n responses of the
-policy, which is what eq. 7 says. Only a is a score: with K = 0, r + c(x) and e + c(x) have the same loss.
+One head has two outputs. r is read at the response's end-of-sequence token, and e, the policy's expected
+reward (eq. 7), at the prompt's last token. K other policies wrote the responses; by default K = 0, so that a
+= r - e. Eq. 6 then depends only on this difference, and it pulls e to the middle between the better and the
+worse responses in the DATA. `--expected-reward-samples n` also regresses e on the mean r of n responses of
+the policy, as eq. 7 defines it. Only a is a score: with K = 0, adding any c(x) to both r and e leaves the
+loss unchanged.
 
-Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/advantage_model: model/,
-metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights,
-optimiser and the number of steps done.
+Reads a model, comparisons (docs/data.md) and runs/sft. Writes runs/advantage_model: model/, metrics.jsonl,
+samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
 
     python advantage_model.py                               the tiny world, about a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
     torchrun --nproc-per-node 8 advantage_model.py advantage_model
 
-Differs from the paper: it gives no form for e, here an output of the same head; ratios are clipped, carry no
-gradient, and count as 1 where they are unknown (evaluation, PPO); a prompt is computed once for its
-responses; a response that does not fit is left out, not cut; AdamW's betas are 0.9 and 0.95; a soft label
-counts as its likelier side; the tiny recipe starts from random weights.
-"""
+Differences from the paper: the paper does not say how e is computed; here it is an output of the same head.
+  Ratios
+are clipped, have no gradient, and count as 1 if they are unknown (evaluation, PPO). A prompt is computed once
+for its responses, responses that are too long are left out instead of cut, AdamW's betas are 0.9 and 0.95, a
+soft label counts as its more likely side, and the tiny recipe starts from random weights. """
 
 import math
 from dataclasses import dataclass, replace
@@ -136,23 +136,27 @@ class Args:
 
 
 def n_policies(args):
-    """N of eq. 8."""
+    """Return N of eq. 8."""
     return args.n_others + 1 if args.n_policies is None else args.n_policies
 
 
 def comparison_loss(rewards, expected, batch, n, sums, args):
-    """The sum of eq. 6 over a batch's comparisons (of a ranking the mean over its pairs), divided by n, the
-    step's number of comparisons. rewards: (responses,), r(x, y); a comparison's labelled responses stand
-    first, the policy's samples behind them. expected: (comparisons,), e(x). Metrics are added to `sums`."""
+    """Compute eq. 6 for a micro-batch of comparisons: the sum of their losses, divided by n.
+
+    A ranking's loss is the mean over its pairs.
+    rewards: (responses,), r(x, y); in each comparison labelled responses come first, then the policy's
+      samples.
+    expected: (comparisons,), e(x). n: number of comparisons in the optimiser step.
+    Metrics, which count pairs, are added to `sums`."""
     device = rewards.device
-    loss = rewards.sum() * 0 + expected.sum() * 0  # connects every weight, also on a rank without comparisons
+    loss = rewards.sum() * 0 + expected.sum() * 0  # connects all weights, even without comparisons
     if not batch.comparisons:
         return loss
     sizes = to_device(torch.tensor(batch.sizes), device)
     ratios = to_device(torch.cat([c.ratios for c in batch.comparisons]), device)  # (responses, K)
     expected = expected.repeat_interleave(sizes, output_size=len(rewards))
     advantages = advantage_score(rewards, expected, ratios, n_policies(args))
-    single = []  # the comparisons of one pair, which go through one call
+    single = []  # comparisons with one pair; all of them go through one call
     for c, of_c in zip(batch.comparisons, advantages.split(batch.sizes)):
         pairs = labelled_pairs(c)
         if len(pairs) == 1:
@@ -171,19 +175,22 @@ def comparison_loss(rewards, expected, batch, n, sums, args):
 
 
 def regression_loss(rewards, expected, batch, n):
-    """Squared error of e(x) to the mean r of the policy's samples (no gradient through r), over n: eq. 7. A
-    comparison without samples has none."""
+    """Compute the squared error between e(x) and the mean r of the policy's samples (eq. 7), divided by n.
+
+    No gradient flows through r. A comparison without samples adds nothing."""
     squared_error = expected.sum() * 0
     for c, of_c, e in zip(batch.comparisons, rewards.detach().split(batch.sizes), expected):
-        of_samples = of_c[len(c.response_ids) :]  # they stand behind the labelled ones
+        of_samples = of_c[len(c.response_ids) :]  # samples come after labelled responses
         if len(of_samples):
             squared_error = squared_error + (e - of_samples.mean()) ** 2
     return squared_error / n
 
 
 def update(model, optimizer, batch, args):
-    """One optimiser step on a batch of comparisons, over all ranks: (loss, squared error of e, share of pairs
-    that are ranked as labelled, gradient norm). Every rank has all comparisons and computes its share."""
+    """Take one optimiser step on a batch of comparisons.
+
+    Every rank has all comparisons and computes its share.
+    Returns (loss, squared error of e, share of pairs ranked as labelled, gradient norm)."""
     n = len(batch)
     sums = dist.Sums()
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
@@ -194,17 +201,17 @@ def update(model, optimizer, batch, args):
         sums.add({"loss": loss, "regression": regression})
     totals = sums.over_ranks()
     whole_loss = totals["loss"] + totals["regression"]
-    # clips, and takes no step where loss or gradient are not finite
+    # clips gradients; raises an error, without a step, if the loss or a gradient is not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], whole_loss, args.max_grad_norm)
     accuracy = totals["n_correct"] / totals["n_rows"] if "n_rows" in totals else 0.0  # else all are ties
     return totals["loss"], totals["regression"], accuracy, grad_norm
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
 def check(args):
-    """What can be known to be wrong before anything is loaded."""
+    """Check the flags before anything is loaded."""
     cli.check_flags(args, ("n_policies", n_policies(args) > args.n_others, "more than --n-others"))
     if args.n_others * args.ratio_clip >= n_policies(args):
         raise InputError(
@@ -220,8 +227,8 @@ def main(args: Args):
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank (equal, tied or contradicting ones are left out), with their
-    # responses' ratios to K other policies, and --expected-reward-samples responses of the policy
+    # data: comparisons, the same on every rank, without equal, tied or contradictory ones; with ratios to the
+    # K other policies, and with samples of the policy for the regression of e
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = reward_evaluation.check_sft_model(args.policy, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
@@ -241,15 +248,15 @@ def main(args: Args):
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
-    # only now is an old run replaced, or a checkpoint loaded
+    # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
     plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
     held_out_rows = [comparison.row for comparison in held_out]
     run.begin(plan=plan, modules={"advantage": (model, optimizer)}, held_out=held_out_rows)
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
-        # the same order on every rank, another one in each epoch
+    for step in run.steps(total_steps):  # also writes a checkpoint every --save-every steps
+        # the same order on every rank, a new one each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
@@ -271,10 +278,10 @@ def main(args: Args):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/advantage", "train/accuracy", "perf/comparisons_per_s"))
 
-    # after training: is e(x) the policy's mean reward; do length or its log probability rank as well
+    # after training: compare e(x) with the policy's mean reward, and ranking by length or log probability
     after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
     metrics = reward_evaluation.expected_reward_metrics(model, policy, held_out, tokenizer, args)
-    pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
+    pretrained.read_at_end_token(model, tokenizer)  # so that other tools read it there too
     run.finish(
         model,
         tokenizer,
@@ -287,11 +294,11 @@ def main(args: Args):
 
 BASE = Args(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-    epochs=1.0,  # section 4.1, as the schedule and the warm-up
-    lr=1e-5,  # Llama 2's (arXiv:2307.09288, section 3.2.2) of a reward model
+    epochs=1.0,  # section 4.1, like the schedule and the warm-up
+    lr=1e-5,  # Llama 2's for reward models (arXiv:2307.09288, section 3.2.2)
     lr_schedule="cosine_with_min_lr",
     warmup_ratio=0.1,
-    batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+    batch_size=16,  # ours, like all below: a few hundred comparisons make some twenty steps
     micro_batch_size=4,
     max_length=1024,
     length_prompts=16,
@@ -316,11 +323,11 @@ RECIPES = {
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's BLOOMZ-7B (section 4.1) has ALiBi, without SDPA
             dataset="Anthropic/hh-rlhf",
-            epochs=1.0,  # section 4.1, as all below
+            epochs=1.0,  # section 4.1, like all below
             lr=5e-6,
             lr_schedule="cosine_with_min_lr",
             warmup_ratio=0.1,
-            weight_decay=0.0,  # not said
+            weight_decay=0.0,  # not given
             batch_size=180,
             bound=2.5,  # section 3.1
             micro_batch_size=4,

@@ -1,20 +1,21 @@
-"""Iterative DPO: sample K responses to a prompt, take the best against the worst, prefer one to the other.
+"""Iterative DPO: sample K responses per prompt, pair the best with the worst, and learn to prefer the best.
 
     r_theta(x, y) = beta (log pi_theta(y | x) - log pi_0(y | x))         the reward that the policy implies
     L(theta)      = -(1/n) sum log sigmoid(r_theta(x, y_w) - r_theta(x, y_l))    over the n pairs of a step
     y_w, y_l      = argmax, argmin over k of r(x, y_k) - lambda |y_k|,   y_1 .. y_K ~ pi_t(. | x)
 
 (DPO, arXiv:2305.18290, eq. 7; "RLHF Workflow: From Reward Modeling to Online RLHF", arXiv:2405.07863, section
-3.) In each iteration the newest policy pi_t answers fresh prompts at several temperatures, an oracle r scores
-the answers, and the policy learns one pair for each prompt, the best against the worst (|y|: characters);
-none if all have one text or one score, or if the best has no words, did not end or holds a special token (a
-rule of ours; a worst that was cut stays, without an end token). Optimiser and learning rate begin anew each
-time, as in the authors' scripts. pi_0, the SFT model, stays the reference. `--iterations 0`: given pairs.
+3.) In each iteration the newest policy pi_t answers new prompts at several temperatures, an oracle r scores
+the responses, and the policy learns from one pair per prompt, the best against the worst (|y| counts
+characters). A prompt gives no pair if all its responses have the same text or score, or (our rule) if the
+best one has no words, did not end or contains a special token. A worst response that was cut is kept, without
+an end-of-sequence token. Optimiser and learning rate start anew in each iteration, as in the authors'
+scripts. The reference pi_0 stays the SFT model. `--iterations 0` trains on given pairs: offline DPO.
 
-Reads a policy, an oracle (--scorer) and prompts; writes runs/dpo_iterative: pool.jsonl (every response
-sampled), pairs.jsonl, versions/ (each iteration's model and held-out answers), model/ (the last one),
+Reads a policy, an oracle (--scorer) and prompts. Writes runs/dpo_iterative: pool.jsonl (every response
+sampled), pairs.jsonl, versions/ (each iteration's model and held-out responses), model/ (the last version),
 metrics.jsonl, samples.jsonl, plots, summary.json. A checkpoint holds the policy, its optimiser and its step
-in the iteration; all else that --resume needs is in these files.
+in the iteration; the rest of what --resume needs is in the other files.
 
     python dpo_iterative.py                                  the tiny world, under a minute on two CPU cores
     python dpo_iterative.py --iterations 0 --epochs 1 --offline-data tiny --output-dir runs/dpo_all_pairs
@@ -146,12 +147,13 @@ class Args:
 
 
 def best_against_worst(pairs, scores, iteration, args):
-    """Of each prompt the best response against the worst, by score less the length penalty.
+    """Pair the best response to each prompt with the worst, by score minus the length penalty.
 
-    pairs: [(prompt, response)]. scores: a number for each of them. iteration: names the source of the result.
-    Returns (comparisons, {reason: number of prompts that gave none}). The reasons: all responses have one
-    text ("same") or one score ("tied"), or the best one did not end, has no words or holds a special token
-    ("unfinished": it would teach not to end)."""
+    pairs: [(prompt, response)]. scores: one number for each. iteration: becomes the source of the
+      comparisons.
+    Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same", all responses have one
+    text; "tied", all have one score; "unfinished", the best one did not end (learning it would teach the
+    policy not to end), has no words or contains a special token."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for (prompt, response), score in zip(pairs, scores, strict=True):
         groups.setdefault(prompt.key, []).append((prompt, response, score))
@@ -166,7 +168,7 @@ def best_against_worst(pairs, scores, iteration, args):
             dropped["same"] += 1
         elif rewards.max() == rewards.min():
             dropped["tied"] += 1
-        elif best.text.strip() == worst.text.strip():  # one text can have two scores
+        elif best.text.strip() == worst.text.strip():  # equal texts can have different scores
             dropped["same"] += 1
         elif not (best.finished and best.clean and best.text.strip()):
             dropped["unfinished"] += 1
@@ -187,7 +189,7 @@ def best_against_worst(pairs, scores, iteration, args):
 
 
 def plan_steps(pairs, iteration, args):
-    """The pairs of each optimiser step of an iteration: epochs in orders of their own, alike on all ranks."""
+    """Return the pairs of each optimiser step of an iteration, in a new order each epoch, for all ranks."""
     steps, steps_per_epoch = [], math.ceil(len(pairs) / args.batch_size)
     for step in range(max(1, round(args.epochs * steps_per_epoch)) if pairs else 0):
         epoch, index = divmod(step, steps_per_epoch)
@@ -197,19 +199,21 @@ def plan_steps(pairs, iteration, args):
 
 
 def pair_logprobs(model, pairs, args):
-    """log pi(y | x), sums over tokens, of both responses of each pair: (2,), no gradient; on all ranks."""
+    """Compute log pi(y | x) of both responses of each pair: a list of (2,), no gradient, on all ranks."""
     each = lambda model, batch: list(models.response_logprobs(model, batch).view(-1, 2).cpu())  # noqa: E731
     return of_each_comparison(each, model, pairs, args.micro_batch_size, args.share_prompt)
 
 
 def with_reference(pairs, logprobs):
-    """The pairs with log pi_0 of both responses. logprobs: what pair_logprobs gives for the reference."""
+    """Add log pi_0 of both responses to each pair. logprobs: result of pair_logprobs for the reference."""
     return [pair._replace(ref_logprobs=of_pair) for pair, of_pair in zip(pairs, logprobs, strict=True)]
 
 
 def pairs_loss(logprobs, pairs, n, args):
-    """losses.dpo_loss of pairs with known reference log probabilities, over the step's n pairs. logprobs:
-    (2 * pairs,), of the policy: chosen, rejected, chosen, rejected, ..."""
+    """Compute losses.dpo_loss of pairs that have reference log probabilities.
+
+    logprobs: (2 * pairs,), the policy's: chosen, rejected, chosen, rejected, ...
+    n: number of pairs in the optimiser step."""
     chosen, rejected = logprobs.view(-1, 2).T
     references = torch.cat([torch.zeros(0), *(pair.ref_logprobs for pair in pairs)])
     ref_chosen, ref_rejected = to_device(references, logprobs.device).view(-1, 2).T
@@ -219,7 +223,7 @@ def pairs_loss(logprobs, pairs, n, args):
 
 
 def pair_metrics(policy, pairs, args):
-    """The implicit reward's loss, accuracy and margin on held-out pairs."""
+    """Compute loss, accuracy and margin of the implicit reward on held-out pairs."""
     logprobs = pair_logprobs(policy, pairs, args)
     losses = [pairs_loss(of_pair, [pair], 1, args)[0].item() for of_pair, pair in zip(logprobs, pairs)]
     _, sums = pairs_loss(torch.cat(logprobs), pairs, len(pairs), args)
@@ -228,13 +232,14 @@ def pair_metrics(policy, pairs, args):
         "pairs/loss": means["loss_sum"],
         "pairs/accuracy": means["n_correct"],
         "pairs/margin": means["chosen_reward_sum"] - means["rejected_reward_sum"],
-        "losses": losses,  # of each pair
+        "losses": losses,  # one per pair
     }
 
 
 def update(model, optimizer, pairs, args):
-    """One optimiser step on `pairs`, over all ranks: its figures, means over the pairs. Every rank has all
-    pairs and computes its share of them."""
+    """Take one optimiser step on `pairs` and return its metrics, means over the pairs.
+
+    Every rank has all pairs and computes its share."""
     n, sums = len(pairs), dist.Sums()
     for batch in my_comparison_batches(pairs, model, args.micro_batch_size, args.share_prompt):
         logprobs = models.response_logprobs(model, batch)  # (2 * pairs of this rank,), sums over tokens
@@ -258,19 +263,20 @@ def update(model, optimizer, pairs, args):
 
 
 def learn(model, optimizer, plan, steps, args):
-    """Train on a plan of optimiser steps (plan_steps), whose pairs have log pi_0. steps: the numbers of those
-    to take, 1 to len(plan) or what is left of them. Yields (number, {metric: value}) after each step."""
+    """Train on the plan of plan_steps, whose pairs have log pi_0; yield (step, {metric: value}) after each.
+
+    steps: numbers of the steps to take: 1 to len(plan), or the remaining ones of a resumed run."""
     for step in steps:
         lr = dist.set_lr(optimizer, args.lr * dist.schedule(step, len(plan), args))
         yield step, {"optim/lr": lr, **update(model, optimizer, plan[step - 1], args)}
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
-# Sampling is the kit's responses.answers, the scores are yours; main numbers the four steps of an iteration.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# responses.answers of the kit samples, and you bring the scores. main numbers the four steps of an iteration.
 def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    """Check the flags before anything is loaded."""
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     ways = len(args.temperatures) * (2 if args.enhancer else 1)
     fits = args.max_length > args.max_new_tokens or not (args.iterations or args.eval_prompts)
@@ -286,27 +292,29 @@ def check(args):
 
 
 def samplers(versions, iteration, args):
-    """[(model, temperature, number of responses)]: who answers each prompt of an iteration. The responses are
-    dealt to the models, and those of a model to the temperatures, one after the other."""
+    """Return [(model, temperature, number of responses)] for each prompt of an iteration.
+
+    Responses are dealt in turn to the models, and those of a model in turn to the temperatures."""
     names = [versions.path(iteration - 1)]
     if args.enhancer:
         previous = versions.path(max(0, iteration - 2))
         names.append(previous if args.enhancer == "previous" else args.enhancer)
     shares = []
     for i, name in enumerate(names):
-        of_model = len(range(i, args.n_samples, len(names)))  # of n_samples dealt in turn, the i-th one's
+        of_model = len(range(i, args.n_samples, len(names)))  # n_samples dealt in turn: its share
         for j, temperature in enumerate(args.temperatures):
             shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
     return [share for share in shares if share[2]]
 
 
 def load_data(args, tokenizer, sampled):
-    """(prompts, held-out prompts, offline pairs, held-out pairs). No prompt is on two sides. sampled: whether
-    responses are sampled, in training or in evaluations."""
+    """Load (prompts, held-out prompts, offline pairs, held-out pairs); training never sees a held-out prompt.
+
+    sampled: whether responses are sampled at all, in training or in evaluations."""
     prompts, held_out = [], []
     if sampled:
         prompts, held_out = prompt_sets.train_and_held_out(args, tokenizer)
-    elif args.eval_dataset:  # nothing answers these prompts, but no pair of them is trained on
+    elif args.eval_dataset:  # not answered, but pairs with these prompts are not trained on
         held_out = prompt_sets.load_prompts(args.eval_dataset, "test", tokenizer, args.max_length)
     offline, held_out_pairs = comparisons.load_offline(args, tokenizer, held_out)
     if sampled:
@@ -315,7 +323,7 @@ def load_data(args, tokenizer, sampled):
 
 
 def plan_of(offline, first_prompts, prompts, args) -> str:
-    """What a run will see, for its first lines."""
+    """Describe how many prompts, responses and steps the run will take, for its first lines."""
     plan = f"{len(offline):,} offline pairs; " if offline else ""
     plan += f"{args.iterations} iterations of {len(first_prompts):,} of {len(prompts):,} prompts, "
     plan += f"{args.n_samples} responses and at most one pair each; "
@@ -323,13 +331,14 @@ def plan_of(offline, first_prompts, prompts, args) -> str:
 
 
 def why_none(dropped, iteration) -> str:
+    """Explain why no prompt gave a pair."""
     reasons = "{same} had one response, {tied} one score only, {unfinished} a best one".format(**dropped)
     reasons += " that did not end within --max-new-tokens"
     return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons}"
 
 
 def new_pairs_of(pool, prompts, iteration, args):
-    """best_against_worst of the pool's responses of an iteration to its prompts."""
+    """Pair the pool's responses of one iteration to its prompts (best_against_worst)."""
     rows = candidates(pool.rows, prompts, iteration)
     return best_against_worst(pairs_of(rows, prompts), [row["score"] for row in rows], iteration, args)
 
@@ -360,9 +369,9 @@ def main(args: Args):
     run = Run(args, "dpo_iterative", check, PLOTS)
     if run.finished:
         return
-    functions.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # a broken FILE.py:function should fail now, not after hours
 
-    # data: prompts to sample for, held-out prompts, and perhaps pairs that are there already
+    # data: prompts to sample for, held-out prompts, and optionally given pairs
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     reference = args.model if args.reference in ("sft", "last") else args.reference
     sampled = bool(args.iterations or args.eval_prompts)
@@ -371,76 +380,76 @@ def main(args: Args):
     if args.enhancer not in (None, "previous"):
         pretrained.check_policy(args.enhancer, tokenizer, args, sampled)
     prompts, held_out, offline, held_out_pairs = load_data(args, tokenizer, sampled)
-    pool_rows = rows_of(run)  # of a resumed run
+    pool_rows = rows_of(run)  # not empty if the run is resumed
     prompts_of = prompt_sets.deal_prompts(prompts, args, pool_rows)  # {iteration: its prompts}
 
-    # models, sharded over the ranks: the oracle stays, policies and the reference come and go
+    # models, sharded over ranks: the oracle stays in memory, policies and reference are loaded when needed
     scorer = None
     if sampled:
         scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length, pairwise=True)
         scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, args.model)
-    for name in dict.fromkeys([reference, args.model]):  # asked now, not after hours of sampling
+    for name in dict.fromkeys([reference, args.model]):  # check now, not after hours of sampling
         args.share_prompt = args.share_prompt and checks.shares_prompts(versions.load(name), args.max_length)
     evaluate = DPOEvaluation(held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args)
     versions.evaluate = evaluate
 
     plan = plan_of(offline, prompts_of.get(1, []), prompts, args)
-    run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now is an old run replaced
+    run.begin(plan=plan, held_out=evaluate.fingerprint)  # only now replace an old run
     versions.begin()
     pool = Pool(run, pool_rows)
     ref_logprobs = versions.ask(reference, pair_logprobs, held_out_pairs, args)
     evaluate.held_out_pairs = with_reference(held_out_pairs, ref_logprobs)
-    pairs_by = {}  # {iteration: pairs}
-    with_pi_0 = {}  # {(iteration, pi_0): the same pairs with ref_logprobs}
+    pairs_by = {}  # iteration -> pairs
+    with_pi_0 = {}  # (iteration, pi_0) -> the same pairs with ref_logprobs
 
-    for iteration in versions.iterations(max(1, args.iterations)):  # evaluates the version before it
+    for iteration in versions.iterations(max(1, args.iterations)):  # also evaluates the version before it
         latest = versions.path(iteration - 1)
         pairs = offline if iteration == 1 else []
         if args.iterations:
-            # 1. sample: responses to fresh prompts from the newest policy, into the pool
+            # 1. sample responses to new prompts from the newest policy, into the pool
             fresh = prompts_of[iteration]
             pool.sample(samplers(versions, iteration, args), fresh, iteration, versions)
             run.lap("sample")
 
-            # 2. score what this oracle has not scored yet, of any iteration
+            # 2. score responses of any iteration that this oracle has not scored yet
             pool.score(scorer, prompts)
             run.lap("score")
 
-            # 3. pair: of each prompt the best against the worst
+            # 3. pair the best response to each prompt with the worst
             new_pairs, dropped = new_pairs_of(pool, fresh, iteration, args)
             pairs = pairs + new_pairs
             row = {**pool.parts, **pairing_metrics(pool.rows, new_pairs, dropped, iteration)}
-            if not pairs:  # nothing to learn: the next version is this one again
+            if not pairs:  # nothing to learn: the next version equals this one
                 row.update(versions.skip(why_none(dropped, iteration)))
-            if not versions.began_training(iteration):  # else logged already, before --resume
+            if not versions.began_training(iteration):  # else it was logged before --resume
                 run.log(row, versions.step, iteration)
 
         # 4. train the newest policy on the new pairs, or --model on all so far
         start = args.model if args.start_from == "sft" and pairs else latest
         iterations = [iteration] if start == latest else [iteration, *range(1, iteration)]
-        pi_0 = latest if args.reference == "last" else reference  # asked once for each pair, then freed
+        pi_0 = latest if args.reference == "last" else reference  # runs once over each pair, then freed
         pairs_by[iteration] = pairs
         for i in iterations:
-            if i not in pairs_by:  # they were made before this run was resumed
+            if i not in pairs_by:  # made before the run was resumed: make them again
                 again, _ = new_pairs_of(pool, prompts_of[i], i, args)
                 pairs_by[i] = offline + again if i == 1 else again
             if (i, pi_0) not in with_pi_0:
                 ref_logprobs = versions.ask(pi_0, pair_logprobs, pairs_by[i], args)
                 with_pi_0[i, pi_0] = with_reference(pairs_by[i], ref_logprobs)
         to_learn = [pair for i in iterations for pair in with_pi_0[i, pi_0]]
-        write_pairs(run.folder, pairs, iteration)  # the new ones; those before are in the file
+        write_pairs(run.folder, pairs, iteration)  # new pairs; earlier ones are in the file
         model = versions.load(start)
         plan = plan_steps(to_learn, iteration, args)
         optimizer = dist.adamw(model, args.lr, args)
         if dist.is_main():
             print(f"iteration {iteration}: {len(plan)} optimiser steps on {len(to_learn):,} pairs")
-        # writes checkpoints, and behind the last step the new version, which is then evaluated
+        # versions.train writes checkpoints, and after the last step the new version, which it evaluates
         steps = versions.train(iteration, len(plan), optimizer)
         for step, row in learn(model, optimizer, plan, steps, args):
             row["perf/pairs_per_s"] = row["data/pairs"] / run.seconds()
             run.log(row, versions.step + step, iteration, ("loss/dpo", "reward/margin", "train/accuracy"))
-        model = optimizer = None  # before another model comes
+        model = optimizer = None  # free the memory before the next model is loaded
 
     versions.finish({"pool": len(pool.rows)})
 
@@ -452,7 +461,7 @@ BASE = Args(
     # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
     lr=1e-5,
     batch_size=8,
-    prompts_per_iteration=None,  # ours, as all below
+    prompts_per_iteration=None,  # ours, like all below
     max_new_tokens=256,
     slots=32,
     micro_batch_size=2,
@@ -478,8 +487,8 @@ RECIPES = {
         Args(
             model="RLHFlow/LLaMA3-SFT",  # the authors' SFT model
             scorer="sfairXC/FsfairX-LLaMA3-RM-v0.1",  # the authors' Bradley-Terry reward model
-            dataset="RLHFlow/prompt-collection-v0.1",  # of which the paper takes 60K, not named
-            prompts_per_iteration=20_000,  # section 3.3, as all below
+            dataset="RLHFlow/prompt-collection-v0.1",  # the paper uses 60K of it and does not say which
+            prompts_per_iteration=20_000,  # section 3.3, like all below
             max_new_tokens=2048,
             slots=16,
             beta=0.1,
@@ -488,7 +497,7 @@ RECIPES = {
             batch_size=128,
             micro_batch_size=2,
             score_batch_size=8,
-            max_length=4096,  # not said
+            max_length=4096,  # not given
             eval_prompts=500,  # ours
             gradient_checkpointing=True,
         ),
@@ -496,11 +505,11 @@ RECIPES = {
     "zephyr": (
         "offline DPO on UltraFeedback, the alignment handbook's recipe for Zephyr-7B",
         Args(
-            model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, as all below
+            model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, like all below
             offline_data="HuggingFaceH4/ultrafeedback_binarized[train_prefs]",
             dataset="HuggingFaceH4/ultrafeedback_binarized[test_prefs]",  # prompts for the evaluation alone
             iterations=0,
-            max_new_tokens=512,  # ours, of the evaluation
+            max_new_tokens=512,  # ours, for the evaluation
             beta=0.01,
             epochs=1.0,
             lr=5e-7,
@@ -508,7 +517,7 @@ RECIPES = {
             batch_size=128,  # 8 GPUs with 8 pairs, 2 of them accumulated
             micro_batch_size=8,
             max_length=1024,
-            eval_prompts=0,  # ours: so it needs no scorer
+            eval_prompts=0,  # ours: no scorer is needed
             gradient_checkpointing=True,
         ),
     ),
@@ -516,14 +525,14 @@ RECIPES = {
         "RLHF Workflow's baseline, offline DPO on Nectar's best and worst answers",
         Args(
             model="RLHFlow/LLaMA3-SFT",
-            offline_data="berkeley-nest/Nectar",  # appendix B, as epochs, batch_size, lr and its schedule
+            offline_data="berkeley-nest/Nectar",  # appendix B, like epochs, batch_size, lr and its schedule
             dataset="RLHFlow/prompt-collection-v0.1",  # prompts for the evaluation alone
             iterations=0,
             epochs=1.0,
             batch_size=128,
             lr=5e-7,
-            beta=0.1,  # section 3.3, of its iterative DPO, as the default warm-up of 0.03
-            micro_batch_size=2,  # ours, as all below
+            beta=0.1,  # section 3.3 (iterative DPO), like the default warm-up of 0.03
+            micro_batch_size=2,  # ours, like all below
             max_new_tokens=512,
             max_length=4096,
             eval_prompts=0,
@@ -536,15 +545,15 @@ RECIPES = {
             offline_data="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
             dataset="Anthropic/hh-rlhf[test]",  # prompts for the evaluation alone
             iterations=0,
-            beta=0.1,  # appendix B, as the next three; 0.5 for summaries
+            beta=0.1,  # appendix B, like the next three; 0.5 for summaries
             batch_size=64,
             lr=1e-6,
             warmup_ratio=0.06,  # 150 of 2,500 steps
-            epochs=1.0,  # the authors' code, as the next three
+            epochs=1.0,  # the authors' code, like the next three
             lr_schedule="constant_with_warmup",
             max_grad_norm=10.0,
             max_length=512,
-            max_new_tokens=256,  # ours, as all below
+            max_new_tokens=256,  # ours, like all below
             micro_batch_size=8,
             eval_prompts=0,
             gradient_checkpointing=True,
@@ -555,7 +564,7 @@ RECIPES = {
         Args(
             offline_data="trl-lib/tldr-preference",  # section 6: the comparisons of arXiv:2009.01325
             dataset="trl-lib/tldr[test]",  # prompts for the evaluation alone
-            # Appendix B, where all but beta is as for dialogues; a warm-up of 150 of 1,451 steps
+            # Appendix B: all but beta as for dialogues; warm-up is 150 of 1,451 steps
             iterations=0, beta=0.5, batch_size=64, lr=1e-6, warmup_ratio=0.103, epochs=1.0,
             lr_schedule="constant_with_warmup", max_grad_norm=10.0,  # the authors' code
             max_length=640, max_new_tokens=64, micro_batch_size=8, eval_prompts=0,  # ours

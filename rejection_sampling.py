@@ -1,24 +1,25 @@
-"""Rejection-sampling fine-tuning: sample K responses to a prompt, keep the best, train on it, sample again.
+"""Rejection-sampling fine-tuning: sample K responses per prompt, train on the best one, sample again.
 
     y*(x) = argmax_k r(x, y_k),   y_1 .. y_K ~ pi(. | x)       or all y_k with r(x, y_k) >= tau (ReST)
     L(theta) = -(1/n) sum_t log pi_theta(y*_t | x, y*_<t)      over the n response tokens of an optimiser step
 
 (Llama 2, arXiv:2307.09288, section 3.2.3; "Stabilizing RLHF through Advantage Model and Selective Rehearsal",
 arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples from the most recent model and
-fine-tunes a new version from the base model. The candidates of all earlier iterations stay in a pool, from
-which the best are taken: training on the last iteration's alone forgets (Llama 2, after its third version).
+fine-tunes a new version from the base model. Responses of all iterations stay in a pool, and the best are
+selected from the whole pool, because training on the last iteration only made Llama 2 forget (after its third
+version).
 
-What is trained on: of the pool's responses to each prompt the one with the highest score; with thresholds,
-all that reach them. Differs from the paper: a response that did not end within max_new_tokens, has no words
-or holds a special token is never selected; of equal responses to a prompt one counts.
+For each prompt the response with the highest score in the pool is selected; with thresholds, all responses
+that reach them. Differences from the paper: responses that did not end within max_new_tokens, have no words
+or contain a special token are never selected, and equal responses to a prompt count once.
 
-Reads a policy, a scorer and prompts; writes runs/rejection_sampling: pool.jsonl (every response sampled
-to select from), versions/ (each iteration's model, and what it does on held-out prompts), model/ (the last
-one), metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version that is
-being trained, its optimiser and its step; all else a resumed run finds in pool.jsonl and versions/.
+Reads a policy, a scorer and prompts. Writes runs/rejection_sampling: pool.jsonl (every response sampled for
+selection), versions/ (each iteration's model and its results on held-out prompts), model/ (the last version),
+metrics.jsonl, samples.jsonl, curves.jsonl, plots, summary.json. A checkpoint holds the version in training,
+its optimiser and its step; the rest of what --resume needs is in pool.jsonl and versions/.
 
     python rejection_sampling.py                             the tiny world, half a minute on two CPU cores
-    python rejection_sampling.py rest                        thresholds in place of the best
+    python rejection_sampling.py rest                        thresholds instead of the best
     python rejection_sampling.py --policy runs/ppo --pool runs/rejection_sampling/pool.jsonl --output-dir B
     python rejection_sampling.py --model SMALL --pool runs/rejection_sampling/pool.jsonl --n-samples 0 \\
         --iterations 1 --output-dir C                        distillation: a small model learns from a pool
@@ -149,19 +150,21 @@ class Args:
 
 
 def select(pairs, scores, threshold=None):
-    """The responses to train on: of each prompt the best, with a threshold (ReST) every one that reaches it.
+    """Select the best response to each prompt, or with a threshold (ReST) every response that reaches it.
 
-    pairs: [(prompt, response)]. scores: a number for each of them.
-    A response that did not end, has no words or holds a special token is never selected, and of equal ones
-    the first counts. A prompt whose responses, two or more, all have the lowest score of all is left out: the
-    best of them is as bad as the worst (with a scorer of 0 and 1 it would be a wrong answer).
-    Returns (their places in `pairs`, the number of prompts that were left out so)."""
+    Responses that did not end, have no words or contain a special token are never selected; of equal
+    responses the first counts. A prompt with two or more responses is left out if all have the lowest score
+    in the pool: its best response is as bad as its worst. (With scores of 0 and 1 it would be a wrong
+    answer.)
+
+    pairs: [(prompt, response)]. scores: one number for each.
+    Returns (indices into `pairs`, number of prompts left out)."""
     groups, chosen, n_left_out = {}, [], 0
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(prompt.key, []).append(i)
     lowest = min(scores, default=0.0)
     for group in groups.values():
-        usable = {}  # text -> place
+        usable = {}  # text -> index
         for i in group:
             response = pairs[i][1]
             if response.finished and response.clean and response.text.strip():
@@ -176,8 +179,10 @@ def select(pairs, scores, threshold=None):
 
 
 def plan_steps(stages, iteration, args):
-    """[(learning rate, blocks)] of a fine-tuning's optimiser steps. Stages (ReST's improve steps) come one
-    after the other; in each every epoch shuffles its blocks, packed once, the same on every rank."""
+    """Return [(learning rate, blocks)] for the optimiser steps of one fine-tuning, the same on every rank.
+
+    stages: lists of documents. More than one are ReST's improve steps, one after the other. In each stage the
+      documents are packed once and shuffled in every epoch."""
     plan = []
     for stage, documents in enumerate(stages):
         blocks = make_blocks(documents, args.max_length, args.packing)
@@ -193,22 +198,23 @@ def plan_steps(stages, iteration, args):
 
 
 def update(model, optimizer, blocks, args):
-    """One optimiser step on `blocks`, over all ranks, as in sft.py: (loss, gradient norm)."""
+    """Take one optimiser step on `blocks`, as in sft.py, and return (loss, gradient norm)."""
     n, sums = n_response_tokens(blocks), dist.Sums()
     for batch in my_micro_batches(blocks, model, args.micro_batch_size):
-        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no response token follows
+        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 if token t+1 is not a response token
         loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
         dist.backward(loss)
         sums.add(loss_metrics)
     nll = sums.over_ranks()["nll_sum"] / n
-    # clips, and takes no step where loss or gradient are not finite
+    # clips gradients; raises an error, without a step, if the loss or a gradient is not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
 
 
 def fine_tune(model, optimizer, plan, steps, args):
-    """Train on a plan of optimiser steps (plan_steps). steps: the numbers of those to take, 1 to len(plan) or
-    what is left of them. Yields (number, {metric: value}) after each step."""
+    """Train on the plan of plan_steps and yield (step, {metric: value}) after each step.
+
+    steps: numbers of the steps to take: 1 to len(plan), or the remaining ones of a resumed run."""
     for step in steps:
         lr, blocks = plan[step - 1]
         dist.set_lr(optimizer, lr)
@@ -218,11 +224,11 @@ def fine_tune(model, optimizer, plan, steps, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
-# Sampling is the kit's responses.answers, the scores are yours; main numbers the four steps of an iteration.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# responses.answers of the kit samples, and you bring the scores. main numbers the four steps of an iteration.
 def check(args):
-    """What can be known to be wrong before anything is loaded: (flag, is it right, what is wanted)."""
+    """Check the flags before anything is loaded."""
     rising = list(args.threshold) == sorted(args.threshold)
     warm = bool(args.temperatures) and all(math.isfinite(t) and t > 0 for t in args.temperatures)
     sampled = args.n_samples or (args.pool and args.iterations == 1)
@@ -238,13 +244,13 @@ def check(args):
 
 
 def plan_of(n_prompts, prompts, args) -> str:
-    """What a run will see, for its first lines."""
+    """Describe how many prompts, responses and steps the run will take, for its first lines."""
     plan = f"{args.iterations} iterations of {n_prompts:,} of {len(prompts):,} prompts, {args.n_samples} "
     return plan + f"responses each; fine-tuning for {args.epochs:g} epochs on those selected"
 
 
 def why_none(pairs, scores, iteration, threshold, args) -> str:
-    """Why select gives no response."""
+    """Explain why `select` selected no response."""
     usable, _ = select(pairs, scores, -math.inf)
     ranked = sorted(scores[i] for i in usable)
     if not ranked:
@@ -259,8 +265,9 @@ def why_none(pairs, scores, iteration, threshold, args) -> str:
 
 
 def stages_of(selected, sft_documents, iteration, args):
-    """The documents of each stage: the selected (prompt, response)s, with the ids that were sampled, and the
-    same number of rows of --sft-dataset, so that neither kind drowns the other."""
+    """Return the documents of each stage: the selected responses, with an equal number of --sft-dataset rows.
+
+    selected: for each stage a list of (prompt, response); their token ids are kept as sampled."""
     generator = torch.Generator().manual_seed(dist.seed_of(args.seed, "also", iteration))
     stages = [responses.documents(pairs) for pairs in selected]
     for documents in stages:
@@ -281,9 +288,9 @@ def main(args: Args):
     run = Run(args, "rejection_sampling", check, PLOTS)
     if run.finished:
         return
-    functions.try_functions(args)  # FILE.py:function fails now, not in hours
+    functions.try_functions(args)  # a broken FILE.py:function should fail now, not after hours
 
-    # data: prompts to sample for, held-out ones, perhaps rows to train on beside the selected, and a pool
+    # data: prompts to sample for, held-out prompts, and optionally SFT rows and an earlier run's pool
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     policy = args.policy or args.model
     for name in dict.fromkeys([args.model, policy]):
@@ -296,24 +303,24 @@ def main(args: Args):
     if args.pool and not run.resumed:
         pool_rows = load_pool(args.pool, prompts, tokenizer, args.max_length)
 
-    # models: the scorer stays, policies come and go; each version has an optimiser of its own
+    # models: the scorer stays in memory, policies are loaded one at a time, each with its own optimiser
     scorer = scorers.load_scorer(args.scorer, tokenizer, run.device, args.max_length)
     scorers.check_prompts(scorer, [*prompts, *held_out])
     versions = Versions(run, tokenizer, policy)
     versions.evaluate = version_evaluation.RejectionSamplingEvaluation(held_out, scorer, tokenizer, args)
-    if args.packing:  # asked now, not after hours of sampling
+    if args.packing:  # check now, not after hours of sampling
         args.packing = checks.packs(versions.load(policy if args.start_from == "last" else args.model))
 
     n_prompts = min(args.prompts_per_iteration or len(prompts), len(prompts))
-    # only now is an old run replaced
+    # Everything is loaded and checked: only now replace an old run
     run.begin(plan=plan_of(n_prompts, prompts, args), held_out=versions.evaluate.fingerprint)
     pool = Pool(run, pool_rows)
     newest = max((row["iteration"] for row in pool.rows), default=0)
-    if not args.n_samples:  # a pool alone: its last iteration is selected from again
+    if not args.n_samples:  # no sampling: select from the pool's last iteration again
         newest = max(0, newest - 1)
     versions.begin(newest)
 
-    for iteration in versions.iterations(args.iterations):  # sweeps with the version before it
+    for iteration in versions.iterations(args.iterations):  # also evaluates the version before it
         # 1. sample: K responses to each of this iteration's prompts from the newest version, into the pool
         latest = versions.path(iteration - 1)
         if args.n_samples:
@@ -323,11 +330,11 @@ def main(args: Args):
             pool.sample([(latest, temperature, args.n_samples)], chosen_prompts, iteration, versions)
         run.lap("sample")
 
-        # 2. score what this scorer has not scored yet
+        # 2. score the responses that this scorer has not scored yet
         pool.score(scorer, prompts)
         run.lap("score")
 
-        # 3. select: of each prompt the best, or with thresholds (ReST) for each all that reach it
+        # 3. select the best response to each prompt, or with thresholds (ReST) all that reach each of them
         rows = candidates(pool.rows, prompts, None if args.candidates == "all" else iteration)
         pairs, scores = pairs_of(rows, prompts), [row["score"] for row in rows]
         thresholds = args.threshold or [None]
@@ -339,15 +346,15 @@ def main(args: Args):
         if n_left_out and dist.is_main():
             why = "all responses have the lowest score of the pool"
             print(f"iteration {iteration}: {n_left_out} prompts left out, {why}")
-        # thresholds rise: the highest may give none
+        # thresholds rise, so the highest may select nothing
         selected = [[pairs[i] for i in places] for places, _ in selections if places]
         if len(selected) < len(thresholds):
             why = why_none(pairs, scores, iteration, thresholds[len(selected)], args)
-            if not selected:  # nothing to learn: the next version is this one again
+            if not selected:  # nothing to learn: the next version equals this one
                 row.update(versions.skip(why))
             elif dist.is_main():
                 print(why)
-        if not versions.began_training(iteration):  # else logged already, before --resume
+        if not versions.began_training(iteration):  # else it was logged before --resume
             run.log(row, versions.step, iteration)
 
         # 4. fine-tune a new version from the base model, or from the last one
@@ -358,23 +365,23 @@ def main(args: Args):
         if dist.is_main():
             n_documents = sum(map(len, stages))
             print(f"iteration {iteration}: {len(plan)} optimiser steps on {n_documents:,} responses")
-        # writes checkpoints, and behind the last step the new version, which is then evaluated
+        # versions.train writes checkpoints, and after the last step the new version, which it evaluates
         steps = versions.train(iteration, len(plan), optimizer)
         for step, row in fine_tune(model, optimizer, plan, steps, args):
             row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
             run.log(row, versions.step + step, iteration, shown=("loss/nll", "optim/grad_norm"))
-        model = optimizer = None  # before another model comes
+        model = optimizer = None  # free the memory before the next model is loaded
 
     n = args.n_samples
-    kl_bound = math.log(n) - (n - 1) / n if n else None  # nats: KL(best of n || the policy) is no larger
+    kl_bound = math.log(n) - (n - 1) / n if n else None  # nats, bounds KL(best of n || policy)
     versions.finish({"pool": len(pool.rows), "kl_bound": kl_bound})
 
 
 BASE = Args(
-    epochs=2.0,  # Llama 2, section 3.1, of SFT, as the learning rate
+    epochs=2.0,  # Llama 2, section 3.1 (SFT), like the learning rate
     lr=2e-5,
-    warmup_ratio=0.03,  # ours, as all below
-    packing=False,  # a step takes documents, not packed rows, of which short responses make few
+    warmup_ratio=0.03,  # ours, like all below
+    packing=False,  # short responses would make only a few packed rows, and so few steps
     prompts_per_iteration=200,
     temperatures=(0.7, 1.0),
     sweep_prompts=16,
@@ -388,7 +395,8 @@ BASE = Args(
 RECIPES = {
     "tiny": (
         "the tiny world, three iterations, the best of 8: the default, half a minute on two CPU cores",
-        # Temperatures below 1: with 1.3 the sweep follows the reward model's mistakes (its page in docs/)
+        # No temperature above 1: at 1.3 the choice follows the reward model's mistakes (see its page in
+        # docs/)
         Args(),
     ),
     "base": (
@@ -399,7 +407,7 @@ RECIPES = {
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
             BASE, model="Qwen/Qwen2.5-7B-Instruct", n_samples=16,  # Llama 2, figure 8: 10 to 100
-            packing=True, weight_decay=0.1, batch_size=64,  # section 3.1, of SFT
+            packing=True, weight_decay=0.1, batch_size=64,  # section 3.1 (SFT)
             prompts_per_iteration=2000, sweep_prompts=64, max_new_tokens=1024, max_length=4096,
             micro_batch_size=1, gradient_checkpointing=True,
         ),  # fmt: skip
@@ -409,16 +417,16 @@ RECIPES = {
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # the SFT model itself is not public
             dataset="Anthropic/hh-rlhf",  # its prompts; Meta's own are not public
-            iterations=4,  # section 3.2.3: until V4 by rejection sampling alone
+            iterations=4,  # section 3.2.3: up to V4 only rejection sampling
             prompts_per_iteration=None,
             n_samples=10,  # figure 8: 10 to 100
             temperatures=(0.8, 1.0, 1.2, 1.3),  # figure 8: 1.2 to 1.3 is best after RLHF
-            sweep_prompts=256,  # not said
-            max_new_tokens=1024,  # not said
+            sweep_prompts=256,  # not given
+            max_new_tokens=1024,  # not given
             slots=16,
-            epochs=2.0,  # section 3.1, of SFT, as all below
+            epochs=2.0,  # section 3.1 (SFT), like all below
             lr=2e-5,
-            warmup_ratio=0.03,  # not said
+            warmup_ratio=0.03,  # not given
             weight_decay=0.1,
             batch_size=64,
             micro_batch_size=1,
@@ -432,12 +440,12 @@ RECIPES = {
         "ReST on the tiny world: thresholds that rise, from the last version, the SFT data kept in",
         Args(
             output_dir="runs/rest",
-            sft_dataset="tiny",  # section 3: the new data joins the original
-            threshold=(0.0, 0.5, 1.0),  # section 3: rising; these are ours, in runs/reward's units
-            lr_decay=0.5,  # section 3: lower with each improve step; the factor is ours
-            candidates="last",  # a grow step samples a data set of its own
+            sft_dataset="tiny",  # section 3: new data is added to the original
+            threshold=(0.0, 0.5, 1.0),  # section 3: rising; the values are ours, in runs/reward's units
+            lr_decay=0.5,  # section 3: lower in each improve step; the factor is ours
+            candidates="last",  # each grow step samples a new data set
             start_from="last",
-            epochs=1.0,  # ours, as the learning rate
+            epochs=1.0,  # ours, like the learning rate
             lr=5e-4,
         ),
     ),

@@ -1,26 +1,27 @@
-"""The reward model: what people prefer, as a number.
+"""The reward model: predict human preferences as a number for each response.
 
     L(phi) = -log sigmoid(r(x, y_c) - r(x, y_r) - m)        mean over the comparisons of an optimiser step
 
-A language model's body with a linear head in place of the unembedding, read at the response's end token
-(InstructGPT, arXiv:2203.02155; Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen,
-arXiv:2309.16609, section 3.2; RLHF Workflow, arXiv:2405.07863, section 2.2). A prompt with K ranked responses
-is one batch element, its loss the mean over its pairs; a soft label weighs both orders of a pair. (RLHF
-Workflow's other preference model, which reads two responses at once, is common/programs/pairwise.py's.)
+y_c is the chosen (better) response, y_r the rejected one. The model is a language model's body with a linear
+head instead of the unembedding, read at the response's end-of-sequence token. (InstructGPT, arXiv:2203.02155;
+Llama 2, arXiv:2307.09288, section 3.2, with the margin m; Qwen, arXiv:2309.16609, section 3.2; RLHF Workflow,
+arXiv:2405.07863, section 2.2.) A prompt with K ranked responses is one batch element, whose loss is the mean
+over its pairs. A soft label weights both orders of a pair. RLHF Workflow's other preference model, which
+reads two responses at once, is in common/programs/pairwise.py.
 
-Reads a model and comparisons (docs/data.md), and runs/sft; writes runs/reward: model/, metrics.jsonl,
-samples.jsonl with the held-out scores, plots, summary.json. A checkpoint holds weights, optimiser and the
-number of steps done.
+Reads a model, comparisons (docs/data.md) and runs/sft. Writes runs/reward: model/, metrics.jsonl,
+samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
 
     python reward.py                                        the tiny world, about a minute on two CPU cores
     python reward.py --model org/name --dataset pairs.jsonl
     python reward.py --model runs/reward --dataset clean.jsonl --output-dir runs/reward_2   (Qwen's 2nd stage)
     torchrun --nproc-per-node 8 reward.py llama2
 
-Differs from the papers: a prompt is computed once for all its responses; a response that does not fit is
-left out, not cut; AdamW's betas are 0.9 and 0.95; a margin from a score difference is the largest margin
-times the difference's share of its data set's largest one; the tiny recipe starts from random weights.
-"""
+Differences from the papers: a prompt is computed once for all its responses; responses that are too long are
+  left
+out instead of cut; AdamW's betas are 0.9 and 0.95; a margin derived from scores is the largest margin, times
+the pair's score difference as a share of the largest one in its data set; the tiny recipe starts from random
+weights. """
 
 import math
 from dataclasses import dataclass, replace
@@ -125,11 +126,14 @@ class Args:
 
 
 def comparison_loss(scores, batch, n, sums):
-    """The sum of a batch's comparisons' losses, divided by n, the step's number of comparisons: pairs, whose
-    first response is the better one, in one call; of each ranking the mean over its pairs. scores:
-    (responses,), comparison by comparison. Metrics, which count pairs, are added to `sums`."""
+    """Compute the loss of a micro-batch of comparisons: the sum of their losses, divided by n.
+
+    Pairs, whose first response is the better one, go through one call. A ranking's loss is the mean over its
+    pairs.
+    scores: (responses,), in the order of the comparisons. n: number of comparisons in the optimiser step.
+    Metrics, which count pairs, are added to `sums`."""
     device = scores.device
-    loss = scores.sum() * 0  # connects every weight on a rank without comparisons too
+    loss = scores.sum() * 0  # connects all weights to the loss, even without comparisons
     scored = list(zip(batch.comparisons, scores.split(batch.sizes)))
     pairs = [(c, pair_scores) for c, pair_scores in scored if len(pair_scores) == 2]
     if pairs:
@@ -149,8 +153,10 @@ def comparison_loss(scores, batch, n, sums):
 
 
 def update(model, optimizer, batch, args):
-    """One optimiser step on a batch of comparisons, over all ranks: (loss, share of pairs that are ranked as
-    labelled, gradient norm). Every rank has all comparisons and computes its share of them."""
+    """Take one optimiser step on a batch of comparisons.
+
+    Every rank has all comparisons and computes its share.
+    Returns (loss, share of pairs ranked as labelled, gradient norm)."""
     sums = dist.Sums()
     for micro_batch in my_comparison_batches(batch, model, args.micro_batch_size, args.share_prompt):
         scores = models.scores_of(model, micro_batch)  # (responses,)
@@ -158,21 +164,21 @@ def update(model, optimizer, batch, args):
         dist.backward(loss)
         sums.add({"loss": loss})
     totals = sums.over_ranks()
-    # clips, and takes no step where loss or gradient are not finite
+    # clips gradients; raises an error, without a step, if the loss or a gradient is not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], totals["loss"], args.max_grad_norm)
     accuracy = totals["n_correct"] / totals["n_rows"]
     return totals["loss"], accuracy, grad_norm
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
 def main(args: Args):
     run = Run(args, "reward", plots=[plots.scorer])
     if run.finished:
         return
 
-    # data: comparisons, the same on every rank; equal, tied or contradicting ones are left out
+    # data: comparisons, the same on every rank, without equal, tied or contradictory ones
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     sft_model = reward_evaluation.check_sft_model(args.sft_model, tokenizer, args)
     train, held_out = comparisons.load_split(args, tokenizer)
@@ -184,18 +190,18 @@ def main(args: Args):
     model = pretrained.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)  # or a line says
+    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)  # else a line
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
-    # only now is an old run replaced, or a checkpoint loaded
+    # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} comparisons, "
     plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,}"
     held_out_rows = [comparison.row for comparison in held_out]
     run.begin(plan=plan, modules={"reward": (model, optimizer)}, held_out=held_out_rows)
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
-        # the same order on every rank, another one in each epoch
+    for step in run.steps(total_steps):  # also writes a checkpoint every --save-every steps
+        # the same order on every rank, a new one each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = comparisons.epoch_order(train, args.balance_categories, args.seed, epoch)
         batch = [train[i] for i in order[index * args.batch_size : (index + 1) * args.batch_size]]
@@ -215,12 +221,12 @@ def main(args: Args):
             row.update(evaluate(model))
         run.log(row, step, epoch, shown=("loss/reward", "train/accuracy", "perf/comparisons_per_s"))
 
-    # after training: accuracy, calibration, and the baselines: length, the SFT model's log probability
+    # after training: accuracy, calibration, and baselines that rank by length or by SFT log probability
     after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
     length_metrics = reward_evaluation.length_bias(model, sft_model, train, held_out, tokenizer, args)
     gate, gate_metrics = safety.fit_safety_gate(evaluate.samples, args.safety_threshold)
-    model.config.safety_gate = gate  # for ppo.py; None clears an earlier stage's too
-    pretrained.read_at_end_token(model, tokenizer)  # which other tools then do, too
+    model.config.safety_gate = gate  # for ppo.py; None also removes the gate of an earlier stage
+    pretrained.read_at_end_token(model, tokenizer)  # so that other tools read the score there too
     run.finish(
         model,
         tokenizer,
@@ -233,12 +239,12 @@ def main(args: Args):
 
 BASE = Args(
     model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
-    epochs=1.0,  # Llama 2, section 3.2.2, as all down to the warm-up: a second epoch overfits
+    epochs=1.0,  # Llama 2, section 3.2.2, like all values up to the warm-up: a second epoch overfits
     lr=1e-5,
     lr_schedule="cosine_with_min_lr",
     warmup_ratio=0.03,
     min_warmup_steps=5,
-    batch_size=16,  # ours, as all below: a few hundred comparisons are some twenty steps
+    batch_size=16,  # ours, like all below: a few hundred comparisons make some twenty steps
     micro_batch_size=4,
     max_length=1024,
     length_prompts=16,
@@ -254,21 +260,21 @@ RECIPES = {
     ),
     "large": (
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
-        # A step takes 128: of some tens of thousands of comparisons Llama 2's 512 make few
+        # 128 instead of Llama 2's 512: tens of thousands of comparisons would make few steps
         replace(BASE, model="Qwen/Qwen2.5-7B-Instruct", batch_size=128, max_length=4096, **LARGE),
     ),
     "llama2": (
         "Llama 2's reward model, on an open part of its data",
         Args(
             model="meta-llama/Llama-2-7b-chat-hf",  # section 3.2.2: from a chat checkpoint
-            dataset="Anthropic/hh-rlhf",  # one of the open sets of table 6; Meta's own is not public
+            dataset="Anthropic/hh-rlhf",  # one of the open sets in table 6; Meta's own is not public
             margin="none",  # --margin small or large (table 27) on rows with a `rating`, which hh-rlhf lacks
-            epochs=1.0,  # section 3.2.2, as all below
+            epochs=1.0,  # section 3.2.2, like all below
             lr=1e-5,  # 5e-6 for 70B
             lr_schedule="cosine_with_min_lr",
             warmup_ratio=0.03,
             min_warmup_steps=5,
-            weight_decay=0.1,  # section 3.1, of SFT
+            weight_decay=0.1,  # section 3.1 (SFT)
             batch_size=512,
             max_length=4096,
             **LARGE,
@@ -277,15 +283,15 @@ RECIPES = {
     "qwen": (
         "Qwen's reward model; its second stage is a second run with --model runs/reward and cleaner data",
         Args(
-            # Section 3.2.1 starts from a pretrained model; ours: one that has a chat template
+            # Section 3.2.1 starts from a pretrained model; we need one with a chat template
             model="Qwen/Qwen2.5-7B-Instruct",
             dataset="Anthropic/hh-rlhf",  # Qwen's comparisons are not public
             balance_categories=False,  # True (section 3.2.1) on rows with a `category`, which hh-rlhf lacks
-            epochs=1.0,  # section 3.2.1, as all below
+            epochs=1.0,  # section 3.2.1, like all below
             lr=3e-6,
             lr_schedule="constant_with_warmup",
             warmup_ratio=0.0,
-            weight_decay=0.0,  # not said
+            weight_decay=0.0,  # not given
             batch_size=64,
             max_length=2048,
             **LARGE,
@@ -311,12 +317,13 @@ RECIPES = {
         Args(
             model="runs/sft",
             dataset="trl-lib/tldr-preference",  # the paper's comparisons, as pairs
-            # arXiv:2009.01325, appendix B.1, as model, the default cosine and the next two. InstructGPT
-            # (arXiv:2203.02155, appendix C.2): lr 9e-6, which falls to a tenth; 64 rankings of 4 to 9 answers
+            # arXiv:2009.01325, appendix B.1, like the model, the default cosine and the next two values.
+            # InstructGPT (arXiv:2203.02155, appendix C.2): lr 9e-6 falling to a tenth; 64 rankings of 4 to 9
+            # responses per step
             epochs=1.0,
             lr=1.5e-5,  # 5e-6 for 6.7B
             batch_size=64,
-            warmup_ratio=0.0,  # not said, as all below
+            warmup_ratio=0.0,  # not given, like all below
             weight_decay=0.0,
             max_length=640,
             **LARGE,
@@ -327,13 +334,13 @@ RECIPES = {
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
             dataset="runs/labels/rows.jsonl",
-            epochs=2.0,  # arXiv:2309.00267, appendix G, as all below: 2 or 3, until the curves are flat
+            epochs=2.0,  # arXiv:2309.00267, appendix G, like all below: 2 or 3, until the curves are flat
             lr=1e-5,
-            lr_schedule="constant_with_warmup",  # not said, as the next two lines
+            lr_schedule="constant_with_warmup",  # not given, like the next two
             warmup_ratio=0.0,
             weight_decay=0.0,
             batch_size=32,  # for dialogues; 128 for summaries
-            max_length=1152,  # 1,024 of the prompt and 128 of the response
+            max_length=1152,  # 1,024 for the prompt and 128 for the response
             **LARGE,
         ),
     ),

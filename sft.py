@@ -1,20 +1,21 @@
-"""Supervised fine-tuning: the policy that every other script starts from.
+"""Supervised fine-tuning: teach a model good answers. Every other script starts from the result.
 
     L(theta) = -(1/n) sum_t log pi_theta(y_t | x, y_<t)        over the n response tokens of an optimiser step
 
-The prompt carries no loss, the end token does; of a dialogue (`messages`) every answer is learnt, of other
-rows the last. What is too long is cut, and then has no end. Documents are packed into blocks, and a document
-never sees another one (RLHF Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1).
+The loss covers the response including its end-of-sequence token, and not the prompt. In a dialogue
+(`messages`) every answer is learnt, in other rows the last one. Documents that are too long are cut and then
+have no end. Several documents share a block, but none attends to another. (RLHF Workflow, arXiv:2405.07863,
+section 3.1; Llama 2, arXiv:2307.09288, section 3.1.)
 
-Reads a model and rows with a response, or dialogues (docs/data.md); writes runs/sft: model/, metrics.jsonl,
-samples.jsonl, plots, summary.json. A checkpoint holds weights, optimiser and the number of steps done.
+Reads a model and rows with a response, or dialogues (docs/data.md). Writes runs/sft: model/, metrics.jsonl,
+samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
 
     python sft.py                                           the tiny world, under a minute on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
-Differs from the paper: blocks are packed without attention across documents, where the authors' packing lets
-them see each other; AdamW's betas are 0.9 and 0.95.
+Differences from RLHF Workflow: documents of a block do not attend to each other, as they do in the authors'
+packing; AdamW's betas are 0.9 and 0.95.
 """
 
 import math
@@ -105,24 +106,26 @@ class Args:
 
 
 def update(model, optimizer, blocks, args):
-    """One optimiser step on `blocks`, over all ranks: (loss, gradient norm). Every rank has all blocks and
-    computes its share of them, so n counts the response tokens of all micro-batches and ranks."""
+    """Take one optimiser step on `blocks` and return (loss, gradient norm).
+
+    Every rank has all blocks and computes its share, so n counts the response tokens over all micro-batches
+    and ranks."""
     n = n_response_tokens(blocks)
     sums = dist.Sums()
     for batch in my_micro_batches(blocks, model, args.micro_batch_size):
-        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 where no response token follows
+        logprobs = models.logprobs(model, batch)  # (B, T-1), 0 if token t+1 is not a response token
         loss, loss_metrics = sft_loss(logprobs, batch.action_mask, n_tokens=n)
-        dist.backward(loss)  # times the number of ranks, for FSDP takes their mean
+        dist.backward(loss)  # times the number of ranks, since FSDP averages
         sums.add(loss_metrics)
     nll = sums.over_ranks()["nll_sum"] / n
-    # clips, and takes no step where loss or gradient are not finite
+    # clips gradients; raises an error, without a step, if the loss or a gradient is not finite
     [grad_norm] = dist.optimizer_step([model], [optimizer], nll, args.max_grad_norm)
     return nll, grad_norm
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm elsewhere, copy all above this line but the second block of imports, together with
-# the kit, seven files of common/: README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line except the second block of imports,
+# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
 PANELS = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
 PLOTS = [partial(plots.curves, panels=PANELS)]
 
@@ -140,23 +143,23 @@ def main(args: Args):
     model = pretrained.load_policy(args.model, tokenizer, checkpointing, args.seed, args.lora_rank)
     pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.packing = args.packing and checks.packs(model)  # not every family can; then a line says so
+    args.packing = args.packing and checks.packs(model)  # prints a line if the model does not support it
 
-    # blocks: rows of packed documents, a dialogue each, packed once; the same on every rank
+    # blocks: rows of packed documents, packed once, the same on every rank
     blocks = make_blocks(train, args.max_length, args.packing)
     steps_per_epoch = math.ceil(len(blocks) / args.batch_size)
     total_steps = args.max_steps or max(1, round(args.epochs * steps_per_epoch))
     evaluate = evaluation.HeldOutDocuments(held_out, tokenizer, args)
     optimizer = dist.adamw(model, args.lr, args)
 
-    # only now is an old run replaced, or a checkpoint loaded
+    # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from
     plan = f"{total_steps} optimiser steps of {args.batch_size} rows, "
     plan += f"{total_steps / steps_per_epoch:.2g} epochs of {len(train):,} documents in {len(blocks):,} rows"
     run.begin(plan=plan, modules={"policy": (model, optimizer)}, held_out=evaluate.fingerprint)
     run.log_before(evaluate, model)
 
-    for step in run.steps(total_steps):  # and writes a checkpoint behind every --save-every of them
-        # the blocks of this step: the same on every rank, in another order in each epoch
+    for step in run.steps(total_steps):  # also writes a checkpoint every --save-every steps
+        # the blocks of this step: the same on every rank, in a new order each epoch
         epoch, index = divmod(step - 1, steps_per_epoch)
         order = dist.shuffled(len(blocks), args.seed, "order", epoch)
         chosen = order[index * args.batch_size : (index + 1) * args.batch_size]
@@ -174,7 +177,7 @@ def main(args: Args):
         }
         row["perf/tokens_per_s"] = row["data/tokens"] / run.seconds()
         if run.due(args.eval_every):
-            row.update(evaluate.loss(model))  # without samples
+            row.update(evaluate.loss(model))  # without sampling
         run.log(row, step, epoch, shown=("loss/nll", "optim/grad_norm", "perf/tokens_per_s"))
 
     run.finish(
@@ -187,7 +190,7 @@ def main(args: Args):
     )
 
 
-LARGE = Args(  # ours, for 7B
+LARGE = Args(  # our values, for 7B
     warmup_ratio=0.03, max_length=2048, micro_batch_size=1, eval_every=200, save_every=200,
     sample_prompts=32, max_new_tokens=512, slots=16, gradient_checkpointing=True,
 )  # fmt: skip
@@ -199,7 +202,7 @@ RECIPES = {
             model="HuggingFaceTB/SmolLM2-135M-Instruct",  # a chat model that two CPU cores can train
             epochs=2.0, lr=2e-5,  # Llama 2 (arXiv:2307.09288), section 3.1
             warmup_ratio=0.03,  # RLHF Workflow, section 3.1
-            # Ours. A step takes documents: packed, a few hundred short ones would be a handful of steps
+            # Ours. Not packed: a few hundred short documents would make only a handful of steps
             packing=False, batch_size=8, micro_batch_size=4, max_length=1024, eval_every=100, save_every=100,
             sample_prompts=32, max_new_tokens=256, slots=32,
         ),
@@ -214,7 +217,7 @@ RECIPES = {
     "rlhf_workflow": (
         "RLHF Workflow's SFT of Llama-3-8B; give --chat-template docs/templates/llama3.jinja",
         replace(
-            LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # theirs
+            LARGE, model="meta-llama/Meta-Llama-3-8B", dataset="RLHFlow/RLHFlow-SFT-Dataset-ver2",  # authors'
             epochs=1.0, warmup_ratio=0.03, lr_schedule="cosine", batch_size=32, max_length=8192,  # its 3.1
             lr=2e-5, weight_decay=0.0, max_grad_norm=1.0,  # the authors' code
         ),
@@ -223,7 +226,7 @@ RECIPES = {
         "RLHF Workflow's pairwise preference model, on what python -m common.programs.pairwise wrote",
         replace(
             LARGE, model="meta-llama/Meta-Llama-3-8B-Instruct", dataset="runs/pairs/train.jsonl",
-            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # its 2.2, as the warm-up
+            epochs=1.0, lr_schedule="cosine", batch_size=128, max_length=3072,  # its 2.2, like the warm-up
             eval_dataset="runs/pairs/held_out.jsonl", sample_prompts=0, lr=5e-6,  # lr: the authors' code
         ),
     ),
@@ -231,8 +234,8 @@ RECIPES = {
         "Llama 2's SFT; give --chat-template docs/templates/llama2.jinja",
         replace(
             LARGE, model="meta-llama/Llama-2-7b-hf",
-            dataset="HuggingFaceH4/ultrachat_200k[train_sft]",  # ours: its 27,540 answers are not public
-            epochs=2.0, lr=2e-5, weight_decay=0.1, batch_size=64, max_length=4096,  # its 3.1
+            dataset="HuggingFaceH4/ultrachat_200k[train_sft]",  # ours: Meta's 27,540 answers are not public
+            epochs=2.0, lr=2e-5, weight_decay=0.1, batch_size=64, max_length=4096,  # section 3.1
         ),
     ),
     "dpo": (
@@ -246,11 +249,11 @@ RECIPES = {
     "summarize": (
         "Stiennon et al.'s SFT on Reddit's TL;DR; give --chat-template docs/templates/chat.jinja",
         replace(
-            LARGE, model="EleutherAI/pythia-1.4b-deduped", dataset="trl-lib/tldr",  # theirs: a GPT-3 of 1.3B
-            # arXiv:2009.01325, appendix B.1; for 6.7B lr 2.83e-5. InstructGPT (arXiv:2203.02155, appendix
-            # C.1) has 16 epochs of 32 rows a step, lr 9.65e-6, which falls to a tenth, and dropout 0.2
+            LARGE, model="EleutherAI/pythia-1.4b-deduped", dataset="trl-lib/tldr",  # paper: a GPT-3 of 1.3B
+            # arXiv:2009.01325, appendix B.1; lr 2.83e-5 for 6.7B. InstructGPT (arXiv:2203.02155, appendix
+            # C.1): 16 epochs with 32 rows per step, lr 9.65e-6 falling to a tenth, and dropout 0.2
             epochs=1.0, lr=6.35e-5, lr_schedule="cosine", batch_size=128,
-            # Not said. Of max_length 512 tokens are the post's (table 4)
+            # Not given. 512 tokens of max_length are for the post (table 4)
             packing=False, warmup_ratio=0.0, weight_decay=0.0, max_length=640, max_new_tokens=64,
         ),
     ),
@@ -258,7 +261,7 @@ RECIPES = {
         "Constitutional AI's SL-CAI, on what python -m common.programs.ai_feedback revise wrote",
         replace(
             LARGE, model="meta-llama/Llama-2-7b-hf", dataset="runs/revisions/rows.jsonl", packing=False,
-            # arXiv:2212.08073, section 3.2; lr is half of the pretraining's, 3e-4 (Llama 2, table 1)
+            # arXiv:2212.08073, section 3.2; lr is half of that in pretraining, 3e-4 (Llama 2, table 1)
             lr=1.5e-4, epochs=1.0, lr_schedule="constant_with_warmup", warmup_ratio=0.0, batch_size=1024,
         ),
     ),
