@@ -11,8 +11,9 @@ worse responses in the DATA. `--expected-reward-samples n` also regresses e on t
 the policy, as eq. 7 defines it. Only a is a score: with K = 0, adding any c(x) to both r and e leaves the
 loss unchanged.
 
-Reads a model, comparisons (docs/data.md) and runs/sft. Writes runs/advantage_model: model/, metrics.jsonl,
-samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
+Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/advantage_model: model/,
+metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which
+--resume continues.
 
     python advantage_model.py                               the tiny world, about a minute on two CPU cores
     python advantage_model.py --model org/name --dataset pairs.jsonl
@@ -51,7 +52,7 @@ class Args:
     """Model to start from, a causal LM or an advantage model: tiny, a hub name, a folder or a run
     directory."""
     dataset: str = "tiny"
-    """Training data: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None

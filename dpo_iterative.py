@@ -58,7 +58,7 @@ class Args:
     FILE.py:function. Two oracles compare each response with all others: common.programs.pairwise:oracle=RUN
     and common.programs.ai_feedback:oracle=ORG/MODEL."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     offline_data: str | None = None
@@ -458,7 +458,7 @@ BASE = Args(
     epochs=2.0,  # RLHF Workflow, section 3.3
     beta=0.1,  # the same
     warmup_ratio=0.1,  # Zephyr's (the alignment handbook)
-    # Ours, chosen by experiment (docs/recipes.md): 5e-7 learns nothing from a few hundred pairs
+    # Ours, chosen by experiment (docs/use/recipes.md): 5e-7 learns nothing from a few hundred pairs
     lr=1e-5,
     batch_size=8,
     prompts_per_iteration=None,  # ours, like all below

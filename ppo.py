@@ -59,7 +59,7 @@ class Args:
     """Reference pi_0 of the KL penalty. None: the policy that training starts from."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
-    (docs/scorers.md)."""
+    (docs/use/scorers.md)."""
     safety_scorer: str | None = None
     """Llama 2's second reward model; its score counts for prompts tagged is_safety and for unsafe
     responses."""
@@ -68,7 +68,7 @@ class Args:
     retokenize: bool = False
     """Allow a scorer with a different tokenizer or chat template; it then encodes and scores the text."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
@@ -103,7 +103,7 @@ class Args:
     """Coefficient beta of the KL penalty."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """Estimator of the KL per token, in the penalty and in kl/per_response; the papers use k1
-    (docs/kl.md)."""
+    (docs/learn/kl.md)."""
     max_kl: float = 100.0
     """Mean KL per response of a rollout, in nats, above which the run stops with an error."""
     # advantages and their losses
@@ -614,7 +614,7 @@ RECIPES = {
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         Args(
             kl_coef=0.04,  # Qwen (arXiv:2309.16609), section 3.2.2
-            # Ours, chosen by experiment (docs/recipes.md): the papers' 1e-6 needs hundreds of rollouts
+            # Ours, chosen by experiment (docs/use/recipes.md): the papers' 1e-6 needs hundreds of rollouts
             lr=1e-5, value_lr=2e-5, value_warmup_steps=4, epochs=2,
             iterations=20, prompts_per_iteration=16, n_samples=4, minibatch_size=32,
             micro_batch_size=4, score_batch_size=8, max_new_tokens=256, max_length=1024, slots=32,

@@ -57,9 +57,9 @@ class Args:
     """Model that the first iteration samples from, for example runs/ppo. None: the base model."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
-    (docs/scorers.md)."""
+    (docs/use/scorers.md)."""
     dataset: str = "tiny"
-    """Prompts: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None

@@ -9,7 +9,7 @@ arXiv:2405.07863, section 2.2.) A prompt with K ranked responses is one batch el
 over its pairs. A soft label weights both orders of a pair. RLHF Workflow's other preference model, which
 reads two responses at once, is in common/programs/pairwise.py.
 
-Reads a model, comparisons (docs/data.md) and runs/sft. Writes runs/reward: model/, metrics.jsonl,
+Reads a model, comparisons (docs/use/data.md) and runs/sft. Writes runs/reward: model/, metrics.jsonl,
 samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, from which --resume continues.
 
     python reward.py                                        the tiny world, about a minute on two CPU cores
@@ -48,7 +48,7 @@ class Args:
     model: str = "tiny"
     """Model to start from, a causal LM or a reward model: tiny, a hub name, a folder or a run directory."""
     dataset: str = "tiny"
-    """Training data: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None

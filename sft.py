@@ -7,8 +7,8 @@ The loss covers the response including its end-of-sequence token, and not the pr
 have no end. Several documents share a block, but none attends to another. (RLHF Workflow, arXiv:2405.07863,
 section 3.1; Llama 2, arXiv:2307.09288, section 3.1.)
 
-Reads a model and rows with a response, or dialogues (docs/data.md). Writes runs/sft: model/, metrics.jsonl,
-samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
+Reads a model and rows with a response, or dialogues (docs/use/data.md). Writes runs/sft: model/,
+metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
 
     python sft.py                                           the tiny world, under a minute on two CPU cores
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
@@ -42,7 +42,7 @@ class Args:
     model: str = "tiny"
     """Model to start from: tiny, a hub name, a model folder or a run directory."""
     dataset: str = "tiny"
-    """Training data: tiny, a hub name, a file (docs/data.md), or a mixture such as a:0.7,b:0.3."""
+    """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None

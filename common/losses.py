@@ -374,7 +374,7 @@ def dpo_loss(
 def cpl_loss(
     chosen_logprobs, rejected_logprobs, chosen_mask, rejected_mask, alpha, gamma=1.0, lam=1.0, n_rows=None
 ):
-    """Compute the CPL loss (docs/cpl.patch): pairs without a reference, later tokens discounted.
+    """Compute the CPL loss (docs/learn/cpl.patch): pairs without a reference, later tokens discounted.
 
     S(y) = alpha * sum_t gamma^t log pi(y_t | x, y_<t),   t = 0 at a response's first token
     L = -(1 / n_rows) sum_b log sigmoid(S_c - lam * S_r)

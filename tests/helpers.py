@@ -277,8 +277,8 @@ def scorer_that_notes(asked, version="b@2"):
 
 
 def docs_functions(folder):
-    """The folder, with the files of docs/scorers.md."""
-    blocks = (ROOT / "docs" / "scorers.md").read_text().split("```python\n")[1:]
+    """The folder, with the files of docs/use/scorers.md."""
+    blocks = (ROOT / "docs" / "use" / "scorers.md").read_text().split("```python\n")[1:]
     for name, block in zip(("myreward.py", "shorter.py", "gsm8k.py"), blocks, strict=True):
         (folder / name).write_text(block.partition("```")[0])
     return folder

@@ -69,7 +69,7 @@ SECONDS = 400  # no command of the tests takes nearly as long
 def patched(script, name, folder):
     """A copy of script.py with docs/NAME.patch, as a module of that name."""
     shutil.copy(ROOT / f"{script}.py", folder)
-    subprocess.run(["git", "apply", ROOT / "docs" / f"{name}.patch"], cwd=folder, check=True)
+    subprocess.run(["git", "apply", ROOT / "docs" / "learn" / f"{name}.patch"], cwd=folder, check=True)
     spec = importlib.util.spec_from_file_location(name, folder / f"{script}.py")
     sys.modules[name] = importlib.util.module_from_spec(spec)  # where tyro looks for its types
     spec.loader.exec_module(sys.modules[name])

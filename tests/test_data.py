@@ -120,7 +120,7 @@ def test_rows_of_public_sets_are_read_as_they_are(name, tmp_path):
 
 
 def test_errors_and_docs_show_the_same_rows_which_can_be_used(tmp_path):
-    docs = (processes.ROOT / "docs" / "data.md").read_text()
+    docs = (processes.ROOT / "docs" / "use" / "data.md").read_text()
     for kind, rows in formats.EXAMPLES.items():
         wanted = formats.WrongColumns({"a": 1}, kind).wanted
         assert all(row in wanted and row in docs for row in rows.splitlines())

@@ -470,7 +470,7 @@ def test_no_prompt_of_the_held_out_pairs_is_sampled_and_trained_on(small, tmp_pa
 
 def test_cpl_learns_pairs_without_a_reference(small, tmp_path, monkeypatch):
     """Its first loss is that of plain transformers, the likelier side of a soft label being the chosen one."""
-    cpl, sides = processes.patched("dpo_iterative", "cpl", tmp_path), []  # docs/cpl.patch
+    cpl, sides = processes.patched("dpo_iterative", "cpl", tmp_path), []  # docs/learn/cpl.patch
     given = [{**r, "preference": i % 5 / 4} for i, r in enumerate(read_jsonl(small.folder / "pairs.jsonl"))]
     write_rows(small.folder / "soft.jsonl", given)
     monkeypatch.setattr(cpl, "PLOTS", [])

@@ -1,4 +1,4 @@
-"""common/run/identity.py: what a resumed run is refused, and what it says; the table of docs/runs.md is the code's."""
+"""common/run/identity.py: what a resumed run is refused, and what it says; the table of docs/use/runs.md is the code's."""
 
 import importlib
 import json
@@ -21,7 +21,7 @@ FUNCTION = "def f(prompts, responses, rows):\n    return [0.0] * len(prompts)\n"
 
 def test_the_table_of_the_docs_is_the_codes():
     """Of every flag of every program: what the page says is refused, and nothing else."""
-    page = (processes.ROOT / "docs" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
+    page = (processes.ROOT / "docs" / "use" / "runs.md").read_text().partition("## Resuming")[2].partition("\n## ")[0]
     programs = {name: importlib.import_module(name) for name in processes.SCRIPTS}
     for name in ("ai_feedback", "evaluate", "rehearsal"):
         programs[name] = importlib.import_module(f"common.programs.{name}")

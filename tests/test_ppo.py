@@ -1129,7 +1129,7 @@ def test_recipes_have_the_papers_numbers_within_their_limits(name):
     ppo.check(args)
 
 
-# -- docs/grpo.patch -----------------------------------------------------------------------
+# -- docs/learn/grpo.patch -----------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def grpo(tmp_path_factory):
     return processes.patched("ppo", "grpo", tmp_path_factory.mktemp("grpo"))
@@ -1187,5 +1187,5 @@ def test_an_answer_that_can_be_checked_is_a_reward_whose_parts_are_logged(
 
 @pytest.mark.parametrize("name, most", [("grpo", 55), ("cpl", 39), ("hir", 95)])
 def test_a_patch_is_short(name, most):
-    lines = (ROOT / "docs" / f"{name}.patch").read_text().splitlines()
+    lines = (ROOT / "docs" / "learn" / f"{name}.patch").read_text().splitlines()
     assert sum(line.startswith("+") and not line.startswith("+++") for line in lines) <= most

@@ -1,4 +1,4 @@
-"""The tasks of docs/real_model.sh: different prompts, one right answer, labels of which a tenth is wrong."""
+"""The tasks of docs/results/real_model.sh: different prompts, one right answer, labels of which a tenth is wrong."""
 
 import random
 import sys

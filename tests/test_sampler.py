@@ -426,7 +426,7 @@ def test_prompts_and_responses_are_joined_as_the_losses_want_them():
 
 # -- the docs' code, and the file alone ------------------------------------------------------------
 def code_below(heading, page="models"):
-    text = (processes.ROOT / "docs" / f"{page}.md").read_text()
+    text = (processes.ROOT / "docs" / "use" / f"{page}.md").read_text()
     return text.partition(f"\n## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 

@@ -548,7 +548,7 @@ def test_recipes_have_the_papers_numbers():
     assert (summarize.lr_schedule, summarize.packing, summarize.dataset) == ("cosine", False, "trl-lib/tldr")
 
 
-# -- docs/hir.patch ------------------------------------------------------------------------
+# -- docs/learn/hir.patch ------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def hir(tmp_path_factory):
     return processes.patched("sft", "hir", tmp_path_factory.mktemp("hir"))

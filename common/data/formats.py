@@ -1,4 +1,4 @@
-"""What people have -> rows in the columns of docs/data.md: files of several kinds, rows of public sets."""
+"""Convert files of several kinds and rows of public data sets to the columns of docs/use/data.md."""
 
 import contextlib
 import csv
@@ -21,7 +21,7 @@ NOT_TEXT = set(  # the columns that something here reads, and that hold neither 
     is_response_0_safe is_response_1_safe info summaries choice turns""".split()
 )
 
-EXAMPLES = {  # of each kind of row those that an error shows; docs/data.md has more
+EXAMPLES = {  # of each kind of row those that an error shows; docs/use/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}
 {"instruction": "Translate.", "input": "chat", "output": "cat"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}""",

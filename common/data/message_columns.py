@@ -1,4 +1,4 @@
-"""The columns of a row -> chat messages, {role, content}. docs/data.md has a table of the formats.
+"""The columns of a row -> chat messages, {role, content}. docs/use/data.md has a table of the formats.
 
 Each reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints these.
 """
@@ -23,8 +23,8 @@ MALFORMED = "a message is not {role, content} with text in both"
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
     """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A
-    turn that is no target has `weight` 0. ValueError says what is wrong with the row. docs/data.md lists the
-    columns."""
+    turn that is no target has `weight` 0. ValueError says what is wrong with the row. docs/use/data.md lists
+    the columns."""
     row = formats.cells(row)
     if "label" in row and "chosen" not in row and "responses" not in row:
         if row["label"] not in (False, True):

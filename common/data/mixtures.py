@@ -1,6 +1,6 @@
 """Data set names -> rows: `tiny`, files (formats.py), names on the hub, and mixtures of them.
 
-`load_rows` reads what --dataset and its siblings name (docs/data.md). Every rank holds all rows.
+`load_rows` reads what --dataset and its siblings name (docs/use/data.md). Every rank holds all rows.
 """
 
 import itertools
@@ -26,7 +26,7 @@ TINY = {  # the options of tiny: name -> what it may be
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
-    """All rows of `spec`, sources as in docs/data.md with commas between them, the same on every rank.
+    """All rows of `spec`, sources as in docs/use/data.md with commas between them, the same on every rank.
 
     kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
     listed = sources(spec)
@@ -175,6 +175,6 @@ def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
         wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
-        raise InputError(f"{_flag(source)}: tiny takes options like {wanted} (docs/data.md)")
+        raise InputError(f"{_flag(source)}: tiny takes options like {wanted} (docs/use/data.md)")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}

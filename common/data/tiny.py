@@ -176,7 +176,7 @@ SIZES = {  # rows of the training and the held-out split
 
 
 def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", commands="") -> list[dict]:
-    """`kind` of SIZES, `split` "train" or "test", as rows in the formats of docs/data.md.
+    """`kind` of SIZES, `split` "train" or "test", as rows in the formats of docs/use/data.md.
 
     length_bias: b, reward units per word that the annotators' utility adds. label: "helpfulness" or "safety",
       the reward that the annotators' preferences follow. commands: "copy+ends" leaves only the rows of these.

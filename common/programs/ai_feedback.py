@@ -442,7 +442,7 @@ WITHOUT_LABELER = ("select", "hindsight")  # their rows may have columns of the 
 
 # -- measures --------------------------------------------------------------------------------------
 def metrics_of(rows, failed) -> dict[str, float]:
-    """The metrics of summary.json, as docs/runs.md defines them."""
+    """The metrics of summary.json, as docs/use/runs.md defines them."""
     metrics = {"rows": len(rows), "failed": len(failed)}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]

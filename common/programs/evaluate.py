@@ -10,7 +10,7 @@ compare scorers: how well does each predict the labels of the same pairs, whoeve
 Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
 FILE.py:function, or one that compares (common/scoring/scorers.py) each answer with the reference's. Writes
 samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
-policies by the true reward where it is known, the tiny world's. docs/evaluate.md defines every figure.
+policies by the true reward where it is known, the tiny world's. docs/use/evaluate.md defines every figure.
 """
 
 import contextlib

@@ -54,9 +54,9 @@ class EveryCommand:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
     deterministic: bool = False
-    """Kernels whose results repeat bit for bit, where torch has such; slower (docs/gpus.md)."""
+    """Kernels whose results repeat bit for bit, where torch has such; slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
-    """Ranks of a node that hold one copy of a model together while it generates (docs/gpus.md)."""
+    """Ranks of a node that hold one copy of a model together while it generates (docs/use/gpus.md)."""
 
 
 def check_flags(args, *more):

@@ -26,8 +26,8 @@ REFUSED = (  # patterns of "script: what it began with": another one is refused,
 
 
 def of_run(args, held_out) -> dict:
-    """Fingerprint what a run begins with: {name in the table of docs/runs.md: fingerprint}. It reads whole
-    files, so only rank 0 calls it."""
+    """Fingerprint what a run begins with: {name in the table of docs/use/runs.md: fingerprint}. It reads
+    whole files, so only rank 0 calls it."""
     messages = json.dumps(held_out, default=str).encode()
     fingerprints = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():

@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the results that a run prints at its end. docs/runs.md defines every key."""
+"""metrics.jsonl, and the results that a run prints at its end. docs/use/runs.md defines every key."""
 
 import math
 import time

@@ -1,6 +1,6 @@
 """Functions of the user as scorers: `FILE.py:function` or `module:function` of --scorer.
 
-Each rank calls the function with its own rows (docs/scorers.md):
+Each rank calls the function with its own rows (docs/use/scorers.md):
 fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
 `module:function=text` is what function(text) returns: common.programs.ai_feedback:rater=MODEL is a judge.
 Where responses are only ranked, a function may compare two of them, which its attribute `pairwise` = True

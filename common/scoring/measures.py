@@ -1,4 +1,4 @@
-"""Measures of samples and of scorers, with their intervals. docs/runs.md defines every key by a formula."""
+"""Measures of samples and scorers, with intervals. docs/use/runs.md defines every key by a formula."""
 
 import math
 import statistics

@@ -1,5 +1,5 @@
 """What scores a response: a reward model or an advantage model (a run directory, a folder, a hub name), or a
-function of the user (functions.py). docs/scorers.md tells how to write one.
+function of the user (functions.py). docs/use/scorers.md tells how to write one.
 """
 
 import collections

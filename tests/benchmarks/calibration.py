@@ -2,7 +2,7 @@
 against Bayes accuracy, calibration, spread over categories, and what e(x) is.
 
     python sft.py
-    python tests/benchmarks/calibration.py --seeds 3 --plot docs/calibration.png
+    python tests/benchmarks/calibration.py --seeds 3 --plot docs/results/calibration.png
 
 Regimes: (a) the recipe tiny, all pairs in two epochs; (b) the first 500 pairs, as many steps. Arms: the reward
 model, the advantage model with bounds 2.5 and 5, and with --expected-reward-samples 4. The plot shows the mean

@@ -5,7 +5,7 @@ they begin with the quickstart's runs and those of runs/begin; what is finished 
     python tests/benchmarks/experiments.py                     all, 4 to 5 hours of a core
     python tests/benchmarks/experiments.py dpo pool --publish
 
-With --publish a group's table goes to docs/results/GROUP.md and to the pages that have a place for it.
+With --publish a group's table goes to docs/results/tables/GROUP.md and to the pages that have a place for it.
 """
 
 import os
@@ -169,7 +169,7 @@ GROUPS = {
             ("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`"),
         ),
     ),
-    "cpl": Group(  # dpo_iterative.py with docs/cpl.patch
+    "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
             "offline DPO": "=dpo/offline_DPO_as_many_pairs_1_480",
             "offline CPL, α 0.1, λ 1": cpl(f"--iterations 0 {PAIRS} --alpha 0.1 --lam 1"),
@@ -285,7 +285,7 @@ def half(folder):
 def patched(file):
     """dpo_iterative.py, changed into cpl.py."""
     subprocess.run(
-        ["patch", "-s", "-o", file, peers.ROOT / "dpo_iterative.py", peers.ROOT / "docs" / "cpl.patch"],
+        ["patch", "-s", "-o", file, peers.ROOT / "dpo_iterative.py", peers.ROOT / "docs" / "learn" / "cpl.patch"],
         check=True,
     )
 
@@ -410,16 +410,16 @@ def temperatures(name, group, seeds):
 
 
 def publish(name, lines, root=peers.ROOT):
-    """docs/results/NAME.md, and the same lines between the two comments of a page that name it."""
+    """docs/results/tables/NAME.md, and the same lines between the two comments of a page that name it."""
     text, places = "\n".join(lines) + "\n", 0
     place = re.compile(rf"(<!-- results/{name}\.md -->\n)(.*?)(?=<!-- end -->)", re.DOTALL)
-    for page in (Path(root, "README.md"), *Path(root, "docs").glob("*.md")):
+    for page in (Path(root, "README.md"), *Path(root, "docs").glob("*/*.md")):
         content, n = place.subn(lambda match: match[1] + text, page.read_text("utf-8"))
         page.write_text(content, "utf-8")
         places += n
     if not places:
         return print(f"no page has <!-- results/{name}.md --> and <!-- end -->")
-    Path(root, "docs", "results", f"{name}.md").write_text(text)
+    Path(root, "docs", "results", "tables", f"{name}.md").write_text(text)
 
 
 @dataclass

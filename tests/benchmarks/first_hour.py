@@ -4,7 +4,7 @@ what the model that it wrote has gained, on rows that no run saw, over the one t
 
     python tests/benchmarks/first_hour.py --model DIR --rankings rankings.jsonl.gz
 
-The rows, short for a CPU, are made of rankings (docs/data.md). What is finished is not run again; what it
+The rows, short for a CPU, are made of rankings (docs/use/data.md). What is finished is not run again; what it
 printed is in --folder/NAME.log. --more 'ppo --iterations 6' adds flags where a command takes too long.
 """
 

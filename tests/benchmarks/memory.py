@@ -1,4 +1,4 @@
-"""The most bytes of tensors that a rank holds at once, beside docs/gpus.md's arithmetic, without GPU or weights:
+"""The most bytes of tensors that a rank holds at once, beside docs/use/gpus.md's arithmetic, without GPU or weights:
 the scripts' update functions and the sampler run on tensors without content, with --ranks that are not there.
 
     python tests/benchmarks/memory.py --ranks 8 64 512
@@ -140,7 +140,7 @@ def measure(tokens, pretend):
 
 
 def arithmetic(shape, tokens, ranks, n, n_value):
-    """docs/gpus.md's, of the same."""
+    """docs/use/gpus.md's, of the same."""
     layers, hidden, wide, heads, key_value_heads, vocabulary = shape
     ends = 2 * vocabulary * hidden  # parameters of embedding and unembedding
     between, inside = 2 * layers * hidden * tokens, (28 * hidden + 12 * wide) * tokens  # activations

@@ -17,12 +17,12 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "tiny_scores": ("scorers/scores.png", "evaluate --scorers runs/reward runs/advantage_model"),
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.programs.evaluate"),
-    "tiny_reward_kl": ("frontier/frontier.png", "docs/evaluate.md's sweep --output-dir runs/frontier"),
-    "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/ppo.md's ppo.py --output-dir runs/ppo_weak"),
+    "tiny_reward_kl": ("frontier/frontier.png", "docs/use/evaluate.md's sweep --output-dir runs/frontier"),
+    "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/learn/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "reward_scaling": ("scaling/scaling.png", "tests/benchmarks/scaling.py"),
-    "rankings_scores": ("rankings_scorers/scores.png", "docs/real_models.md's evaluate --scorers of rankings"),
-    "hh_ppo": ("hh_ppo/metrics.png", "docs/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
+    "rankings_scores": ("rankings_scorers/scores.png", "docs/results/real_models.md's evaluate --scorers of rankings"),
+    "hh_ppo": ("hh_ppo/metrics.png", "docs/results/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
 }
 LARGEST = 100_000  # bytes: a repository keeps every version for ever
 
@@ -31,7 +31,7 @@ LARGEST = 100_000  # bytes: a repository keeps every version for ever
 class Args:
     runs: str = "runs"
     """Where the runs are."""
-    docs: str = str(ROOT / "docs")
+    docs: str = str(ROOT / "docs" / "results")
     """Where the pictures go."""
 
 

@@ -1,4 +1,4 @@
-"""For docs/real_model.sh: tasks that a model of 135M parameters can learn and a function can check.
+"""For docs/results/real_model.sh: tasks that a model of 135M parameters can learn and a function can check.
 
 python tests/benchmarks/real_task.py data TASKS SEED FOLDER
 python tests/benchmarks/real_task.py label POLICY PROMPTS FLIPPED SEED FILE
@@ -281,7 +281,7 @@ TABLES = {  # what makes them, and the last file of each seed that it reads
 
 
 def table(folder, seeds):
-    """Print the tables whose steps have run; docs/real_model.md gets those of seeds that it has a place for."""
+    """Print the tables whose steps have run; docs/results/real_model.md gets those of seeds that it has a place for."""
     folders = [Path(folder, seed) for seed in seeds.split()]
     for make, file in TABLES.items():
         if all((folder / file).exists() for folder in folders):

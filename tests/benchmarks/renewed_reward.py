@@ -1,4 +1,4 @@
-"""For docs/renewed_reward.sh: labels by the annotators of the tiny world, and the table of its runs.
+"""For docs/results/renewed_reward.sh: labels by the annotators of the tiny world, and the table of its runs.
 
 python tests/benchmarks/renewed_reward.py label POLICY PAIRS SEED FILE
 python tests/benchmarks/renewed_reward.py table FOLDER SEEDS"""

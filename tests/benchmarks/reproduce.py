@@ -1,9 +1,9 @@
 """Run the commands that stand in the docs, page by page, so that every figure beside them can be made again.
 
     python tests/benchmarks/reproduce.py                              PAGES below, 6 to 7 hours of a core
-    python tests/benchmarks/reproduce.py README.md docs/kl.md         these
-    python tests/benchmarks/reproduce.py --list docs/kl.md            what would be run
-    python tests/benchmarks/reproduce.py --log                        into docs/results/reproduce.txt: what has run
+    python tests/benchmarks/reproduce.py README.md docs/learn/kl.md         these
+    python tests/benchmarks/reproduce.py --list docs/learn/kl.md            what would be run
+    python tests/benchmarks/reproduce.py --log                        into docs/results/tables/reproduce.txt: what has run
 
 What a command prints, and how long it took, is in a file of runs/reproduce; one that has ended well is not run
 again. Left out, and said: installation, torchrun, GPUs, this program, and commands with a name to fill in
@@ -18,8 +18,8 @@ import zlib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = """README.md docs/rejection_sampling.md docs/reward.md docs/advantage_model.md docs/ppo.md docs/dpo_iterative.md
-docs/evaluate.md docs/kl.md docs/ai_feedback.md docs/cpl.md docs/claims.md docs/renewed_reward.md docs/benchmarks.md"""
+PAGES = """README.md docs/learn/rejection_sampling.md docs/learn/reward.md docs/learn/advantage_model.md docs/learn/ppo.md docs/learn/dpo_iterative.md
+docs/use/evaluate.md docs/learn/kl.md docs/use/ai_feedback.md docs/learn/cpl.md docs/results/claims.md docs/results/renewed_reward.md docs/results/benchmarks.md"""
 LEFT_OUT = re.compile(
     r"\b(ORG|DIR|RUN|GROUP|STUDENT|TEACHER_RUN|FOLDER|PAIRS|ME)\b|^(pip|git|python3|torchrun|vllm|llama|hf|cp)\b|SmolLM2"
     r"|(?<![/\w])(rows|pairs|prompts|held_out|clean|my\w+|hh_\w+|rankings)\.\w+|common.sampler|gpu.py|reproduce.py"
@@ -89,9 +89,9 @@ def in_short(name, command):
 
 
 def log():
-    """docs/results/reproduce.txt: time and commit of the commands that have ended well, here, or elsewhere if
+    """docs/results/tables/reproduce.txt: time and commit of the commands that have ended well, here, or elsewhere if
     the log has them."""
-    path, known, lines = ROOT / "docs" / "results" / "reproduce.txt", {}, {}
+    path, known, lines = ROOT / "docs" / "results" / "tables" / "reproduce.txt", {}, {}
     if path.exists():
         known = dict(line.split("\t", 1) for line in path.read_text().splitlines())
     for name in PAGES.split():

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The whole chain on SmolLM2-135M-Instruct (docs/real_model.md), on tasks whose answers can be checked. Each
+# The whole chain on SmolLM2-135M-Instruct (docs/results/real_model.md), on tasks whose answers can be checked. Each
 # step says how long it took; what is finished is not run again:
 #
-#     bash docs/real_model.sh                                       seed 0
-#     SEEDS="3 4 5" MODEL=path/to/SmolLM2-135M-Instruct bash docs/real_model.sh
-#     STEPS="data sft labels dpo" bash docs/real_model.sh           these steps alone, in the order below
+#     bash docs/results/real_model.sh                                       seed 0
+#     SEEDS="3 4 5" MODEL=path/to/SmolLM2-135M-Instruct bash docs/results/real_model.sh
+#     STEPS="data sft labels dpo" bash docs/results/real_model.sh           these steps alone, in the order below
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
 seeds=${SEEDS:-0} steps=${STEPS:-all} folder=${FOLDER:-runs/real_model}
 task=tests/benchmarks/real_task.py

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Iterative DPO on the tiny world, 3 rounds, three reward models (docs/renewed_reward.md); what is finished
+# Iterative DPO on the tiny world, 3 rounds, three reward models (docs/results/renewed_reward.md); what is finished
 # is not run again:
 #   first     runs/reward in every round
 #   once      trained further before the first round, on 6,000 labelled pairs of responses of runs/sft
 #   renewed   trained further in every round, on 2,000 labelled pairs of responses of the newest policy
 #
 #     python sft.py && python reward.py
-#     SEEDS=3 bash docs/renewed_reward.sh
+#     SEEDS=3 bash docs/results/renewed_reward.sh
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 folder=runs/renewed_reward seeds=${SEEDS:-3}
 
 label() { # POLICY PAIRS SEED FILE
