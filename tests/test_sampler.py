@@ -430,20 +430,6 @@ def code_below(heading, page="models"):
     return text.partition(f"\n## {heading}\n")[2].partition("```python\n")[2].partition("```")[0]
 
 
-def test_the_loop_of_the_docs_raises_the_reward_beside_two_copied_files(tmp_path):
-    """The losses need torch alone: without transformers they can be imported."""
-    for name in ("losses", "sampler"):
-        shutil.copy(processes.ROOT / "common" / f"{name}.py", tmp_path)
-    loop = code_below("The sampler and the losses in your own loop")
-    first = "import sys, transformers; sys.modules['transformers'] = None; import losses\n"
-    first += "sys.modules['transformers'] = transformers\n"
-    (tmp_path / "loop.py").write_text(first + loop)
-    ended = processes.script(tmp_path / "loop.py", alone=True)
-    rewards = [float(x) for x in re.findall(r"reward (\S+)\n", ended.out)]
-    assert ended.code == 0 and len(loop.splitlines()) <= 50 and len(rewards) == 15, ended.err[-2000:]
-    assert max(rewards[:3]) < 0.65 and min(rewards[-3:]) > 0.8
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """runs/sft, runs/ppo and runs/reward, of random weights."""
