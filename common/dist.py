@@ -26,6 +26,7 @@ from common.errors import NotFinite
 TIMEOUT = timedelta(minutes=30)  # a rank that waits longer for the others fails instead of hanging
 PATIENCE = timedelta(hours=24)  # longest wait in `barrier`, for downloads and tokenising data sets
 compute_dtype = None  # value of --compute-dtype, used in forward and backward; None: see compute_dtype_of
+attention = "default"  # value of --attention, transformers' name of an implementation
 here = torch.device("cpu")  # this rank's device, set by `setup`
 ranks_per_copy = 1  # ranks that share one copy of a model inside `consolidated` (tensor parallelism)
 split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
@@ -73,10 +74,10 @@ def print_machine():
 
 
 def machine() -> dict:
-    """Return device, compute dtype and number of ranks, for a run's first line and args.json."""
+    """Return device, dtype, attention and number of ranks, for a run's first line and args.json."""
     name = f"{here} ({torch.cuda.get_device_name(here)})" if here.type == "cuda" else str(here)
     dtype = str(compute_dtype_of(here)).removeprefix("torch.")
-    return {"device": name, "compute_dtype": dtype, "world_size": world_size()}
+    return {"device": name, "compute_dtype": dtype, "attention": attention, "world_size": world_size()}
 
 
 def peak_memory(device, name: str) -> dict[str, float]:

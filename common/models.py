@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils, modeling_flash_attention_utils as flash_utils
 
 from common import batches, dist, losses
 from common.sampler import cache_argument, n_positions as n_positions, to_device
@@ -119,26 +120,49 @@ def logprobs_at(model, input_ids, token_indices, targets, position_ids=None, att
 def _last_hidden(model, input_ids, position_ids=None, attention_mask=None):
     """Return the last hidden states, (B, T, H). position_ids, attention_mask: see head_outputs."""
     if attention_mask is not None:
-        attention_mask = _masks(model.config.get_text_config(), attention_mask, position_ids)
+        attention_mask = _masks(model.config.get_text_config(), attention_mask, position_ids, model.dtype)
     options = {"position_ids": position_ids, "attention_mask": attention_mask, "use_cache": False}
+    if position_ids is not None and attention_mask is None and "flash" in model.config._attn_implementation:
+        # From positions, transformers' flash attention finds packed documents only in a batch of one row
+        (q, k), (longest, _) = flash_utils.prepare_fa_kwargs_from_position_ids(position_ids)
+        options.update(cu_seq_lens_q=q, cu_seq_lens_k=k, max_length_q=longest, max_length_k=longest)
     return model.base_model(input_ids=input_ids, **options).last_hidden_state
 
 
-def _masks(config, mask, position_ids):
+def _masks(config, mask, position_ids, dtype):
     """Convert a (B, 1, T, T) bool mask to what the model's attention expects.
 
     Layers with a sliding window get a mask restricted to it; if only some layers have one, the result is a
-    dictionary by layer type. Eager attention adds the mask to its scores, so it gets 0 and -inf."""
+    dictionary by layer type. dtype: of the model's weights. Returns additive masks (see _additive)."""
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
     masks = {"full_attention": mask}
     window = getattr(config, "sliding_window", None)
     if window and "sliding_attention" in kinds and mask.shape[-1] > window:
         query, key = position_ids[:, None, :, None], position_ids[:, None, None, :]
         masks["sliding_attention"] = mask & (key > query - window)
-    if config._attn_implementation == "eager":
-        masks = {kind: torch.where(mask, 0.0, -math.inf) for kind, mask in masks.items()}
+    masks = {kind: _additive(mask, dtype) for kind, mask in masks.items()}
     one_for_all = kinds == {"sliding_attention"} or len(masks) == 1
     return [*masks.values()][-1] if one_for_all else masks
+
+
+def _additive(mask, dtype):
+    """Convert a bool mask (True: may attend) to the numbers 0 and -inf that are added to attention scores.
+
+    SDPA would convert a bool mask in every layer and keep each copy for backward; this one is made once. Rows
+    start at multiples of 8 elements, or CUDA's memory-efficient kernel would copy the mask in every layer.
+    dtype: used unless autocast has a dtype of its own."""
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind := mask.device.type) else dtype
+    padded = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))
+    return torch.where(padded, mask.new_zeros((), dtype=dtype), -math.inf)[..., : mask.shape[-1]]
+
+
+def _sdpa_mask(dtype=torch.float32, **options):
+    """Make transformers' own mask for SDPA additive, for example that of packed rows. dtype: embeddings'."""
+    mask = masking_utils.sdpa_mask(**options)
+    return None if mask is None else _additive(mask, dtype)
+
+
+masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("sdpa", _sdpa_mask)  # the documented way to replace it
 
 
 def _unembed(model, hidden, targets, temperature=1.0, entropy=False):

@@ -177,11 +177,13 @@ def test_a_program_begins_with_what_it_computes_with(monkeypatch, capsys):
     monkeypatch.setattr(dist, "_warn_of_unused_gpu", lambda: None)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
+    monkeypatch.setattr(dist, "attention", "eager")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     dist.setup()
     dist.print_machine()
     versions = f"torch {torch.__version__}, transformers {dist.transformers.__version__}"
-    assert capsys.readouterr().out == f"device cpu, compute_dtype bfloat16, world_size 1; {versions}\n"
+    rest = "attention eager, world_size 1"
+    assert capsys.readouterr().out == f"device cpu, compute_dtype bfloat16, {rest}; {versions}\n"
 
 
 # -- seeds and the learning rate ---------------------------------------------------------

@@ -148,8 +148,9 @@ def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     assert seen == [] and not splits.n_shown and dist.compute_dtype_of(torch.device("cpu")) == torch.float32
     parse(RECIPES, "--preview 3 --deterministic --generate-tensor-parallel 4".split())
     assert seen == [True, False, False, False] and (splits.n_shown, dist.ranks_per_copy) == (3, 4)
-    parse(RECIPES, ["--compute-dtype", "bfloat16"])
-    assert dist.compute_dtype_of(torch.device("cpu")) == torch.bfloat16
+    monkeypatch.setattr(dist, "attention", "default")
+    parse(RECIPES, "--compute-dtype bfloat16 --attention flex_attention".split())
+    assert (dist.compute_dtype_of(torch.device("cpu")), dist.attention) == (torch.bfloat16, "flex_attention")
     for n in (0, 3, 16):
         with pytest.raises(InputError, match=f"{n}: wanted a divisor of the 8 process"):
             parse(RECIPES, ["--generate-tensor-parallel", str(n)])
@@ -424,7 +425,7 @@ def test_a_new_run_writes_args_json_with_arguments_versions_git_and_stage(tmp_pa
     given["save_dtype"] = "float32"
     assert written["args"] == {**given, "layers": [1, 2], "resume": False, "overwrite": False}
     assert written["python"] == sys.version.split()[0]
-    assert (written["device"], written["compute_dtype"]) == ("cpu", "float32")
+    assert [written[x] for x in ("device", "compute_dtype", "attention")] == ["cpu", "float32", "default"]
     for name in ("torch", "transformers"):
         assert written["versions"][name] == importlib.metadata.version(name)
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)

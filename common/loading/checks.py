@@ -26,12 +26,11 @@ def packs(model) -> bool:
     """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
     in every model. If not, a line says so. Every rank must call it."""
     documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
-    rows = [documents], [[document] for document in documents]
+    rows = [documents, documents[::-1]], [[document] for document in documents + documents[::-1]]
     packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
     forward = models.state_values if hasattr(model, "head_outputs") else models.logprobs
     otherwise = "documents in a row would see each other: each has a row of its own"
-    outputs_of = lambda batch: forward(model, batch)[batch.action_mask]
-    return _are_as_alone(model, outputs_of, packed, alone, otherwise)
+    return _are_as_alone(model, lambda x: forward(model, x)[x.action_mask], packed, alone, otherwise)
 
 
 @torch.no_grad()
@@ -57,17 +56,20 @@ def _texts(model, *lengths):
 def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
     positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
-    positions = torch.arange(together.input_ids.shape[1], device=model.device)[None]
+    positions = torch.arange(together.input_ids.shape[1], device=model.device).expand_as(together.input_ids)
     dtype = getattr(model, "compute_dtype", torch.float32)
-    sharded = dist.is_sharded(model)
-    model.compute_dtype = dtype if sharded else torch.float32  # FSDP has one of its own
+    flash = "flash" in model.config._attn_implementation
+    fixed = flash or dist.is_sharded(model)  # flash attention knows no fp32, and FSDP has a dtype of its own
+    model.compute_dtype = dtype if fixed else torch.float32
     try:
+        if flash and getattr(together, "attention_mask", None) is not None:
+            raise ValueError("flash attention takes a 4-D mask for 2-D padding: it would read other memory")
         apart, *shared_rows = map(outputs_of, (alone, together, together._replace(position_ids=positions)))
         gap, change = ((other - apart).abs().max().item() for other in shared_rows)
     except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
         gap, change = 1, 0
     model.compute_dtype = dtype
-    close = 0.05 if sharded and dtype != torch.float32 else 1e-3
+    close = 0.05 if fixed and dtype != torch.float32 else 1e-3
     holds = all(dist.gather([gap <= close * change and not recurrent(model)]))
     if not holds and dist.is_main():
         print(f"{model.config.model_type}: {otherwise}")

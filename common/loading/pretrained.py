@@ -320,7 +320,23 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
     models.with_methods(model, methods)
     if dist.is_main():
         check_forward(model.train())
+    set_attention(model)
     return model.train()
+
+
+def set_attention(model):
+    """Have the model attend as --attention says; InputError where transformers does not know the name, or the
+    family or this machine has no such. After check_forward: on a CPU flash attention has no kernels. (Flex
+    attention has no backward there, in torch 2.13, and compiles for each shape anew.)"""
+    name = dist.attention
+    flex_on_cpu = "flex" in name and dist.here.type == "cpu"
+    try:
+        if name != "default":
+            model.set_attn_implementation(name)
+            if model.config._attn_implementation in {"eager", "sdpa"} - {name} or flex_on_cpu:
+                raise ValueError(f"{model.config.model_type} does not learn with it on {dist.here.type}")
+    except Exception as error:  # of names, packages and the hub's kernels, of many kinds
+        raise InputError(f"--attention {name}: {error}") from None
 
 
 @torch.no_grad()

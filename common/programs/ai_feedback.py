@@ -98,6 +98,7 @@ class LanguageModel:
         self.model = pretrained.from_hub(AutoModelForCausalLM, name, dtype=dtype)
         self.model.to(device).eval().requires_grad_(False)  # rotary frequencies stay in fp32
         pretrained.check_forward(self.model)
+        pretrained.set_attention(self.model)
         self.room = models.n_positions(self.model.config)
 
     def encode(self, question, reserve) -> list[int]:

@@ -53,6 +53,8 @@ class EveryCommand:
     """Print so many examples as they are trained on, and stop before a model is loaded."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
+    attention: str = "default"
+    """Implementation of attention, by transformers' name; default: sdpa, or eager (docs/gpus.md)."""
     deterministic: bool = False
     """Kernels whose results repeat bit for bit, where torch has such; slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
@@ -105,6 +107,7 @@ def parse(recipes, argv=None):
         print(f"recipe {name} ({why}): {', '.join(values)}")
     splits.n_shown = every.preview
     dist.compute_dtype = every.compute_dtype
+    dist.attention = every.attention
     n = every.generate_tensor_parallel
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if n < 1 or of_node % n:

@@ -67,5 +67,5 @@ def changes(before: dict, now: dict, folder) -> list[str]:
 
 def _settings(begun) -> dict:
     values = {"ranks": begun.get("world_size"), **begun.get("args", {}), **begun.get("versions", {})}
-    machine = {name: begun[name] for name in ("device", "compute_dtype") if name in begun}
+    machine = {name: begun[name] for name in ("device", "compute_dtype", "attention") if name in begun}
     return {"script": begun["stage"], **values, **machine} if begun else {}

@@ -77,6 +77,8 @@ def launch(main, recipes):
         elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
             why = f"a layer of the model mixes bfloat16 with other numbers ({error})"
             _say(f"error: {why}: --compute-dtype float32")
+        elif dist.attention != "default" and "attention" in str(error).lower():  # no backward, say
+            _say(f"error: --attention {dist.attention}: {error}")
         else:
             _say(f"[rank {dist.rank()}]")
             traceback.print_exc()

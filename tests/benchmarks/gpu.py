@@ -16,8 +16,11 @@ bandwidth and training to the matrix units' rate, for Llama shapes of random wei
     training  forward and backward of sft.py's loss on blocks of --block tokens with gradient checkpointing, bf16
               compute on fp32 weights, no optimiser step; 6 * (parameters less the embedding) * tokens operations, the
               checkpointing's second forward not counted, over the measured rate of a bf16 matrix product
+    attention the same step with rows that hold DOCUMENTS each, and the same sampling, with each kernel of SDPA, and
+              with --attentions by name where they are installed; `-` where a kernel takes no such mask or shape
 """
 
+import contextlib
 import gc
 import os
 import runpy
@@ -32,6 +35,7 @@ import peers
 import torch
 import torch.distributed as td
 import tyro
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from common import dist, losses, models
@@ -44,6 +48,7 @@ SHAPES = {  # hidden, layers, heads, key-value heads, feed-forward, vocabulary
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
+DOCUMENTS = 8  # of a packed row
 COMMANDS = (  # few steps of each script, on the tiny world
     "sft --max-steps 200",
     "reward --max-steps 100",
@@ -59,8 +64,10 @@ COMMANDS = (  # few steps of each script, on the tiny world
 class Args:
     shapes: tuple[str, ...] = ("1b", "8b") if torch.cuda.is_available() else ("tiny",)
     """Of SHAPES; by default tiny where there is no GPU."""
-    only: tuple[str, ...] = ("torchrun", "sharded", "scripts", "sampler", "training")
+    only: tuple[str, ...] = ("torchrun", "sharded", "scripts", "sampler", "training", "attention")
     """Parts to run."""
+    attentions: tuple[str, ...] = ("flash_attention_2", "flex_attention")
+    """Names beside sdpa, as of --attention."""
     slots: int = 64
     """Rows that decode together."""
     prompt_tokens: int = 128
@@ -167,6 +174,50 @@ def training(shape, device, rate, args) -> dict:
     return {**line, "of the rate": f"{used / rate:.0%}", "peak GB": f"{peak:.1f}"}
 
 
+def attention(shape, device, _, args) -> list[dict]:
+    """A line for each kernel: milliseconds of a packed step, the peak beside it, tokens a second of the sampler."""
+    kinds = {f"sdpa, {name.lower()}": ("sdpa", SDPBackend.__members__[name]) for name in SDPBackend.__members__
+             if name not in ("ERROR", "OVERRIDEABLE")}  # fmt: skip
+    kinds |= {name: (name, None) for name in args.attentions}
+    length = (args.block if device.type == "cuda" else 256) // DOCUMENTS * DOCUMENTS
+    positions = torch.arange(length // DOCUMENTS, device=device).repeat(args.blocks, DOCUMENTS)
+    ids = torch.randint(3, SHAPES[shape][-1], positions.shape, device=device)
+    mask = positions[:, 1:] > 0
+    prompts = ids[:1, : args.prompt_tokens].repeat(args.slots, 1).tolist()
+    lines = []
+    for kind, (name, backend) in kinds.items():
+        line = {"model": shape, "attention": kind, "packed ms": "-", "peak GB": "-", "sampler tokens/s": "-"}
+        model = llama(shape, device, torch.float32)
+        model.token_logprobs = types.MethodType(models.token_logprobs, model)
+        model.compute_dtype = torch.bfloat16
+
+        def step():
+            losses.sft_loss(model.token_logprobs(ids, mask, positions), mask)[0].backward()
+            model.zero_grad(set_to_none=True)
+
+        def draw():
+            sample(model, prompts, stop_ids=[], pad_id=0, slots=args.slots, seed=0, max_new_tokens=args.new_tokens)
+
+        try:
+            model.set_attn_implementation(name)
+            with sdpa_kernel(backend) if backend else contextlib.nullcontext():
+                line["packed ms"] = f"{1e3 * timed(step, device, args.repeats):.0f}"
+                if device.type == "cuda":
+                    line["peak GB"] = f"{torch.cuda.max_memory_allocated() / 1e9:.1f}"
+                model = model.to(torch.bfloat16).eval()
+                seconds = timed(draw, device, args.repeats)
+                line["sampler tokens/s"] = f"{args.slots * args.new_tokens / seconds:.0f}"
+        except (RuntimeError, ValueError, ImportError) as error:
+            print(f"{kind}: {str(error).splitlines()[0][:200]}")
+        lines.append(line)
+        model = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return lines
+
+
 def launcher(ranks) -> list[str]:
     """Of a module that follows. ranks: of torchrun; 0: without it."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
@@ -217,20 +268,21 @@ def main(args: Args):
         ended = subprocess.run([*launcher(ranks), "sharded", *sys.argv[1:]], env=ENV)
         if ended.returncode:
             sys.exit(1)
-    if {"sampler", "training"} & {*args.only}:
+    if {"sampler", "training", "attention"} & {*args.only}:
         measure(args)
 
 
 def measure(args):
-    """The tables of sampler and training, here or on each rank of torchrun."""
+    """The tables of sampler, training and attention, here or on each rank of torchrun."""
     device = dist.setup()
     bandwidth, rate = machine(device, args.repeats)
     if dist.is_main():
         print(f"{device}: {bandwidth / 1e9:.0f} GB/s, {rate / 1e12:.3g} bf16 TFLOP/s")
-    for part, unit in ((sampler, bandwidth), (training, rate)):
+    for part, unit in ((sampler, bandwidth), (training, rate), (attention, None)):
         table = []
         for shape in args.shapes if part.__name__ in args.only else ():
-            table.append(part(shape, device, unit, args))
+            lines = part(shape, device, unit, args)
+            table += lines if isinstance(lines, list) else [lines]
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

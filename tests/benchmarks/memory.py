@@ -69,7 +69,10 @@ class Pretend(TorchDispatchMode):
         begins = all(x.device.type == "meta" for x in tensors)  # a tensor made of nothing
         device = kwargs.get("device") or (tensors[0].device if tensors else "cpu")
         if torch.device(device).type == "meta" or not (fakes or begins):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if isinstance(out, torch.Tensor) and out.ndim == 4 and out.shape[-1] >= out.shape[-2] > LENGTH:
+                self.count(out.untyped_storage())  # masks: real, but as large as (tokens, tokens)
+            return out
         with self.fake:
             out = func(*args, **kwargs)
         if begins and isinstance(out, torch.Tensor) and not out.dtype.is_floating_point:
@@ -145,14 +148,15 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     ends = 2 * vocabulary * hidden  # parameters of embedding and unembedding
     between, inside = 2 * layers * hidden * tokens, (28 * hidden + 12 * wide) * tokens  # activations
     logits = 3.5 * 4 * models.LOGITS_IN_MEMORY  # of a chunk: in bf16, in fp32, their softmax and gradient
+    mask = 2 * tokens**2  # of documents that share a row, or responses a prompt: one in bf16 for all layers
     in_layer = 3 * ends + 8 * (n - ends) / layers + between + inside
     working = max(in_layer, 3 * ends + logits + between, 6 * ends)
     cached = 4 * layers * key_value_heads * hidden // heads / dist.ranks_per_copy  # bytes of a token
     copy_ = 2 * (ends + (n - ends) / dist.ranks_per_copy)
     sampling = 16 * (n + n_value) / ranks + copy_ + cached * SLOTS * LENGTH
     return {
-        "SFT": 16 * n / ranks + working,
-        "DPO": 16 * n / ranks + working,
+        "SFT": 16 * n / ranks + working + mask,
+        "DPO": 16 * n / ranks + working + mask,
         "PPO": 20 * (n + n_value) / ranks + working,
         "prefill": sampling + cached * sampler.PREFILL_TOKENS,
         "decoding": sampling,
