@@ -1,4 +1,4 @@
-"""The documents of PPO's two auxiliary losses: pretraining text (InstructGPT's ptx) and rehearsal."""
+"""The documents for PPO's two auxiliary losses: pretraining text (InstructGPT's ptx loss) and rehearsal."""
 
 import torch
 
@@ -8,7 +8,9 @@ from common.data import chat, demonstrations, mapping, message_columns, mixtures
 
 
 def text_documents(args, tokenizer):
-    """Rows of `text` -> documents in which every token but the first is learnt, the end token included."""
+    """Turn rows with a column `text` into documents whose loss covers every token but the first.
+
+    The end-of-sequence token is learnt too, unless --max-length cuts the text before it."""
 
     def document(row):
         text = row.data.get("text")
@@ -18,7 +20,7 @@ def text_documents(args, tokenizer):
         if chat.special_tokens(tokenizer).search(text):
             raise ValueError(chat.SPECIAL)
         ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id][: args.max_length])
-        # What is held out is told by the turns before an answer: here the text
+        # Held-out sets are matched by the turns before an answer, so the text serves as the prompt
         messages = [{"role": "text", "content": text}, {}]
         return Document(ids, torch.ones(len(ids), dtype=torch.bool), messages, row)
 
@@ -29,14 +31,21 @@ def text_documents(args, tokenizer):
 
 
 def stream(documents, size, step, seed, name):
-    """The documents of optimiser step `step` of an endless stream, in an order drawn anew for each pass."""
+    """Return the `size` documents of optimiser step `step` from an endless stream of documents.
+
+    Every pass over them has its own order, which depends only on `seed`, `name` and the number of the
+    pass, so a resumed run sees the same documents."""
     n = len(documents)
     places = range(step * size, (step + 1) * size)
     return [documents[dist.shuffled(n, seed, name, place // n)[place % n]] for place in places]
 
 
 def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], list[Document]]:
-    """({"ptx": documents of --ptx-dataset, "rehearsal": of --rehearsal-data}, or less; held-out text)."""
+    """Load the documents of the auxiliary losses, and the held-out text.
+
+    Returns ({"ptx": documents of --ptx-dataset, "rehearsal": documents of --rehearsal-data}, held-out
+    text). A loss whose flag is not set has no key. A tenth of the texts, at most 200, is held out, and no
+    document has a prompt of `held_out`."""
     extra = {}
     held_out_text = []
     if args.ptx_dataset:
@@ -49,7 +58,7 @@ def load_extra(args, tokenizer, held_out) -> tuple[dict[str, list[Document]], li
 
 
 def next_extra(extra, step, args) -> dict[str, list[Document]]:
-    """Of each kind the documents of optimiser step `step`, if its loss counts."""
+    """Return the documents of optimiser step `step` for each auxiliary loss whose coefficient is above 0."""
     sizes = {"ptx": args.ptx_batch_size, "rehearsal": args.rehearsal_batch_size}
     coefs = {"ptx": args.ptx_coef, "rehearsal": args.rehearsal_coef}
     names = [name for name in extra if coefs[name] > 0]

@@ -1,7 +1,7 @@
-"""Chat messages -> token ids, in one way everywhere.
+"""Turn chat messages into token ids, in the same way everywhere.
 
-The chat template renders the whole dialogue, which is tokenised as one text. Up to an answer, its ids are
-exactly those that generation starts from.
+The chat template renders the whole dialogue, and the result is tokenised as one text. The ids before an
+answer are exactly the ids that generation starts from.
 """
 
 import bisect
@@ -19,20 +19,25 @@ SPECIAL = "the text holds a special token, which would end or open a turn in its
 
 
 class Rewritten(ValueError):
-    """A chat template writes an answer in another way than it is."""
+    """The chat template changes an answer, or does not put it directly after its prompt."""
 
 
 def prompt_ids(tokenizer, messages: list[dict]) -> list[int]:
-    """The ids that a response to `messages` follows: the rendered turns and the opening of an answer."""
+    """Return the ids that a response follows: the rendered messages and the opening of an answer."""
     text = render(tokenizer, messages, add_generation_prompt=True)
     starts = [start for start, _ in _answers(tokenizer, messages, text).values()]
     return _tokenize(tokenizer, text, starts)[0]
 
 
 def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[list[int], list[bool]]:
-    """(ids, response mask) of a dialogue that ends with the assistant's turn, rendered up to the last
-    answer's end token, which is added where the template writes none. Targets are the last answer, or every
-    one, from where generation begins it to its end token. ValueError says why a dialogue has no such form."""
+    """Tokenise a dialogue that ends with the assistant's turn; return (ids, response mask).
+
+    The ids end with the end-of-sequence token of the last answer, which is added if the template does not
+    write one. The mask is True for the tokens to learn: the last answer, or all answers with all_turns, each
+    from the first token that generation would produce to its end-of-sequence token. Answers of weight 0 are
+    not learnt. If the template rewrites earlier answers, only the last one is learnt.
+
+    Raises ValueError, with the reason, if the dialogue cannot be encoded in this way."""
     if any(special_tokens(tokenizer).search(str(text)) for turn in messages for text in turn.values()):
         raise ValueError(SPECIAL)
     text = render(tokenizer, messages)
@@ -40,16 +45,17 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     if len(messages) - 1 not in answers:
         raise Rewritten("the chat template does not write the answer as it is right after its prompt")
     if len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
-        all_turns = False  # the template rewrites earlier ones
+        all_turns = False  # the template rewrites earlier answers: learn only the last one
     ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
     mask = [False] * len(ids)
     for i in list(answers)[0 if all_turns else -1 :]:
         start, end = answers[i]
-        last = min(bisect.bisect_left(ends, end), len(ends) - 1)  # or one of several bytes of a character
+        last = min(bisect.bisect_left(ends, end), len(ends) - 1)  # the first token to end there
+        # Several tokens may end at the same place: the bytes of one character
         tokens = slice(bisect.bisect_right(ends, start), bisect.bisect_right(ends, ends[last]))
         mask[tokens] = [messages[i].get("weight") != 0] * len(mask[tokens])
     ids, mask = ids[: tokens.stop], mask[: tokens.stop]
-    if ids[-1] != tokenizer.eos_token_id:  # the template ends no turns, but the model must learn to
+    if ids[-1] != tokenizer.eos_token_id:  # the template does not end turns, but the model has to learn it
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, messages[-1].get("weight") != 0]
     if not any(mask):
         raise ValueError("no answer is left to learn: their weight is 0")
@@ -57,7 +63,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
 
 
 def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[list[int], list[list[int]]]:
-    """(prompt ids, ids of each response), as `encode` gives them for each of the dialogues."""
+    """Tokenise a prompt and each of its responses as `encode` does; return (prompt ids, response ids)."""
     dialogues = [encode(tokenizer, [*prompt, {"role": "assistant", "content": text}]) for text in texts]
     start = min(mask.index(True) for _, mask in dialogues)
     return dialogues[0][0][:start], [ids[start:] for ids, _ in dialogues]
@@ -65,42 +71,47 @@ def encode_responses(tokenizer, prompt: list[dict], texts: list[str]) -> tuple[l
 
 @functools.lru_cache(maxsize=4)
 def special_tokens(tokenizer):
+    """Compile a pattern that matches any special token of the tokenizer."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(map(re.escape, {*added, *tokenizer.all_special_tokens})))
 
 
 def check_known(tokenizer, ids):
-    """ValueError if most of these tokens stand for words that the tokenizer does not know."""
-    unknown = tokenizer.unk_token_id  # GPT-2's is another name of its end token
+    """Raise ValueError if most of these ids are the token for unknown words."""
+    unknown = tokenizer.unk_token_id  # GPT-2 uses its end-of-sequence token for both
     if unknown not in (None, tokenizer.eos_token_id) and 2 * ids.count(unknown) > len(ids):
         raise ValueError("the tokenizer knows few of its words: is it the right --model?")
 
 
 def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
-    """{place among the messages: (start, end) in `text`, the rendered dialogue} of the assistant's answers,
-    from the end of the opening that generation starts from to that of the end token. Without those that the
-    template writes in another way once more turns follow, as templates do that drop thoughts."""
+    """Find the assistant's answers in `text`, the rendered dialogue.
+
+    Returns {index of the message: (start, end)}, in characters. An answer starts after the opening that
+    generation starts from and ends after its end-of-sequence token. Answers that the template rewrites
+    once more turns follow are missing; templates that drop earlier thoughts do that."""
     answers = {}
     for i in range(1, len(messages)):
         if messages[i]["role"] != "assistant":
             continue
         done = render(tokenizer, messages[: i + 1])
         opening = before = render(tokenizer, messages[:i], add_generation_prompt=True)
-        if not done.startswith(opening):  # only generation opens a thought, in DeepSeek R1's and Gemma 4's
+        if not done.startswith(opening):  # DeepSeek R1 and Gemma 4 open a thought only for generation
             before = render(tokenizer, messages[:i])
         answer, end, _ = done[len(before) :].partition(tokenizer.eos_token)
         content = messages[i]["content"]
         content = content if content in answer else content.strip()
         start = 0 if before == opening else answer.rfind(content)
-        lost = start and messages[i].keys() - {"role", "content", "weight"}  # a thought before it, for one
+        # A thought, or another key, that is rendered before the content would be left out of the answer
+        lost = start and messages[i].keys() - {"role", "content", "weight"}
         if start >= 0 and not lost and text.startswith(before + answer + end):
             answers[i] = len(before) + start, len(before + answer + end)
     return answers
 
 
 class Clock(datetime):
-    """The clock of chat templates that write the date (strftime_now). It stands where the run began: texts of
-    a resumed run, or of one that lasts over midnight, are then the same ones."""
+    """The clock of chat templates that write the date (strftime_now), stopped at the start of the run.
+
+    The texts of a run stay the same when it is resumed or continues past midnight."""
 
     began = datetime.now()
 
@@ -110,25 +121,30 @@ class Clock(datetime):
 
 
 def render(tokenizer, messages, add_generation_prompt=False):
+    """Render messages with the chat template. Raises ValueError if the template refuses them."""
     turns = json.dumps(messages, default=str)
     return _rendered(tokenizer, str(tokenizer.chat_template), turns, add_generation_prompt)
 
 
-@functools.lru_cache(maxsize=256)  # the responses to a prompt share the renderings of its turns
+@functools.lru_cache(maxsize=256)  # responses to one prompt share the rendering of its turns
 def _rendered(tokenizer, _, turns, opened):
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.datetime = Clock  # what strftime_now asks
+    chat_template_utils.datetime = Clock  # strftime_now looks it up here
     try:
         return tokenizer.apply_chat_template(json.loads(turns), tokenize=False, add_generation_prompt=opened)
-    except (jinja2.TemplateError, TypeError) as error:  # of one that refuses roles, or a thought in parts
+    except (jinja2.TemplateError, TypeError) as error:  # it refuses a role, or a thought in parts
         raise ValueError(f"the chat template refuses it: {error}") from None
 
 
 def _tokenize(tokenizer, text, starts):
-    """(ids of `text`, where in it each token ends), of the text as one; but cut at those of `starts`, where
-    answers begin, at which the tokens before would be others than those that generation starts from: inside a
-    token, and after two white spaces, which some tokenizers join at the end of a text alone."""
+    """Tokenise a rendered dialogue; return (ids, where each token ends in the text).
+
+    The text is tokenised in one piece, but cut at the start of an answer wherever the tokens before it would
+    otherwise differ from those that generation starts from. That is the case if a token spans the start, and
+    after two white spaces, which some tokenizers merge only at the end of a text.
+
+    starts: where answers start, in characters."""
     if not tokenizer.is_fast:
         raise InputError("--model: a tokenizer without tokenizer.json does not say where its tokens end")
 

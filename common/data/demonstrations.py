@@ -1,4 +1,4 @@
-"""Rows of demonstrations -> documents: token ids with a response mask (batches.Document)."""
+"""Turn rows of demonstrations into documents: token ids with a response mask (batches.Document)."""
 
 import torch
 
@@ -8,8 +8,13 @@ from common.data import chat, mapping, message_columns, mixtures, splits
 
 
 def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> list[Document]:
-    """Rows -> documents of at most max_length tokens. A longer response is cut (and then has no end token), a
-    row without a response, or room for one, is dropped; both are counted. InputError if nothing is left."""
+    """Turn rows into documents of at most max_length tokens.
+
+    A longer response is cut, and then has no end-of-sequence token. A row is dropped if it has no response or
+    if its prompt leaves no room for one. Both are counted and printed. Raises InputError if no document is
+    left.
+
+    name: the data set, for messages."""
 
     def document(row, given):
         nonlocal cut
@@ -24,6 +29,7 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
     cut = 0
     dialogue_of = lambda row: message_columns.sft_messages(row.data)
     dialogues = mapping.read(rows, dialogue_of, name, "demonstrations", tokenizer)
+    # Tokenising is shared between the ranks
     tokens = mapping.map_over_ranks(dialogues, lambda x: chat.encode(tokenizer, x[0], x[1]))
     documents = mapping.map_rows(rows, document, name, tokens)
     if cut and dist.is_main():
@@ -32,6 +38,6 @@ def sft_documents(rows: list[Row], tokenizer, max_length: int, name: str) -> lis
 
 
 def load_sft(spec: str, tokenizer, max_length: int, split="train", held_out=()) -> list[Document]:
-    """load_rows and sft_documents, without the prompts of `held_out`."""
+    """Load a data set of demonstrations as documents, without those that have a prompt of `held_out`."""
     documents = sft_documents(mixtures.load_rows(spec, "sft", split), tokenizer, max_length, spec)
     return splits.without_prompts_of(documents, held_out, spec)

@@ -1,4 +1,7 @@
-"""The files of a run: read with one clear line for what cannot be, and written whole or not at all."""
+"""Read and write the files of a run.
+
+A file that cannot be read gives one clear line. A file is written whole or not at all.
+"""
 
 import contextlib
 import json
@@ -13,10 +16,12 @@ MEND = "Mend it, or begin anew with --overwrite."
 # -- read ------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def reading(path, mend: str = MEND):
-    """Turn what goes wrong with a file's content into one line that names the file and what to do about it.
+    """Turn errors in a file's content into one line that names the file and says what to do about it.
 
-    Use the content inside as far as it must be right: a missing key or a value of another type is then an
-    InputError here, and no traceback later."""
+    Inside the block, use the content as far as it has to be valid: a missing key or a wrong type then raises
+    InputError here, not a traceback later.
+
+    mend: the advice at the end of the message."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -25,16 +30,21 @@ def reading(path, mend: str = MEND):
 
 
 def read_json(path, mend: str = MEND, check=lambda value: None) -> dict:
-    """The object in a .json file; {} if there is no file. InputError for one that is no JSON or no object, or
-    that check(object), which uses it as far as it must be right, cannot take."""
+    """Read the object in a .json file; return {} if the file does not exist.
+
+    check: function that uses the object as far as it has to be valid.
+
+    Raises InputError if the content is not a JSON object, or if `check` fails."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return _object(Path(path).read_bytes(), path, mend, check)
     return {}
 
 
 def read_jsonl(path, mend: str = MEND, check=lambda row: None) -> list[dict]:
-    """The rows of a .jsonl file, each as read_json has it; no file: no rows. A last line that a crash cut
-    short is left out. InputError for any other that is no row: what stands behind it must not be lost."""
+    """Read the rows of a .jsonl file, each as in read_json; return [] if the file does not exist.
+
+    A last line that a crash cut short is skipped. Any other invalid line raises InputError, because the
+    rows after it must not get lost."""
     rows = []
     lines = []
     with contextlib.suppress(FileNotFoundError):
@@ -47,7 +57,7 @@ def read_jsonl(path, mend: str = MEND, check=lambda row: None) -> list[dict]:
 
 
 def _object(text: bytes, where, mend, check) -> dict:
-    """The one reader of JSON that runs wrote."""
+    """Parse and check a JSON object; every reader of files that runs wrote uses this function."""
     with reading(where, mend):
         value = json.loads(text)
         if not isinstance(value, dict):
@@ -58,7 +68,7 @@ def _object(text: bytes, where, mend, check) -> dict:
 
 # -- write -----------------------------------------------------------------------------------------
 def to_json(value, **options) -> str:
-    """JSON that every reader takes: NaN and infinity, which it does not have, become null."""
+    """Serialise a value as standard JSON, which has no NaN or infinity: they become null."""
     text = json.dumps(value, **options)
     if "NaN" in text or "Infinity" in text:
         text = json.dumps(json.loads(text, parse_constant=lambda _: None), **options)
@@ -66,20 +76,22 @@ def to_json(value, **options) -> str:
 
 
 def write_json(path, value):
+    """Write a value to `path` as JSON, whole or not at all."""
     replace(path, to_json(value, indent=2) + "\n")
 
 
 def write_jsonl(path, rows: list[dict]):
+    """Write rows to `path`, one JSON object per line, whole or not at all."""
     replace(path, _lines(rows))
 
 
 def append_jsonl(path, rows: list[dict], sync=True):
-    """Append rows to `path`, with `sync` on the disk when this returns."""
+    """Append rows to `path`. With `sync` they are on the disk when this returns."""
     _write(path, "a", _lines(rows), sync)
 
 
 def replace(path, text: str):
-    """Write `text` to `path`, whole or not at all, on the disk when this returns."""
+    """Write `text` to `path`, whole or not at all; it is on the disk when this returns."""
     temporary = f"{path}.tmp"
     _write(temporary, "w", text, sync=True)
     os.replace(temporary, path)
@@ -87,8 +99,8 @@ def replace(path, text: str):
 
 
 def sync_folder(folder):
-    """After a rename in it: what is renamed or removed later is so on the disk later."""
-    with contextlib.suppress(OSError):  # not every file system can
+    """Flush a folder after a rename in it, so that a later rename or removal cannot reach the disk first."""
+    with contextlib.suppress(OSError):  # not every file system supports it
         number = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(number)
@@ -107,5 +119,5 @@ def _write(path, mode, text, sync):
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-    except OSError as error:  # of a full disk it does not say which file
+    except OSError as error:  # that of a full disk does not name the file
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -1,7 +1,8 @@
-"""Apply a function to every row: share the work over the ranks, drop the rows that it refuses, and say so.
+"""Apply a function to every row: share the work between the ranks, drop the rows it rejects, and report them.
 
-A function refuses a row with a ValueError. What was dropped is counted and named (file:row: why); a data set
-without a usable row is an InputError. Columns that no reader asked for are named too: nothing vanishes.
+A function rejects a row by raising ValueError. Dropped rows are counted and named (file:row: why), and a
+data set without a usable row raises InputError. Columns that no reader used are named too, so that nothing
+vanishes silently.
 """
 
 import collections
@@ -15,10 +16,13 @@ from common.data import chat, formats, progress
 
 
 def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
-    """reader(row) of every row, whose data it gets as formats.Cells, or the ValueError that it raises. What
-    rows hold and the reader did not ask for is printed, once for each data set, and in how many rows it is.
+    """Call reader(row) for every row; return the results, with the ValueError of each row that raised one.
 
-    kind: of rows, for that line. tokenizer: whose chat template may read more keys of a message."""
+    The reader gets the row's data as formats.Cells. Columns that it did not use are printed once for each
+    data set, with the number of rows that have them.
+
+    kind: the kind of rows, for that line.
+    tokenizer: its chat template may use further keys of a message."""
     results = []
     unread = collections.defaultdict(collections.Counter)
     for row in progress.progress(len(rows), 0, f"read {name}", rows, lines=False):
@@ -34,21 +38,22 @@ def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
 
 
 def cells_of(row, paths, tokenizer=None):
-    """The row as formats.Cells, which note in `paths` what is read; its messages keep the keys that the chat
-    template reads."""
+    """Wrap a row as formats.Cells, which add every path that is read to `paths`.
+
+    Messages keep the keys that the tokenizer's chat template uses."""
     return formats.cells(row, paths, functools.partial(_template_reads, tokenizer))
 
 
 @functools.lru_cache(maxsize=1000)
 def _template_reads(tokenizer, key):
-    """Whether the chat template writes something else where messages have this key."""
+    """Return whether the chat template's output changes if messages have this key."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with_key = [{**turn, key: "a value"} for turn in turns]
     return tokenizer is not None and chat.render(tokenizer, turns) != chat.render(tokenizer, with_key)
 
 
 def value_or_error(function, argument):
-    """function(argument), or the ValueError that it raises."""
+    """Return function(argument), or the ValueError that it raises."""
     try:
         return function(argument)
     except ValueError as error:
@@ -56,8 +61,11 @@ def value_or_error(function, argument):
 
 
 def map_over_ranks(items, work, size: int = 64):
-    """(x, work(x)) of every x, one after the other, with the ValueError where it raises one; (x, True) where
-    x is one. Each rank works for `size` at a time, then all get all: every rank must ask for all."""
+    """Yield (x, work(x)) for every x in order, with the work shared between the ranks.
+
+    If work(x) raises ValueError, the error is yielded as its result. If x is itself a ValueError, no work
+    is done and (x, True) is yielded. Each rank works on `size` items at a time, then all ranks exchange
+    their results, so every rank has to iterate to the end."""
     for chunk in split(items, size * dist.world_size()):
         my_items = chunk[size * dist.rank() :][:size]
         results = [isinstance(x, ValueError) or value_or_error(work, x) for x in my_items]
@@ -65,15 +73,20 @@ def map_over_ranks(items, work, size: int = 64):
 
 
 def map_rows(rows, make, name: str, shared=None) -> list:
-    """Apply make(row) to every row, or to items that have a row; with `shared`, the (x, y) of map_over_ranks
-    for each row, make(row, (x, y)). Rows that raise ValueError are dropped; how many, why and where is
-    printed. InputError if none is left."""
+    """Apply `make` to every row and drop those that raise ValueError; print how many, why and where.
+
+    rows: rows, or items with an attribute `row`.
+    shared: the (x, y) that map_over_ranks yields for each row. `make` is then called as make(row, (x, y)),
+      and a row is also dropped if x or y is a ValueError.
+
+    Raises InputError if no row is left."""
     made = []
     dropped = {}
     wanted = ""
     pairs = zip(rows, shared or itertools.repeat(()))
     for row, given in progress.progress(len(rows), 0, f"tokenise {name}", pairs, lines=False):
         try:
+            # An earlier step may have rejected the row already
             if errors := [x for x in given if isinstance(x, ValueError)]:
                 raise errors[0]
             made.append(make(row, given) if shared else make(row))

@@ -1,4 +1,4 @@
-"""Training and held-out sets that share no prompt, and a printed example of what is trained on."""
+"""Split data into training and held-out sets that share no prompt; print an example of the training data."""
 
 import itertools
 
@@ -10,8 +10,13 @@ from common.data import mapping, mixtures
 
 
 def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
-    """(training, held-out) documents, comparisons or prompts: by the hash of the first question whose answer
-    each teaches, for dialogues that have a later one in common have the first one in common too."""
+    """Split documents, comparisons or prompts into (training, held-out).
+
+    Items are grouped by the first question to which they teach an answer, and groups are held out by a hash
+    of that question. The first question is enough: dialogues that share a later one share the first one too.
+
+    share: the part of the questions that is held out.
+    most: the largest number of questions that are held out."""
     firsts = [next(iter(d.questions.items())) for d in documents]
     hashes = {}
     for question, number in firsts:
@@ -25,8 +30,10 @@ def hold_out(documents: list[Document], share: float = 0.05, most: int = 500):
 
 
 def without_prompts_of(documents: list[Document], held_out: list[Document], name: str) -> list[Document]:
-    """`documents`, comparisons or prompts without those that teach an answer to a question of `held_out`,
-    whose metrics they would flatter."""
+    """Drop the documents, comparisons or prompts that teach an answer to a question of `held_out`.
+
+    Training on them would make metrics on the held-out set too good. Dropped items are counted and
+    printed. Raises InputError if no item is left."""
 
     def other(document):
         if not held_out_questions.isdisjoint(document.questions):
@@ -39,8 +46,13 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
 
 
 def train_and_held_out(dataset, eval_dataset, load, tokenizer):
-    """(training, held-out) documents; without eval_dataset tiny's own split or a share of the prompts is held
-    out. No prompt is on both sides. load: of (spec, split). tokenizer: to show an example with."""
+    """Load the training and the held-out documents of a data set; no prompt is in both.
+
+    Without eval_dataset, `tiny` uses its own held-out rows, and of other data a share of the prompts is held
+    out.
+
+    load: function of (spec, split) that returns documents, comparisons or prompts.
+    tokenizer: used to print an example; None: nothing is printed."""
     train = load(dataset, split="train")
     if eval_dataset or mixtures.is_tiny(dataset):
         held_out = load(eval_dataset or dataset, split="test")
@@ -54,12 +66,14 @@ def train_and_held_out(dataset, eval_dataset, load, tokenizer):
     return train, held_out
 
 
-n_shown = 0  # training examples that --preview asks for
+n_shown = 0  # the number of examples that --preview prints
 
 
 def show(items, tokenizer):
-    """Print the first document, comparison or prompt as it is trained on: special tokens and all, what is
-    learnt between >>> and <<<. With --preview as many as it says, whole, and the program ends."""
+    """Print the first document, comparison or prompt as the model sees it in training.
+
+    Special tokens are shown, the part to learn is between >>> and <<<, and a long text is shortened. With
+    --preview N, N items are printed whole and the program ends."""
     for item in items[: n_shown or 1] if dist.is_main() else ():
         if isinstance(item, Comparison):
             chosen, rejected = item.response_ids[0], item.response_ids[-1]
