@@ -1,5 +1,8 @@
-"""Pairs and rankings -> comparisons (batches.Comparison): `load` reads rows of the preference and ranking
-formats, filters them, and says what it dropped and why."""
+"""Turn rows of pairs and rankings into comparisons (batches.Comparison).
+
+`load` reads rows in the preference and ranking formats, filters them, and prints the reasons for the rows
+that it drops.
+"""
 
 import collections
 import contextlib
@@ -16,26 +19,31 @@ from common.batches import turns_key
 from common.errors import InputError
 from common.data import chat, formats, mapping, message_columns, mixtures, progress, splits
 
-MARGINS = {  # Llama 2, table 27: m by rating
+MARGINS = {  # Llama 2, table 27: the margin m by rating
     "small": dict(zip(RATINGS, (1, 2 / 3, 1 / 3, 0))),
     "large": dict(zip(RATINGS, (3, 2, 1, 0))),
 }
 
-OF_EACH = ("gold", "utility", "is_safe", "behavior_logprobs")  # what `column` is asked for
+OF_EACH = ("gold", "utility", "is_safe", "behavior_logprobs")  # columns with a value for each response
 
 
 # -- rows -> comparisons ---------------------------------------------------------------------------
 def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=None) -> list[Comparison]:
-    """The comparisons of a data set (mixtures.load_rows' `spec`; of `tiny`, the pairs), filtered, the same
-    on every rank. What is dropped, and why, is printed; InputError if nothing is left.
+    """Load the comparisons of a data set, filtered, and the same on every rank.
 
-    max_length: tokens of a prompt and one response. A longer response is left out, never cut: a response is
-      scored at its end token. min_score_gap: a pair whose scores differ by less is left out, of rankings
-      too. max_per_prompt: the first rows of a prompt that count."""
+    The number of dropped rows and the reasons are printed. Raises InputError if no comparison is left.
+
+    spec, split: as in mixtures.load_rows; of `tiny`, the pairs are loaded.
+    max_length: limit in tokens of a prompt plus one response. A longer response is left out, never cut,
+      because a response is scored at its end-of-sequence token.
+    min_score_gap: the least difference between the scores of a pair. It applies to the pairs of a ranking
+      too.
+    max_per_prompt: the number of rows of one prompt that are used, the first ones; None: all."""
     per_prompt = collections.Counter()
     rows = joined(mixtures.load_rows(spec, "preferences", split), tokenizer)
     labelled = functools.partial(_labelled, min_score_gap=min_score_gap)
     labelled = mapping.read(rows, labelled, spec, "comparisons", tokenizer)
+    # Tokenising is shared between the ranks
     tokens = mapping.map_over_ranks(labelled, lambda c: chat.encode_responses(tokenizer, c.prompt, c.texts))
 
     def comparison(row, given):
@@ -51,7 +59,7 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     pairs = [c for c in loaded if len(c.texts) == 2]
     labels = {(c.key, c.texts[i], c.texts[j]) for c in pairs for i, j in labelled_pairs(c)}
 
-    def unopposed(c):  # where a row says that a is better and another that b is, neither is kept
+    def unopposed(c):  # if two rows label the same responses in opposite ways, both are dropped
         if labels >= {(c.key, *c.texts), (c.key, *c.texts[::-1])}:
             raise ValueError("another row has the opposite label for the same responses")
         return c
@@ -66,8 +74,11 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
 
 
 def joined(rows, tokenizer=None):
-    """The rows; of those of one completion with its `label` (KTO's) or `score`, every two of a prompt of
-    which one has more of it as a pair. Those of a prompt that has no such two stay as they are."""
+    """Join rows of single completions into pairs by their `label` (KTO) or `score`.
+
+    Every two completions of a prompt with different values make a pair, and the one with the higher value
+    is chosen. Rows of other kinds are kept unchanged, and so are the completions of a prompt that has no
+    pair."""
     kept = []
     single = collections.defaultdict(list)
     for row in rows:
@@ -79,7 +90,7 @@ def joined(rows, tokenizer=None):
                 raise ValueError("it is a pair or a ranking already")
             number = formats.number(row.data.get(column))
             *prompt, last = message_columns.sft_messages(cells)[0]
-        except ValueError:  # as its reader will
+        except ValueError:  # its reader will raise the same error and report it
             kept.append(row)
         else:
             single[column, turns_key(prompt)].append((row._replace(read=paths), prompt, last, number))
@@ -95,7 +106,7 @@ def joined(rows, tokenizer=None):
 
 
 def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
-    """The training and the held-out comparisons of a command; a table of both is printed."""
+    """Load the training and the held-out comparisons of a command; print a table of both."""
     limits = {"min_score_gap": args.min_score_gap, "max_per_prompt": args.max_pairs_per_prompt}
     load_one = functools.partial(load, tokenizer=tokenizer, max_length=args.max_length, **limits)
     train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
@@ -106,8 +117,10 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
 
 
 def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comparison]]:
-    """(training, held-out) pairs of --offline-data; of a ranking, the best against the worst. No prompt of
-    the held-out prompts is trained on."""
+    """Load the (training, held-out) pairs of --offline-data; ([], []) without the flag.
+
+    A ranking becomes the pair of its best and its worst response. Training pairs do not share a prompt
+    with `held_out`. At most --offline-pairs of them are used, and at most 500 held-out pairs."""
     if not args.offline_data:
         return [], []
 
@@ -120,7 +133,9 @@ def load_offline(args, tokenizer, held_out) -> tuple[list[Comparison], list[Comp
 
 
 def best_and_worst(c) -> Comparison:
-    """A comparison of its best and its worst response, or, of a pair with a soft label, as it is."""
+    """Reduce a comparison to its best and its worst response.
+
+    A comparison of two responses is returned unchanged, because it may have a soft label."""
     if len(c.texts) == 2:
         return c
     pair = select_responses(c, [c.ranks.argmin().item(), c.ranks.argmax().item()])
@@ -128,16 +143,19 @@ def best_and_worst(c) -> Comparison:
 
 
 def select_responses(c, positions):
-    """The comparison of its responses at these positions only."""
+    """Return the comparison with only the responses at these positions, in this order."""
     columns = {"texts": c.texts, "response_ids": c.response_ids, "label_scores": c.label_scores}
     columns = {name: column and [column[i] for i in positions] for name, column in columns.items()}
     return c._replace(ranks=c.ranks[positions], indices=tuple(c.indices[i] for i in positions), **columns)
 
 
 def _labelled(row, min_score_gap) -> Comparison:
-    """The comparison of all responses of a row, still without ids. ValueError says why there is none."""
+    """Read a row as a comparison of all its responses, still without token ids.
+
+    Raises ValueError, with the reason, if the row cannot be used."""
     values = row.data
-    category = values.get("subset") if values.get("category") is None else values["category"]  # RewardBench's
+    # RewardBench calls it subset
+    category = values.get("subset") if values.get("category") is None else values["category"]
     labels = {"category": printable(category)}
     if values.get("responses") is not None:
         prompt, texts, label_scores = _ranking(values, values["responses"])
@@ -157,7 +175,7 @@ def _labelled(row, min_score_gap) -> Comparison:
             raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
         margin = _number(values, "margin", 0, math.inf)
         labels.update(rating=rating, margin=margin, preference=preference)
-        if preference is not None:  # 1/2 is a label too, of a tie
+        if preference is not None:  # 0.5 is a label too: a tie
             ranks = [int(preference < 0.5), int(preference > 0.5)]
     if len({text.strip() for text in texts}) < 2:
         raise ValueError("the responses are the same")
@@ -168,17 +186,20 @@ def _labelled(row, min_score_gap) -> Comparison:
     source = row.where.rpartition(":")[0]
     labels.update(label_scores=label_scores, indices=tuple(range(len(texts))))
     for name in OF_EACH:
-        _of_each(values, name, labels["indices"])  # now, while it is noted what is read
-    values.get("reference")  # the same: what `describe` gives
+        _of_each(values, name, labels["indices"])  # so that the column counts as read
+    values.get("reference")  # likewise: `describe` uses it later
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
 
 def _with_ids(c, prompt_ids, response_ids, max_length):
-    """The comparison of the different responses that are short enough. ValueError as _labelled's."""
-    first = {text.strip(): i for i, text in reversed([*enumerate(c.texts)])}  # of equal texts the first one
+    """Add token ids, and keep the different responses that fit into max_length tokens with the prompt.
+
+    The responses of a ranking are sorted, best first. Raises ValueError if fewer than two responses are
+    left, or if no response is better than another."""
+    first = {text.strip(): i for i, text in reversed([*enumerate(c.texts)])}  # of equal texts the first
     fits = [i for i in sorted(first.values()) if len(prompt_ids) + len(response_ids[i]) <= max_length]
     if c.row.data.get("responses") is not None:
-        fits.sort(key=c.ranks.tolist().__getitem__)  # best first, as the chosen one of a pair
+        fits.sort(key=c.ranks.tolist().__getitem__)  # best first, as in a pair
     if len(fits) < 2:
         raise ValueError(f"longer than {max_length} tokens (--max-length)")
     prompt_ids, *response_ids = (torch.tensor(ids, dtype=torch.int32) for ids in (prompt_ids, *response_ids))
@@ -189,10 +210,15 @@ def _with_ids(c, prompt_ids, response_ids, max_length):
 
 
 def with_margins(comparisons, size) -> list[Comparison]:
-    """With Llama 2's m for every two responses of a comparison, (K, K): MARGINS[size] by the column rating,
-    else the column margin, else by scores: the largest m, times a difference's share of the largest one of
-    its data set, for each has its own units. size "none": unchanged. InputError names a row that has none of
-    these."""
+    """Add Llama 2's margin m for every two responses of each comparison, (K, K).
+
+    The margin is MARGINS[size] of the column `rating`. Without a rating it is the column `margin`. Without
+    either it comes from the scores: the largest m, times the difference of the two scores divided by the
+    largest difference in the same data set, because every data set has its own unit of scores.
+
+    size: a key of MARGINS; "none" returns the comparisons unchanged.
+
+    Raises InputError for a row without rating, margin and scores."""
     if size == "none":
         return comparisons
     largest = collections.Counter()  # data set -> its largest difference of scores
@@ -213,9 +239,11 @@ def with_margins(comparisons, size) -> list[Comparison]:
 
 
 def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
-    """(prompt messages, two texts, P(the first is the better one) by the row's label) of a preference row; of
-    a ranking, two of its responses, drawn by the row's place, whose scores differ. Responses without scores
-    are a pair without a label. ValueError says why there is none."""
+    """Read (prompt messages, two texts, P(the first text is better)) from a preference row.
+
+    The probability comes from the row's label. For a ranking, two responses whose scores differ are drawn
+    by a hash of `where`, the row's place. For responses without scores, the first two are returned and the
+    probability is None. Raises ValueError, with the reason, if the row has no such pair."""
     responses = values.get("responses")
     if responses is None:
         prompt, texts = _pair(values)
@@ -234,12 +262,14 @@ def pair_of(values, where) -> tuple[list[dict], list[str], float | None]:
 
 
 def column(comparison, name) -> list | None:
-    """What the row says of each response in `name` of its `responses`, or in chosen_`name` and
-    rejected_`name`; None if it does not say it of all."""
+    """Return the values of column `name` for the comparison's responses, or None if a value is missing.
+
+    They are read from `name` of each of the row's `responses`, or from chosen_`name` and rejected_`name`."""
     return _of_each(comparison.row.data, name, comparison.indices)
 
 
 def _of_each(values, name, indices):
+    """Return `name` of the row's responses at these indices, or None if a value is missing."""
     if values.get("responses") is not None:
         cells = [values["responses"][i].get(name) for i in indices]
     else:
@@ -248,7 +278,7 @@ def _of_each(values, name, indices):
 
 
 def _ranking(values, responses):
-    """(prompt messages, texts, scores) of a row with these `responses`."""
+    """Read (prompt messages, texts, scores) of a row with these `responses`; ValueError if that fails."""
     texts, label_scores = message_columns.ranking(responses)
     if len(texts) < 2:
         raise ValueError("a ranking needs two responses or more")
@@ -256,8 +286,11 @@ def _ranking(values, responses):
 
 
 def _ranks(label_scores, gap):
-    """Ranks that differ by 1 or more where scores differ by `gap` or more: what lies between two responses
-    does not make them equal. Without a gap the number of better scores."""
+    """Convert scores to ranks; 0 is best. Responses whose ranks differ by 1 or more make a labelled pair.
+
+    Without a gap, the rank is the number of distinct better scores. With a gap, it is the distance to the
+    best score in units of the gap: two responses then make a pair exactly if their scores differ by at
+    least the gap, whatever lies between them."""
     if gap:
         return [(max(label_scores) - grade) / _least(gap) for grade in label_scores]
     better = sorted(set(label_scores), reverse=True)
@@ -265,12 +298,17 @@ def _ranks(label_scores, gap):
 
 
 def _least(gap) -> float:
-    """The least difference that counts as `gap`: 0.9 - 0.8 is less than 0.1, in float32 by a millionth."""
+    """Return the smallest difference that counts as `gap`, a little less than `gap` because of rounding.
+
+    0.9 - 0.8 is less than 0.1, in float32 by 4 parts in 10 million."""
     return gap * (1 - 1e-4)
 
 
 def _ahead(label_scores, preference) -> float:
-    """How much higher the score of the side is that a soft label says is better; of a tie of either side."""
+    """Return how much higher the score of the preferred response is than that of the other one.
+
+    The soft label says which response is preferred; without it, the first one is. For a tie, the absolute
+    difference is returned."""
     ahead = label_scores[0] - label_scores[1]
     if preference == 0.5:
         return abs(ahead)
@@ -278,7 +316,7 @@ def _ahead(label_scores, preference) -> float:
 
 
 def _no_pair(values) -> ValueError:
-    """What is wrong with a row that has neither two sides nor responses."""
+    """Return the error for a row that has neither two sides nor `responses`."""
     if values.keys() >= {"chosen", "rejected"}:
         return ValueError("no response")
     for name in [name for name in ("label", "score") if name in values]:
@@ -290,7 +328,9 @@ def _no_pair(values) -> ValueError:
 
 
 def _pair(values):
-    """(prompt messages, [chosen, rejected]) of a row; each side is read as a demonstration."""
+    """Read (prompt messages, [chosen, rejected]) of a row; each side is read like a demonstration.
+
+    Raises ValueError, with the reason, if that fails."""
     if "chosen" not in values or "rejected" not in values:
         raise _no_pair(values)
     (*prompt, chosen), (*other, rejected) = (
@@ -306,6 +346,9 @@ def _pair(values):
 
 
 def _number(values, name, low, high):
+    """Return the number in column `name`, or None if the row has no value there.
+
+    Raises ValueError if it is no number from `low` to `high`."""
     value = values.get(name)
     if value is None:
         return None
@@ -316,8 +359,10 @@ def _number(values, name, low, high):
 
 
 def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict]:
-    """One row a data set, those held out below: its rows, different prompts and pairs, and the mean tokens of
-    a prompt and of the two responses of a pair (RLHF Workflow, table 1)."""
+    """Summarise data sets in a table with one row for each, the held-out sets last.
+
+    Its columns are the numbers of rows, of different prompts and of pairs, and the mean tokens of a prompt
+    and of the two responses of a pair (as in RLHF Workflow, table 1)."""
     table = []
     for note, comparisons in (("", train), (" (held out)", held_out)):
         for source in sorted({c.source for c in comparisons}):
@@ -335,10 +380,10 @@ def statistics(train: list[Comparison], held_out: list[Comparison]) -> list[dict
 
 
 def describe(comparison) -> dict:
-    """A comparison as a row of samples.jsonl and of the measures in measures.py, without its scores."""
+    """Return a comparison as a row of samples.jsonl, without a model's scores. measures.py reads it too."""
     columns = zip(comparison.texts, comparison.response_ids, comparison.ranks.tolist())
     responses = [{"text": text, "tokens": len(ids), "rank": rank} for text, ids, rank in columns]
-    for name in ("gold", "utility", "is_safe"):  # two are the tiny world's
+    for name in ("gold", "utility", "is_safe"):  # gold and utility are from the tiny world
         values = column(comparison, name) or []
         if all(value in (0, 1) if name == "is_safe" else type(value) is float for value in values):
             for response, value in zip(responses, values):
@@ -350,8 +395,10 @@ def describe(comparison) -> dict:
 
 
 def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch: int) -> list[int]:
-    """Indices of one epoch: every comparison once, or, balanced, as many draws with every category equally
-    likely (Qwen balances its prompts over some 6,600 tags)."""
+    """Return the indices of one epoch.
+
+    Every comparison comes once. If `balanced`, the same number of indices is drawn with replacement, and
+    every category is equally likely (Qwen balances its prompts over some 6,600 tags)."""
     if not balanced:
         return dist.shuffled(len(comparisons), seed, "order", epoch)
     counts = collections.Counter(c.category for c in comparisons)
@@ -362,8 +409,9 @@ def epoch_order(comparisons: list[Comparison], balanced: bool, seed: int, epoch:
 
 @torch.no_grad()
 def seq_logprobs(model, comparisons, micro_batch_size) -> list[torch.Tensor]:
-    """log pi(y | x), a sum over y's tokens (nats), of every response: (K,) for each comparison, the same on
-    every rank. Every rank must call it."""
+    """Compute log pi(y | x) of every response y, the sum over its tokens, in nats.
+
+    Returns a tensor (K,) for each comparison, the same on every rank. Every rank must call it."""
     each = [c._replace(response_ids=[ids]) for c in comparisons for ids in c.response_ids]
     forward = lambda model, batch: models.response_logprobs(model, batch).tolist()
     logprobs = of_each_comparison(forward, model, each, micro_batch_size, share_prompt=False)

@@ -1,4 +1,4 @@
-"""Convert files of several kinds and rows of public data sets to the columns of docs/use/data.md."""
+"""Read data files of several kinds, and convert rows of public data sets to the columns of docs/use/data.md."""
 
 import contextlib
 import csv
@@ -14,14 +14,14 @@ from pathlib import Path
 
 from common.errors import InputError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # of the files that can be read
-NOT_TEXT = set(  # the columns that something here reads, and that hold neither text nor numbers alone
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")  # files that can be read
+NOT_TEXT = set(  # columns whose values are not just text or numbers, so that a .csv file has JSON there
     """messages conversations context_messages trajectory history responses label is_safety chosen_is_safe
     rejected_is_safe chosen_behavior_logprobs rejected_behavior_logprobs tags completions answers
     is_response_0_safe is_response_1_safe info summaries choice turns""".split()
 )
 
-EXAMPLES = {  # of each kind of row those that an error shows; docs/use/data.md has more
+EXAMPLES = {  # rows that error messages show, by kind; docs/use/data.md has more
     "SFT": """{"prompt": "2 + 2?", "completion": "4"}
 {"instruction": "Translate.", "input": "chat", "output": "cat"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}""",
@@ -33,7 +33,7 @@ EXAMPLES = {  # of each kind of row those that an error shows; docs/use/data.md 
 
 
 class WrongColumns(ValueError):
-    """A row that is none of its kind, of EXAMPLES. wanted: what would be."""
+    """The columns of a row fit no format of its kind. wanted: examples of rows that do, for the message."""
 
     def __init__(self, row, kind):
         super().__init__(f"columns {columns(row)} are no {kind} row")
@@ -42,31 +42,35 @@ class WrongColumns(ValueError):
 
 
 def columns(row) -> str:
-    """A row's columns (or these names), the first sixteen, for messages."""
+    """List the columns of a row, or some names, for a message: the first sixteen by the alphabet."""
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:16])}]"
 
 
 def unreadable(name, value, why) -> ValueError:
-    """What is wrong with a cell, which may mean something else in this file than here."""
+    """Return the error for a cell that cannot be used.
+
+    The column may have another meaning in the user's file, so the message says how to rename it."""
     mend = f"if it means something else, --columns {name}=my_{name}"
     return ValueError(f"{name} {repr(value)[:40]} is {why}; {mend}")
 
 
 def number(value, name="score") -> float:
-    """A number, or the text of one; 1 of true. ValueError for what is none, or is not finite."""
+    """Convert a number, or the text of a number, to float; True becomes 1.
+
+    Raises ValueError if the value is not a finite number."""
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if math.isfinite(float(value)):
             return float(value)
     raise unreadable(name, value, "no number")
 
 
-# -- what of a row is read -------------------------------------------------------------------------
+# -- record which columns are read -----------------------------------------------------------------
 class Cells(dict):
-    """A row, or an object inside of one, as its reader sees it: null is as no value at all. It notes what is
-    asked for, `messages.role` for one inside.
+    """A row, or an object inside a row, that records which of its columns are read. Null counts as missing.
 
-    read: these paths, of the whole row. prefix: this object's own, with a dot. passes: whether the chat
-    template reads a key of messages that nothing here does."""
+    read: set of the paths read so far in the whole row, such as `messages.role`.
+    prefix: the path of this object with a dot behind it; empty for the row itself.
+    passes: function that says whether the chat template uses a key of a message that nothing else reads."""
 
     def __contains__(self, name):
         return dict.get(self, name) is not None
@@ -80,7 +84,7 @@ class Cells(dict):
 
 
 def cells(value, read=None, passes=lambda key: True, prefix=""):
-    """`value` with all objects inside of it as Cells; Cells as they are."""
+    """Wrap a row and all objects inside it as Cells; a value that is Cells already stays as it is."""
     read = set() if read is None else read
     if isinstance(value, list):
         return [cells(item, read, passes, prefix) for item in value]
@@ -94,7 +98,9 @@ def cells(value, read=None, passes=lambda key: True, prefix=""):
 
 
 def unread(row: dict, read, prefix=""):
-    """The paths of what a row holds and nobody read. Inside of a cell that was read whole there are none."""
+    """Yield the paths of the values in a row that nothing has read.
+
+    If a cell was read whole, nothing inside it counts as unread."""
     for name, value in row.items():
         path = f"{prefix}{name}"
         if path not in read and value not in (None, "", [], {}):
@@ -106,20 +112,20 @@ def unread(row: dict, read, prefix=""):
 
 # -- public sets -----------------------------------------------------------------------------------
 def _dialogue(prompt):
-    """HelpSteer2's marks between turns -> HH-RLHF's. A single turn has none."""
+    """Convert a dialogue with HelpSteer2's marks to one with HH-RLHF's. A single turn has no marks."""
     names = {"\n<extra_id_1>User\n": "\n\nHuman: ", "\n<extra_id_1>Assistant\n": "\n\nAssistant: "}
     pieces = re.split("(" + "|".join(names) + ")", prompt)
     return prompt if len(pieces) == 1 else "\n\nHuman: " + "".join(names.get(part, part) for part in pieces)
 
 
 def _post(info):
-    """A post of Reddit as OpenAI asks for its TL;DR (arXiv:2009.01325, table 4), or an article."""
+    """Render a Reddit post as OpenAI's prompt for a TL;DR (arXiv:2009.01325, table 4), or an article."""
     if "post" not in info:
         return f"{info['article']}\n\nTL;DR:"
     return f"SUBREDDIT: r/{info['subreddit']}\n\nTITLE: {info['title']}\n\nPOST: {info['post']}\n\nTL;DR:"
 
 
-PUBLIC = {  # the columns by which a row of a public set is known -> what it is in our columns
+PUBLIC = {  # columns that identify a public data set -> function that gives its row in our columns
     "question answer": lambda row: {"prompt": row["question"], "completion": row["answer"]},  # GSM8K
     "prompt response helpfulness": lambda row: {  # HelpSteer2
         "prompt": _dialogue(row["prompt"]), "completion": row["response"], "score": row["helpfulness"]},
@@ -137,20 +143,23 @@ PUBLIC = {  # the columns by which a row of a public set is known -> what it is 
         {"text": row[f"human_ref_{x}"], "score": row[f"score_{x}"]} for x in "AB"]},  # SHP
     "instruction completions": lambda row: {  # UltraFeedback
         "responses": [{"text": x["response"], "score": x["overall_score"]} for x in row["completions"]]},
-    "chosen rejected": lambda row: {"responses": [  # RewardBench 2: lists of texts; + refuses all others
+    "chosen rejected": lambda row: {"responses": [  # RewardBench 2: lists of texts; + fails for others
         {"text": "" + text, "score": int(i < len(row["chosen"]))}
         for i, text in enumerate([] + row["chosen"] + row["rejected"])]},
     "info summaries choice": lambda row: {"prompt": _post(row["info"]), "responses": [  # OpenAI's summaries
         {"text": x["text"], "score": int(i == row["choice"])} for i, x in enumerate(row["summaries"])]},
-    # TL;DR's own summaries; a space stands before the texts of `summaries`, too
+    # TL;DR's own summaries; a space comes first because the texts of `summaries` begin with one
     "subreddit title post summary": lambda row: {"prompt": _post(row), "completion": " " + row["summary"]},
-    "turns": lambda row: {"prompt": "" + dict.get(row, "turns")[0]},  # MT-Bench; evaluate.py reads them all
+    "turns": lambda row: {"prompt": "" + dict.get(row, "turns")[0]},  # MT-Bench; evaluate.py reads all
 }  # fmt: skip
 
 
 def in_our_columns(row: dict) -> tuple[dict, set[str]]:
-    """(a row of a public set with our columns beside its own, the paths of ours and of what they are made
-    of); (the row as it is, nothing) of any other, or of one that has ours."""
+    """Convert a row of a public data set to our columns.
+
+    Returns (the row with our columns added, the paths of the added columns and of the columns that they
+    come from). Any other row, and a row that has our columns already, is returned unchanged with an empty
+    set."""
     there = {name for name, value in row.items() if value is not None}
     for names, convert in PUBLIC.items():
         if set(names.split()) <= there:
@@ -167,7 +176,11 @@ BROKEN = (ValueError, TypeError, RecursionError, csv.Error, EOFError, gzip.BadGz
 
 
 def read_file(path: Path):
-    """(place, row) of every row of a file: its line, its number in a list, its row in a spreadsheet."""
+    """Yield (place, row) for every row of a file.
+
+    place: the line, the number in a list, or the row of a spreadsheet, counted from 1.
+
+    Raises InputError that names the file and the place of a row that cannot be read."""
     place = 1
     kind = "JSON" if ".json" in path.name else path.suffix[1:]
     try:
@@ -188,17 +201,17 @@ def read_file(path: Path):
 
 
 def _rows(file, suffix):
-    """The rows of a file; () for a line that is none."""
+    """Return an iterator over the rows of an open file; a line without a row gives ()."""
     if suffix in (".jsonl", ".gz"):
         return (json.loads(line) if line.strip() else () for line in file)
     if suffix == ".parquet":
         import pyarrow.parquet
 
-        return pyarrow.parquet.read_table(file).to_pylist()  # which refuses a name that is there twice
+        return pyarrow.parquet.read_table(file).to_pylist()  # it refuses duplicate names
     text = file.read().decode("utf-8-sig")
     if suffix == ".txt":
         return ({"text": line.rstrip("\r\n")} if line.strip() else () for line in io.StringIO(text))
-    if suffix == ".csv":  # below the names; some countries' spreadsheets write ;
+    if suffix == ".csv":  # line 1 has the names; spreadsheets of some countries write ;
         delimiter = max(",;\t", key=text.partition("\n")[0].count)
         csv.field_size_limit(sys.maxsize)
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -211,13 +224,14 @@ def _rows(file, suffix):
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        return (json.loads(line) if line.strip() else () for line in text.splitlines())  # it is JSON lines
+        return (json.loads(line) if line.strip() else () for line in text.splitlines())  # it holds JSON lines
     return rows.get("data", [rows]) if isinstance(rows, dict) else rows
 
 
 def from_csv(row: dict) -> tuple[dict, set[str]]:
-    """in_our_columns of a row of a .csv file, whose cells are text: an empty one is None, in a column of
-    NOT_TEXT it is what JSON reads."""
+    """Convert a row of a .csv file to our columns, as in_our_columns does. All its cells are text.
+
+    An empty cell becomes None. A cell in a column of NOT_TEXT is parsed as JSON if it is valid JSON."""
     row = {name: cell or None for name, cell in row.items()}
     for name in NOT_TEXT & {name for name, cell in row.items() if isinstance(cell, str)}:
         with contextlib.suppress(ValueError):

@@ -1,6 +1,6 @@
-"""The columns of a row -> chat messages, {role, content}. docs/use/data.md has a table of the formats.
+"""Read chat messages, {role, content}, from the columns of a row. docs/use/data.md has a table of the formats.
 
-Each reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints these.
+Every reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints them.
 """
 
 import contextlib
@@ -9,22 +9,24 @@ import re
 from common.data import formats
 from common.data.formats import WrongColumns
 
-DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns of messages
+DIALOGUES = ("messages", "conversations", "context_messages", "trajectory")  # columns that hold messages
 
 ALIASES = {
     "system": "system developer", "user": "user human prompter",
     "assistant": "assistant gpt chatgpt bing bard claude model bot ai",
 }  # fmt: skip
 ROLES = {alias: role for role, aliases in ALIASES.items() for alias in aliases.split()}
-FLAGS = ("weight", "train", "training", "loss")  # keys of a message, false or 0 where it is not learnt
+FLAGS = ("weight", "train", "training", "loss")  # keys of a message; false or 0: it is not learnt
 CALLS = ("tool_calls", "function_call")
 MALFORMED = "a message is not {role, content} with text in both"
 
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
-    """(messages ending in the assistant's turn, whether every assistant turn is a target) of an SFT row. A
-    turn that is no target has `weight` 0. ValueError says what is wrong with the row. docs/use/data.md lists
-    the columns."""
+    """Read a demonstration: (messages that end with the assistant's turn, all_turns).
+
+    all_turns is True if every assistant turn is to be learnt, False if only the last one is. A turn that
+    the row excludes from training has `weight` 0. docs/use/data.md lists the columns. Raises ValueError, with
+    the reason, if the row is no demonstration."""
     row = formats.cells(row)
     if "label" in row and "chosen" not in row and "responses" not in row:
         if row["label"] not in (False, True):
@@ -54,13 +56,16 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
 
 
 def dialogue_of(row) -> list[dict]:
-    """The messages of the first of DIALOGUES that a row has."""
+    """Return the messages of the first column of DIALOGUES that the row has, or []."""
     return next((turns(row[name]) for name in DIALOGUES if row.get(name)), [])
 
 
 def prompt_of(row, text=None) -> list[dict] | None:
-    """The messages before an answer, by the row's columns of a dialogue, or of a question, with `history`
-    before it; None without these. text: read in place of them all but `history`."""
+    """Return the messages before an answer, or None if the row has no prompt.
+
+    They come from a column with a dialogue, or from a question with the column `history` before it.
+
+    text: a question to use instead of the row's own dialogue or question."""
     dialogue = dialogue_of(row) if text is None else []
     while dialogue and dialogue[-1]["role"] == "assistant":
         dialogue.pop()
@@ -71,7 +76,7 @@ def prompt_of(row, text=None) -> list[dict] | None:
         return None
     history = row.get("history", [])
     earlier = []
-    if history in ("", text):  # SHP's is the prompt itself
+    if history in ("", text):  # SHP's history is the prompt itself
         history = []
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
@@ -81,14 +86,14 @@ def prompt_of(row, text=None) -> list[dict] | None:
 
 
 def question(row):
-    """The column `prompt`, or the row's `instruction`; None without either."""
+    """Return the column `prompt`, else the row's `instruction`, else None."""
     if "prompt" in row:
         return row["prompt"]
     return instruction(row) if "instruction" in row else None
 
 
 def instruction(row):
-    """The column `instruction` with the text of `input` behind it."""
+    """Return the column `instruction`, followed by the text of `input`."""
     text = row["instruction"]
     extra = row.get("input")
     if not isinstance(extra, str | None):
@@ -97,8 +102,12 @@ def instruction(row):
 
 
 def answered(row, answer, text=None) -> list[dict]:
-    """The messages of the row's prompt and this answer, which may be a whole dialogue: of a prompt beside it
-    a system turn alone may not be in it. text: as of prompt_of."""
+    """Return the messages of the row's prompt, followed by this answer.
+
+    The answer may be a whole dialogue. If the row has a prompt too, the dialogue must contain it; only a
+    system turn may be missing, and is added. Raises ValueError otherwise.
+
+    text: as in prompt_of."""
     prompt = prompt_of(row, text)
     if prompt is not None and not is_dialogue(answer):
         return prompt + turns(answer, "assistant")
@@ -111,13 +120,14 @@ def answered(row, answer, text=None) -> list[dict]:
 
 
 def is_dialogue(value):
+    """Return whether a value is a whole dialogue: messages that do not begin with an answer, or HH text."""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return ROLES.get(str(value[0].get("role") or value[0].get("from")).lower()) != "assistant"
     return isinstance(value, str) and value.startswith("\n\nHuman:")
 
 
 def ranking(responses) -> tuple[list[str], list[float]]:
-    """(texts, scores) of a column of {text, score}."""
+    """Return (texts, scores) of a list of {text, score}. Raises ValueError for any other value."""
     with contextlib.suppress(TypeError, KeyError, ValueError):
         texts, scores = [r["text"] for r in responses], [formats.number(r["score"]) for r in responses]
         if all(isinstance(text, str) for text in texts):
@@ -126,7 +136,9 @@ def ranking(responses) -> tuple[list[str], list[float]]:
 
 
 def turns(value, role=None):
-    """The messages in a column: a list of them, or one; the text of one turn of `role`; in a prompt, or
+    """Convert the value of a column to messages.
+
+    The value is a message or a list of messages; or the text of one turn of `role`; or, for a prompt or
     without a role, an HH-RLHF dialogue, "\\n\\nHuman: ... \\n\\nAssistant: ..."."""
     if isinstance(value, list | dict):
         return [message(turn) for turn in (value if isinstance(value, list) else [value])]
@@ -140,15 +152,17 @@ def turns(value, role=None):
     pieces = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
     if pieces[0].strip() or len(pieces) < 3:
         raise ValueError("neither a list of messages nor a dialogue of \\n\\nHuman: and \\n\\nAssistant:")
-    if role and not pieces[-1].strip():  # "\n\nAssistant:" at its end only opens the answer
+    if role and not pieces[-1].strip():  # a final "\n\nAssistant:" only opens the answer
         pieces = pieces[:-2]
     names = {"Human": "user", "Assistant": "assistant"}
     return [{"role": names[who], "content": text} for who, text in zip(pieces[1::2], pieces[2::2])]
 
 
 def message(value) -> dict:
-    """A message, or one of ShareGPT's, as {role, content}, with `weight` 0 where it says that it is not to be
-    learnt, and with the keys that the chat template reads. ValueError rather than losing anything else."""
+    """Convert a message, which may be one of ShareGPT's, to {role, content}.
+
+    `weight` 0 is added if the message says that it is not to be learnt. Keys that the chat template uses
+    are kept. Raises ValueError if anything else that matters would be lost, such as a tool call."""
     value = formats.cells(value)
     name = isinstance(value, dict) and (value["role"] if "role" in value else value.get("from"))
     if not isinstance(name, str):
@@ -170,7 +184,9 @@ def message(value) -> dict:
 
 
 def text_of(message: dict) -> str:
-    """The content of a message; of one in parts, their text. ValueError rather than losing anything."""
+    """Return the content of a message; the text of its parts is joined.
+
+    Raises ValueError if a part is not text, so that nothing is lost."""
     content = message["content"] if "content" in message else message.get("value")
     if isinstance(content, list) and content:
         for part in content:
@@ -184,8 +200,10 @@ def text_of(message: dict) -> str:
 
 
 def check_messages(messages, row=None) -> list[dict]:
-    """Messages, ending in the assistant's turn, as `message` gives them, after the text of the row's column
-    `system` unless they have a system turn. ValueError says what is wrong with them."""
+    """Check messages that end with the assistant's turn, and return them as `message` converts them.
+
+    If they have no system turn, the text of the row's column `system` becomes their first turn. Raises
+    ValueError, with the reason, if the messages cannot be used."""
     if not isinstance(messages, list) or not messages:
         raise ValueError("no messages")
     messages = [message(turn) for turn in messages]
@@ -206,22 +224,24 @@ def check_messages(messages, row=None) -> list[dict]:
 
 
 def check_prompt(messages: list, row=None) -> list[dict]:
-    """check_messages for what an answer follows."""
+    """Check the messages of a prompt, as check_messages does for a whole dialogue."""
     return check_messages([*messages, {"role": "assistant", "content": "an answer"}], row)[:-1]
 
 
 def transcript(messages: list[dict]) -> str:
-    """Messages as one text: a single one is its text, several are lines of `role: text`."""
+    """Render messages as one text: the text of a single message, or lines of `role: text`."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def prompt_turns(row: dict) -> list[dict]:
-    """The messages that a response follows, the column `system` first: those of prompt_of, or of
-    `chosen` as a whole dialogue, without an assistant's turn at the end. ValueError: why there are none."""
+    """Return the messages that a response follows, the column `system` first.
+
+    They are those of prompt_of, or of `chosen` if it is a whole dialogue, without assistant turns at the
+    end. Raises ValueError, with the reason, if there is no prompt."""
     row = formats.cells(row)
-    if is_dialogue(dict.get(row, "chosen")):  # looked at, not read
+    if is_dialogue(dict.get(row, "chosen")):  # does not count as reading it
         messages = answered(row, row["chosen"])
     else:
         messages = prompt_of(row)
