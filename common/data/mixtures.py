@@ -1,6 +1,7 @@
-"""Data set names -> rows: `tiny`, files (formats.py), names on the hub, and mixtures of them.
+"""Read the rows of data sets: `tiny`, files (formats.py), names on the hub, and mixtures of them.
 
-`load_rows` reads what --dataset and its siblings name (docs/use/data.md). Every rank holds all rows.
+`load_rows` reads the data sets that --dataset and similar flags name (docs/use/data.md). Every rank holds all
+rows.
 """
 
 import itertools
@@ -14,30 +15,36 @@ from common.errors import InputError
 from common.data import formats, progress, tiny
 from common.data.formats import columns
 
-# Of a mixture: source ? items : weight, with a point, for items may hold a colon; or source : weight
+# A part of a mixture: source?items:weight or source:weight. After items, the weight has a decimal point,
+# because a value may contain a colon
 PART = re.compile(r"(.+?)(?:\?(.+?)(?::(\d*\.\d+))?|:(\d*\.?\d+))?")
-ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # column=name renames, the others are conditions
-QUESTION = ("prompt", "instruction", "input")  # the columns that `question` reads
+ITEM = re.compile(r"(.+?)(==|>=|=)(.+)")  # = renames a column, the other signs are conditions
+QUESTION = ("prompt", "instruction", "input")  # columns that message_columns.question reads
 
-TINY = {  # the options of tiny: name -> what it may be
+TINY = {  # the options of tiny: name -> pattern of its values
     "seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety",
     "kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+",
 }  # fmt: skip
 
 
 def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
-    """All rows of `spec`, sources as in docs/use/data.md with commas between them, the same on every rank.
+    """Load all rows of a data set, the same on every rank.
 
-    kind, split: which rows of `tiny` (tiny.SIZES; "train" or "test"); split is the hub's default too."""
+    spec: sources with commas between them, as in docs/use/data.md.
+    kind, split: the rows of `tiny` to load (tiny.SIZES; "train" or "test"). split is also the hub's default
+      split.
+
+    Raises InputError if a source cannot be read, if a weight gives its source no row, or if ranks read
+    different rows."""
     listed = sources(spec)
-    names = [Path(source).name for source, *_ in listed]  # files of one name are told apart by their folders
+    names = [Path(source).name for source, *_ in listed]  # files of one name are shown with their folders
     names = [source if names.count(name) > 1 else name for name, (source, *_) in zip(names, listed)]
     data_sets = [_read(source, name, items, kind, split) for name, (source, items, _) in zip(names, listed)]
     weights = [weight for *_, weight in listed if weight is not None]
     if weights:
         if len(weights) < len(data_sets) or min(weights) <= 0:
             raise InputError(f"{_flag(spec)}: give every part a weight above 0, or none of them")
-        # The largest mixture of these proportions that needs no row twice
+        # The largest mixture with these proportions that uses no row twice
         scale = min(len(rows) / weight for rows, weight in zip(data_sets, weights))
         sizes = [round(weight * scale) for weight in weights]
         if 0 in sizes:
@@ -47,22 +54,27 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
         data_sets = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(data_sets, sizes)]
     rows = list(itertools.chain.from_iterable(data_sets))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
-    dist.barrier()  # some machines read for longer than a collective may last
+    dist.barrier()  # some machines read for longer than the timeout of a collective
     if len(set(dist.gather([fingerprint]))) > 1:
         raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
     return rows
 
 
 def _prompt_or_place(row):
-    """The key of a row in a mixture, which random_subset hashes: completions of one prompt stay together, no
-    sorted file is cut at its end."""
+    """Return the key of a row in a mixture; random_subset takes rows by a hash of it.
+
+    Completions of one prompt have the same key, so they stay together. Other rows have their place as the
+    key, so that a sorted file is sampled evenly."""
     prompt = [row.data.get(column) for column in QUESTION]
     return repr(prompt) if any(prompt) else row.where
 
 
 def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | None]]:
-    """(source, its items as (column, sign, name or value), weight) of every part of load_rows' `spec`.
-    InputError for a part that cannot be, a file that is none."""
+    """Parse the `spec` of load_rows into a list of (source, items, weight).
+
+    Items are (column, sign, name or value). The weight is None if the spec gives no weight. Raises
+    InputError if a part cannot be parsed, or if it names a file that does not exist or has an unknown
+    type."""
     results = []
     for part in spec.split(","):
         match = PART.fullmatch(part.strip())
@@ -82,8 +94,9 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
 
 
 def sources_of(args) -> list[str]:
-    """The sources of all data sets of a command, whose flags errors name from now on. InputError for one that
-    cannot be there."""
+    """Return the sources of all data sets of a command, and remember their flags for error messages.
+
+    Raises InputError as `sources` does."""
     names = [name for name in vars(args) if name.endswith(("dataset", "_data"))]
     names = [name for name in names if getattr(args, name) is not None]
     flags.clear()
@@ -91,15 +104,16 @@ def sources_of(args) -> list[str]:
     return [source for name in names for source, *_ in sources(getattr(args, name))]
 
 
-flags = {}  # a data set, or a part of one -> the flag that gave it
+flags = {}  # a data set, or a source of it -> the flag that names it
 
 
 def _flag(spec):
+    """Return the flag and its data set for an error message."""
     return f"{flags.get(spec, '--dataset')} {spec}"
 
 
 def with_columns(spec: str, columns: str) -> str:
-    """`spec` with the items of "question=prompt,score>=2" in every part that is not tiny."""
+    """Add items like "question=prompt,score>=2" to every source of `spec` except `tiny`."""
     specs = []
     for source, items, weight in sources(spec):
         items = ["".join(item) for item in items] + ([] if is_tiny(source) else columns.split(","))
@@ -108,11 +122,12 @@ def with_columns(spec: str, columns: str) -> str:
 
 
 def is_tiny(spec: str) -> bool:
-    """True if all of a data set comes from the tiny world, so that its gold scores are defined."""
+    """Return whether a data set comes only from the tiny world, so that its gold scores are defined."""
     return all(re.split("[:?]", part.strip())[0] == "tiny" for part in spec.split(","))
 
 
 def _read(source, name, items, kind, split):
+    """Read one source: the rows that meet its conditions, in our columns."""
     path = Path(source)
     if is_tiny(source):
         options = _tiny_options(source)
@@ -143,7 +158,10 @@ def _read(source, name, items, kind, split):
 
 
 def _select(rows, items, source):
-    """The rows that meet the conditions among `items`, with the columns that these rename, item by item."""
+    """Apply the items of a source in order: rename columns, and keep the rows that meet the conditions.
+
+    The number of rows that each condition drops is printed. Raises InputError for a column that no row
+    has, or if no row is left."""
     for column, sign, value in items:
         there = {name for row in rows for name, cell in row.data.items() if cell is not None}
         if column not in there:
@@ -163,7 +181,9 @@ def _select(rows, items, source):
 
 
 def _meets(cell, sign, value):
-    """Compared as numbers, or, where one is none, with == as text. A cell without a value meets nothing."""
+    """Return whether a cell meets a condition; an empty cell meets no condition.
+
+    Cell and value are compared as numbers. If one is not a number, == compares them as text in any case."""
     try:
         return float(cell) == float(value) if sign == "==" else float(cell) >= float(value)
     except (TypeError, ValueError, OverflowError):
@@ -171,7 +191,9 @@ def _meets(cell, sign, value):
 
 
 def _tiny_options(source):
-    """The options of tiny.rows, and perhaps `kind`, in "tiny:key=value:key=value"."""
+    """Parse "tiny:key=value:key=value" into arguments of tiny.rows, and perhaps `kind`.
+
+    Raises InputError for an option that `tiny` does not have."""
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
         wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"

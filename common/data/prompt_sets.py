@@ -1,4 +1,4 @@
-"""The prompts of rejection sampling, PPO and iterative DPO: read, held out, and dealt to iterations."""
+"""The prompts of rejection sampling, PPO and iterative DPO: load, hold out, and deal to iterations."""
 
 import collections
 import math
@@ -12,14 +12,17 @@ from common.data import chat, formats, mapping, message_columns, mixtures, split
 
 
 def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) -> list[Prompt]:
-    """The different prompts of a data set, each once, of at most max_tokens tokens; all others are counted
-    and named. Columns: those of prompt_turns. InputError if none is left.
+    """Load the different prompts of a data set, each once, of at most max_tokens tokens.
 
-    grade: of several rows of a prompt the one of which this function gives most; None: the first.
-    reads: more columns that the caller reads."""
+    Dropped rows are counted and named. message_columns.prompt_turns says which columns are read. Raises
+    InputError if no prompt is left.
+
+    grade: function of a row's data. Of several rows with the same prompt, the one with the highest value is
+      used; None: the first one.
+    reads: further columns that the caller reads."""
 
     def turns_of(row):
-        for name in ("category", *reads):  # Prompt.category will read the first
+        for name in ("category", *reads):  # Prompt.category reads the first one later
             row.data.get(name)
         if row.data.get("is_safety") not in (None, False, True):
             raise formats.unreadable("is_safety", row.data["is_safety"], "neither true nor false")
@@ -48,31 +51,39 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
 
 
 def train_and_held_out(args, tokenizer) -> tuple[list[Prompt], list[Prompt]]:
-    """The prompts of a script that leave room for a response of --max-new-tokens within --max-length."""
+    """Load a script's (training, held-out) prompts that leave room for --max-new-tokens in --max-length."""
     load = partial(load_prompts, tokenizer=tokenizer, max_tokens=args.max_length - args.max_new_tokens)
-    shown_by = None if getattr(args, "offline_data", None) else tokenizer  # then its pairs are shown
+    # With --offline-data, a pair is shown as the example instead of a prompt
+    shown_by = None if getattr(args, "offline_data", None) else tokenizer
     return splits.train_and_held_out(args.dataset, args.eval_dataset, load, shown_by)
 
 
 def fresh_prompts(prompts, n, iteration, seed, start=None) -> list[Prompt]:
-    """The n prompts of an iteration (1, 2, ...): the next ones of an order that is drawn anew for each pass
-    over the prompts. None comes again before all have come, or twice in an iteration. start: how many the
-    iterations before had, where these were not all of n."""
+    """Return the n prompts of an iteration (1, 2, ...), or all prompts if there are fewer than n.
+
+    They are the next ones in a shuffled order, which is drawn anew for each pass over the prompts. No prompt
+    is repeated before all have been used, or within an iteration.
+
+    start: the number of prompts that earlier iterations used, if it is not n in each of them."""
     n = min(n, len(prompts))
     order = []
     tail = []
     start = (iteration - 1) * n if start is None else start
     for again in range(math.ceil((start + n) / len(prompts))):
         new = dist.shuffled(len(prompts), seed, "prompts", again)
-        order += sorted(new, key=lambda i: i in tail)  # those of an iteration that straddles two passes last
+        order += sorted(new, key=lambda i: i in tail)  # last: those that the iteration has already
         tail = set(order[len(order) - (len(order) - start) % n :])
     return [prompts[i] for i in order[start : start + n]]
 
 
 def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
-    """{iteration: its --prompts-per-iteration fresh prompts, or an equal share}, none in two of them. rows:
-    of the pool of a resumed run, whose prompts stay those of their iterations. Where they have no score yet,
-    a crash may have cut the sampling: fresh ones join them."""
+    """Deal prompts to iterations, without repetition: {iteration: prompts}.
+
+    Each iteration gets --prompts-per-iteration prompts, or an equal share without the flag. Raises InputError
+    if there are too few prompts.
+
+    rows: the pool of a resumed run, whose prompts stay in their iterations. If an iteration has no scores
+      yet, a crash may have interrupted its sampling, so it is filled up with fresh prompts."""
     by_key = {prompt.key: prompt for prompt in prompts}
     pool = collections.defaultdict(dict)
     for row in sorted(rows, key=lambda row: row["chunk"]):
@@ -80,7 +91,7 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
     used = set().union(*pool.values())
     dealt = {}
     order = dist.shuffled(len(prompts), args.seed, "prompts", 0)
-    fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # the next one last
+    fresh = [prompts[i] for i in reversed(order) if prompts[i].key not in used]  # pop() takes the last one
     for i in range(1, args.iterations + 1):
         dealt[i] = [by_key[key] for key in pool[i] if key in by_key]
         if any(pool[i].values()):
