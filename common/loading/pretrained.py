@@ -1,4 +1,4 @@
-"""A name becomes a model: its tokenizer, a policy or a model with a scalar head, ready to train; its export.
+"""Load tokenizers, policies and models with a scalar head by name, ready to train; prepare their export.
 
 A name is `tiny` (common/data/tiny.py), a run directory, a folder of save_pretrained, or a name on the hub.
 """
@@ -19,19 +19,21 @@ from common.errors import InputError
 from common.data import tiny
 from common.loading import checks, lora, tensor_parallel
 
-# Names of tokens that can be the padding
+# Names of tokens that can serve as padding
 PADDING_NAMES = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved", re.I)
-# Of an exported scorer: read_at_end_token
+# The chat template of an exported scorer, as read_at_end_token writes it
 CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
 TRAINED_HERE = (
     "a run of reward.py or advantage_model.py (of a preference model: common.programs.pairwise:oracle=RUN)"
 )
-TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}  # its weights' names, alone
+# Names of weights in a multimodal model -> in its text part
+TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
 
 
 def find_model(name: str) -> str:
-    """The folder or hub name that `name` stands for: a run directory becomes its model/. InputError if the
-    run has not finished, or nothing is there."""
+    """Return the folder or hub name that `name` refers to; a run directory becomes its model/.
+
+    Raises InputError if the run has not finished, or if there is no model at this path."""
     path = Path(name)
     if name == "tiny" or (path / "config.json").exists():
         return name
@@ -49,10 +51,15 @@ def find_model(name: str) -> str:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
-    """The tokenizer of a model, ready for chat: it has a chat template, its end token is the one that ends
-    the template's assistant turn, and its padding token is another one. What had to be changed is printed.
+    """Load the tokenizer of a model and make it ready for chat; print the changes.
 
-    chat_template: a file with a jinja template that replaces the tokenizer's own. quiet: print nothing."""
+    It then has a chat template, its end-of-sequence token is the one that ends the template's assistant turn,
+    and its padding token is a different one.
+
+    chat_template: a file with a jinja template that replaces the tokenizer's own.
+    quiet: print nothing.
+
+    Raises InputError if there is no chat template, or no token that ends a turn."""
     from transformers import AutoTokenizer
 
     tokenizer = tiny.tokenizer() if name == "tiny" else from_hub(AutoTokenizer, name)
@@ -61,7 +68,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         if not Path(chat_template).is_file():
             raise InputError(f"--chat-template {chat_template}: there is no such file")
         tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
-    else:  # that of a scorer trained here was cut
+    else:  # restore a template that read_at_end_token cut
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
         raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
@@ -70,33 +77,39 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
         say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        # If padding were the end token, a mask made from ids anywhere would drop real end tokens
+        # If padding were the end-of-sequence token, masks made from ids would drop real ends of sequences
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         spare = [token for token in added if PADDING_NAMES.search(token) and token != tokenizer.eos_token]
         if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
-            spare.append(tokenizer.unk_token)  # Llama 2's: a new one would make 32,001 rows, which are slow
+            spare.append(tokenizer.unk_token)  # Llama 2: a new one would make 32,001 rows, which are slow
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
         say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
     return tokenizer
 
 
 def _each(change, templates):
-    """A tokenizer's chat templates, changed: it may have none, one, or a dict of several by name."""
+    """Apply `change` to a tokenizer's chat templates: nothing, one template, or a dict of several by name."""
     if isinstance(templates, dict):
         return {name: change(template) for name, template in templates.items()}
     return templates and change(templates)
 
 
 def _after_answer(tokenizer, template=None) -> str:
-    """What a chat template writes after an assistant's text at the end of a dialogue. None: the default."""
+    """Return the text that a chat template writes after the answer at the end of a dialogue.
+
+    template: the template to use; None: the tokenizer's default."""
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "the answer"}]
     text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
     return text.rpartition("the answer")[2]
 
 
 def _end_of_turn(tokenizer, name) -> int:
-    """The first special token after an assistant turn's text in the chat template; without one the first
-    added token that is no white space, for some mark their end token as a common one; else the end token."""
+    """Return the id of the token that ends an assistant turn.
+
+    It is the first special token after the answer in the chat template. If there is no special token, it
+    is the first added token that is not white space, because some tokenizers do not mark their
+    end-of-sequence token as special; else it is the tokenizer's end-of-sequence token. Raises InputError
+    if there is no such token, or if the template does not work."""
     try:
         after = _after_answer(tokenizer)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -112,9 +125,13 @@ def _end_of_turn(tokenizer, name) -> int:
 
 
 def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank=0):
-    """A causal LM in fp32 with dropout off and the method `token_logprobs`. Rank 0 reads the weights, other
-    ranks get a model on the "meta" device: pass it to dist.shard next. seed: of the random weights of `tiny`.
-    Of a multimodal model it is the text part. lora_rank: of adapters that learn in its place; 0: none."""
+    """Load a causal language model in fp32, without dropout, and ready to train.
+
+    It has the methods `token_logprobs` and `logprobs_at`. Rank 0 reads the weights; other ranks get a model
+    on the "meta" device: pass it to dist.shard next. For a multimodal model, its text part is loaded.
+
+    seed: seed of the random weights of `tiny`, and of the adapters.
+    lora_rank: rank of the LoRA adapters, which are trained instead of the weights; 0: no adapters."""
     from transformers import AutoModelForCausalLM
 
     check_causal_lm(name)
@@ -122,11 +139,11 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
     sampling = model.generation_config
     end = tokenizer.eos_token_id
     ends = sampling.eos_token_id if isinstance(sampling.eos_token_id, list) else []
-    more = [token for token in ends if token != end]  # Llama 3 and Qwen end with one of two tokens
+    more = [token for token in ends if token != end]  # Llama 3 and Qwen end with either of two tokens
     sampling.pad_token_id = tokenizer.pad_token_id
     sampling.eos_token_id = [end, *more] if more else end
     if any(getattr(sampling, key, None) is not None for key in ("temperature", "top_p", "top_k")):
-        sampling.do_sample = True  # transformers refuses to save these without it, hours from now
+        sampling.do_sample = True  # without it transformers refuses to save the model, hours from now
     methods = (models.token_logprobs, models.logprobs_at)
     n_rows = len(model.get_input_embeddings().weight)
     model = _ready(model, tokenizer, methods, gradient_checkpointing)
@@ -136,25 +153,31 @@ def load_policy(name, tokenizer, gradient_checkpointing=False, seed=0, lora_rank
 
 
 def load_frozen(name, tokenizer, args, device):
-    """A policy that does not learn, sharded."""
+    """Load a policy that is not trained, sharded over the ranks."""
     return dist.shard(load_policy(name, tokenizer, seed=args.seed).requires_grad_(False), device)
 
 
 def ask_policy(name, tokenizer, args, device, forward):
     """Load the policy of this name, return forward(policy), and free the policy."""
-    gc.collect()  # a model's methods are bound to it, a cycle that holds its weights: what was there before
+    # Methods bound to a model make a reference cycle that keeps its weights: free those of earlier models
+    gc.collect()
     values = forward(load_frozen(name, tokenizer, args, device))
     gc.collect()
     return values
 
 
 def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, seed=0):
-    """A model with a linear head of n_outputs on its last hidden states, in place of the unembedding, and the
-    method `head_outputs`: a *ForSequenceClassification (see _add_classifier), loaded like load_policy's.
+    """Load a model with a linear head of n_outputs on its last hidden states instead of the unembedding.
 
-    name: a causal LM, whose body it gets, with a new head drawn by `seed` (normal, deviation 1 / sqrt(hidden
-      size + 1): first scores of about unit size); or a model with such a head, which stays, and no other.
-    n_outputs: 1 of a reward model, 2 of an advantage model; None: of either, trained here before."""
+    It is a *ForSequenceClassification (see _add_classifier) with the method `head_outputs`. As in
+    load_policy, only rank 0 has the weights.
+
+    name: a causal language model, whose body gets a new head drawn with `seed` (normal, with a standard
+      deviation of (hidden size + 1)^-0.5, so that first scores have about unit size); or a model that has
+      such a head, which is kept.
+    n_outputs: 1 for a reward model, 2 for an advantage model; None: either one, but trained here before.
+
+    Raises InputError for any other model."""
     from transformers import AutoModelForSequenceClassification
 
     config = _read_config(name)
@@ -168,7 +191,7 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
         wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
         raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, wanted {wanted}")
     if new_head:
-        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and so num_labels
+        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and num_labels
         config.label2id = {label: i for i, label in config.id2label.items()}
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))
@@ -183,8 +206,9 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
 
 
 def _add_classifier(config_class):
-    """Where transformers has no *ForSequenceClassification for a family, make it from what its others are
-    made of: the family's body, and a linear head named score."""
+    """Add a *ForSequenceClassification for a family of models if transformers has none for it.
+
+    It is made like those of other families: the family's body, and a linear head named score."""
     from transformers import AutoModel, AutoModelForSequenceClassification
     from transformers.modeling_layers import GenericForSequenceClassification
 
@@ -198,14 +222,16 @@ def _add_classifier(config_class):
 
 
 def is_causal_lm(name) -> bool:
-    """False for a model with a scalar head, or another kind."""
+    """Return whether this is a causal language model; a model with a scalar head, for example, is not."""
     kind = _kind(_read_config(name))
     return any(word in kind for word in ("causal", "ForCausalLM", "LMHeadModel"))
 
 
 def check_causal_lm(name, tokenizer=None, chat_template=None):
-    """InputError unless there is a causal language model of this name and, with `tokenizer`, its own, loaded
-    with the same chat_template, has the same vocabulary."""
+    """Raise InputError unless `name` is a causal language model that matches the tokenizer.
+
+    tokenizer: its vocabulary must be that of the model's own tokenizer; None: any.
+    chat_template: the template that `tokenizer` was loaded with."""
     if not is_causal_lm(name):
         raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
     if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
@@ -213,15 +239,20 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
 
 
 def check_room(length: int, name, config=None):
-    """InputError if a model, whose config may be given, has fewer positions than `length`, --max-length."""
+    """Raise InputError if a model has fewer positions than `length`, the value of --max-length.
+
+    config: the model's config; None: it is read."""
     room = models.n_positions(config or _read_config(name))
     if length > room:
         raise InputError(f"--max-length {length}: {name} has {room} positions")
 
 
 def identity(name, seed=0) -> list:
-    """What changes when a model of this name does: the SHA-256 of its files, wherever their folder is, but of
-    those for people and of hidden ones. seed: of the random weights of `tiny`."""
+    """Return a list that changes when the model of this name does: its files' names and SHA-256.
+
+    It does not depend on where the folder is. Hidden files and .md files do not count. For `tiny` it is
+    the name and `seed`, the seed of its random weights. Raises InputError if the model is not on this
+    machine."""
     folder = Path(find_model(name))
     if name == "tiny":
         return [name, seed]
@@ -236,7 +267,7 @@ def identity(name, seed=0) -> list:
 
 
 def sha256(path) -> str:
-    """Of a file, which is read again only where its size or time is another one."""
+    """Return the SHA-256 of a file, which is read again only if its size or modification time has changed."""
     path = Path(path).resolve()
     return _sha256(path, path.stat().st_size, path.stat().st_mtime_ns)
 
@@ -248,12 +279,14 @@ def _sha256(path, *_):
 
 
 def _kind(config):
+    """Return the name of a model's class, or "causal language model" if its config does not have it."""
     return (config.architectures or ["causal language model"])[0]
 
 
 def _read_config(name):
-    """The config of a model, without dropout or layerdrop; of a multimodal one its text part's, if it is a
-    causal LM."""
+    """Load the config of a model, with dropout and layerdrop set to 0.
+
+    For a multimodal model it is the config of its text part, if that is a causal language model."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = tiny.model().config if name == "tiny" else from_hub(AutoConfig, name)
@@ -266,28 +299,32 @@ def _read_config(name):
         config = text
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         for key, value in part.to_dict().items() if part else ():
-            if "drop" in key and isinstance(value, float):  # with it new and old probabilities never agree
+            if "drop" in key and isinstance(value, float):  # dropout: old and new probabilities never agree
                 setattr(part, key, 0.0)
     return config
 
 
 def from_hub(auto_class, name, **options):
-    """auto_class.from_pretrained; InputError for what is not there, or not known to transformers."""
+    """Call auto_class.from_pretrained.
+
+    Raises InputError if the model does not exist, or if transformers cannot load it."""
     try:
         return auto_class.from_pretrained(find_model(name), trust_remote_code=False, **options)
-    except Exception as error:  # files that were cut raise many kinds
+    except Exception as error:  # truncated files raise errors of many kinds
         own_code = "needs code of its own (trust_remote_code), which is not run here"
         why = own_code if "trust_remote_code" in str(error) else error
         raise InputError(f"{name}: {why}") from None
 
 
 def _read(auto_class, name, config, seed):
-    """The model in fp32, weights on rank 0 only, those of `tiny` drawn by `seed`. InputError for a kind of
-    model that transformers does not know, and if weights are not in the files."""
+    """Load a model in fp32 with weights on rank 0 only; the weights of `tiny` are drawn with `seed`.
+
+    Raises InputError if transformers does not know this kind of model, or if weights are not in the files."""
     kind = auto_class._model_mapping.get(type(config), None)
     if kind is None:
         raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} of {config.model_type}")
-    # Masks of trees and sampler are for SDPA, which knows no capped scores; for eager they become numbers
+    # Masks are made for SDPA, but SDPA cannot cap attention scores. Models that cap them use eager attention,
+    # for which the masks become 0 and -inf
     sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
     options = {"dtype": torch.float32, "attn_implementation": "sdpa" if sdpa else "eager"}
     if not dist.is_main() or name == "tiny":
@@ -306,15 +343,17 @@ def _read(auto_class, name, config, seed):
 
 
 def _ready(model, tokenizer, methods, gradient_checkpointing):
+    """Make a loaded model ready for training: its embeddings, special ids, methods and training mode."""
     _fit_embeddings(model, len(tokenizer))
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):  # the row of the config's padding, which may be a real
-            module.padding_idx = None  # token there, the end token for one, would get no gradient
+        # A padding row gets no gradient, but in some configs it is that of the end-of-sequence token
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None
     if model.base_model is model:
-        model.base_model_prefix = "model"  # Llama 4's text part is said to be elsewhere
-    if gradient_checkpointing:  # has another name since transformers 5.23
+        model.base_model_prefix = "model"  # Llama 4's text part names a prefix that it does not have
+    if gradient_checkpointing:  # renamed in transformers 5.23
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": False})
     models.with_methods(model, methods)
@@ -341,11 +380,13 @@ def set_attention(model):
 
 @torch.no_grad()
 def check_forward(model):
-    """InputError if a forward does not give what another one gives, for then new and old probabilities never
-    agree; of a policy the other one is transformers' own, with all that it does to logits."""
+    """Raise InputError if two forwards of a model differ: old and new probabilities would then never agree.
+
+    For a policy, the second forward is that of transformers itself, which shows whether the model changes
+    its logits in a way that `token_logprobs` does not know."""
     config = model.config.get_text_config()
     window = checks.window(model.config)
-    # Beyond the window, unless that takes long on a CPU: what is done to logits is done in short rows too
+    # Longer than the attention window, unless that is slow on a CPU; changes to logits show in short rows too
     n = min(models.n_positions(config), 64 + (window if window < 1024 else 0))
     ids = torch.arange(n, device=model.device)[None] % config.vocab_size
     if hasattr(model, "head_outputs"):
@@ -361,23 +402,28 @@ def check_forward(model):
 
 
 def _fit_embeddings(model, n_tokens):
-    """Add rows to the embeddings for new tokens, if there are too few, as the mean of the others: a new token
-    is then as likely as an average one, and the rest hardly changes."""
+    """Add rows to the embeddings if there are fewer rows than tokens.
+
+    A new row is the mean of the others, so that a new token is as likely as an average one, and the
+    probabilities of the other tokens hardly change."""
     old = model.get_input_embeddings().weight.shape[0]
     if n_tokens <= old:
         return
     model.resize_token_embeddings(n_tokens, mean_resizing=False)
     with torch.no_grad():
         for module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            for weight in module.parameters() if module else ():  # a scalar head replaced the unembedding
+            for weight in module.parameters() if module else ():  # a scorer has no unembedding
                 weight[old:] = weight[:old].mean(0)
 
 
 @torch.no_grad()
 def _check_rows(model, tokenizer, n_rows, name):
-    """InputError for adapters if the end token's row of the unembedding, which they leave as it is, is no
-    other than the mean of all rows or another token's: it can then never be likelier than these are. New
-    tokens, beyond the n_rows that the model came with, are printed. (Padding is never predicted.)"""
+    """Raise InputError if LoRA adapters could not teach the model to end an answer.
+
+    Adapters leave the unembedding as it is. If the row of the end-of-sequence token is the mean of all
+    rows, or the same as another token's row, that token can never become more likely than those. New
+    tokens, beyond the n_rows that the model came with, cannot be learnt either and are printed. (Padding
+    is never predicted.)"""
     end = tokenizer.eos_token_id
     rows = model.get_output_embeddings().weight
     mean = rows.mean(0, keepdim=True)
@@ -394,19 +440,21 @@ def _check_rows(model, tokenizer, n_rows, name):
         print(f"{name}: with --lora-rank {len(new)} new token(s) cannot be learnt ({tokens})")
 
 
-# -- what is written ------------------------------------------------------------------------------
+# -- export and checks -----------------------------------------------------------------------------
 def read_at_end_token(model, tokenizer):
-    """Before a scorer that was trained here is saved: its config says that it is read at the end token, and
-    what its chat templates write after an answer's end token is cut, for transformers' own classifier, and so
-    a pipeline, reads the last token of the text. load_tokenizer gives them back whole."""
+    """Prepare a scorer that was trained here for saving.
+
+    Its config says that the score is read at the end-of-sequence token. transformers' own classifier, and
+    with it a pipeline, reads the last token of a text instead, so the text that the chat templates write
+    after an answer's end-of-sequence token is cut. load_tokenizer restores the templates."""
     model.config.read_at = "end_token"
 
     def cut(template):
         try:
             tail = _after_answer(tokenizer, template).partition(tokenizer.eos_token)[2]
-        except (jinja2.TemplateError, TypeError):  # one of several may be for tools or documents alone
+        except (jinja2.TemplateError, TypeError):  # one of several may be only for tools or documents
             return template
-        bare = template.removesuffix("\n")  # one at the very end jinja leaves out
+        bare = template.removesuffix("\n")  # jinja drops a newline at the very end
         shorter = f"{{{{ dialogue if add_generation_prompt else dialogue.removesuffix({tail!r}) }}}}"
         whole = f"{{% set dialogue %}}{bare}{{% endset %}}{shorter}{template[len(bare) :]}"
         return whole if tail else template
@@ -415,16 +463,21 @@ def read_at_end_token(model, tokenizer):
 
 
 def end_of_scored(model, tokenizer) -> list[int]:
-    """The tokens after a response's text of which the last one is where the score is read: the end token, of
-    a model that was trained here; of any other one all that the chat template writes there."""
+    """Return the tokens that follow a response's text; the score is read at the last of them.
+
+    For a model that was trained here it is the end-of-sequence token. For any other model it is everything
+    that the chat template writes after the text."""
     if getattr(model.config, "read_at", None) == "end_token":
         return [tokenizer.eos_token_id]
     return tokenizer(_after_answer(tokenizer), add_special_tokens=False)["input_ids"]
 
 
 def check_sampled(name, mend=""):
-    """InputError if the attention of the model of this name is one that the sampler does not know, or if its
-    ranks cannot share a copy: better now than hours from now. mend: how to do without samples."""
+    """Raise InputError if the sampler cannot run the model of this name: better now than hours from now.
+
+    That is the case if the sampler does not know its attention, or if ranks cannot share a copy of it.
+
+    mend: how to do without samples, for the message."""
     config = _read_config(name).get_text_config()
     tensor_parallel.check(config, dist.ranks_per_copy)
     try:
@@ -434,8 +487,10 @@ def check_sampled(name, mend=""):
 
 
 def check_policy(name, tokenizer, args, sampled=True):
-    """InputError unless a policy has the tokenizer's tokens (None: any), room for --max-length and, if
-    sampled, can be."""
+    """Raise InputError unless a policy fits the command.
+
+    It must have the tokenizer's vocabulary (None: any), room for --max-length and, with `sampled`, an
+    architecture that the sampler can run."""
     check_causal_lm(name, tokenizer, args.chat_template)
     check_room(args.max_length, name)
     if sampled:

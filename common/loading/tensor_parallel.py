@@ -1,14 +1,16 @@
-"""One copy of a model on n ranks together, for generation: tensor parallelism (Megatron-LM, Shoeybi et al.,
-2019, arXiv:1909.08053, section 3).
+"""Share one copy of a model between n ranks for generation: tensor parallelism.
+
+Source: Megatron-LM (Shoeybi et al., 2019, arXiv:1909.08053, section 3).
 
     f(x A) B = sum over ranks i of f(x A_i) B_i
 
-A makes queries, keys and values, or the MLP's gate and up: a rank has the columns of its heads, or of its
-share of the hidden units. B is what follows, o_proj or down_proj, of which it has the same rows. f, attention
-or the activation, stays within a head or a unit: ranks meet twice a layer, to add up what B gives. Embedding,
-norms and unembedding are whole on every rank (3 % of 70B), so logits need not be put together.
+A gives queries, keys and values, or the gate and up projections of the MLP. A rank has the columns of A for
+its attention heads, or for its share of the hidden units. B is the layer that follows, o_proj or down_proj; a
+rank has the same rows of it. f, attention or the activation, stays within a head or a unit. So ranks
+communicate twice per layer, to add up the outputs of B. Embedding, norms and unembedding are whole on every
+rank (3 % of a 70B model), so logits need not be put together.
 
-Llama 2 generated so, from weights consolidated to each node (arXiv:2307.09288, section 3.2.3).
+Llama 2 was sampled in this way, from weights consolidated on each node (arXiv:2307.09288, section 3.2.3).
 """
 
 import contextlib
@@ -19,13 +21,13 @@ import torch.distributed as td
 from common import dist
 from common.errors import InputError
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # whose decoder layers have these linear layers:
+FAMILIES = ("llama", "qwen2", "qwen3")  # their decoder layers have these linear layers:
 COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def check(config, n: int):
-    """InputError unless n ranks can have a copy of a model with this (text) config together."""
+    """Raise InputError unless n ranks can share a copy of a model with this (text) config."""
     if n == 1:
         return
     flag = f"--generate-tensor-parallel {n}"
@@ -39,16 +41,18 @@ def check(config, n: int):
 
 @functools.cache
 def group_of(n: int):
-    """The group of n consecutive ranks that this one is in. Every rank must call it."""
+    """Return the group of n consecutive ranks that this rank is in. Every rank must call it."""
     return td.new_subgroups(n, timeout=dist.TIMEOUT)[0]
 
 
 @contextlib.contextmanager
 def split(model, layers, n: int):
-    """Inside, groups of n ranks have these decoder layers of a model together, and a forward of the same rows
-    on all ranks of a group gives what the whole model gives. Layers are gathered from FSDP's shards one at a
-    time, so no rank ever has all. `model.agree_on` makes what ranks drew that of the group's first rank: on a
-    GPU they may round, and so draw, differently."""
+    """Share these decoder layers of a model between groups of n ranks, inside the context.
+
+    A forward of the same rows on all ranks of a group gives the result of the whole model. Layers are
+    gathered from FSDP's shards one at a time, so no rank ever has all of them. `model.agree_on` replaces
+    the tokens and log probabilities that a rank drew by those of its group's first rank: on a GPU ranks
+    may round differently, and so draw different tokens."""
     check(model.config.get_text_config(), n)
     group = group_of(n)
     shards = []
@@ -80,11 +84,13 @@ def split(model, layers, n: int):
 
 
 def part(path: str, whole, group):
-    """A copy of this rank's part of a parameter, path: in its decoder layer, self_attn.q_proj.weight for one.
-    Linear layers store (out, in), LoRA's two matrices (r, in) and (out, r)."""
+    """Return a copy of this rank's part of a parameter.
+
+    path: the parameter's name in its decoder layer, such as self_attn.q_proj.weight.
+    whole: the parameter. Linear layers store (out, in), LoRA's two matrices (r, in) and (out, r)."""
     layer, name = path.split(".")[-2:]
     if layer in COLUMN_PARALLEL and name != "lora_a":
         return whole.chunk(group.size(), 0)[group.rank()].clone()
     if layer in ROW_PARALLEL and name in ("weight", "lora_a"):
         return whole.chunk(group.size(), 1)[group.rank()].clone()
-    return whole / group.size() if name == "bias" else whole.clone()  # o_proj's bias is added n times
+    return whole / group.size() if name == "bias" else whole.clone()  # the sum has o_proj's bias n times
