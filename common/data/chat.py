@@ -78,7 +78,7 @@ def special_tokens(tokenizer):
 
 def check_known(tokenizer, ids):
     """Raise ValueError if most of these ids are the token for unknown words."""
-    unknown = tokenizer.unk_token_id  # GPT-2 uses its end-of-sequence token for both
+    unknown = tokenizer.unk_token_id  # GPT-2's is its end-of-sequence token
     if unknown not in (None, tokenizer.eos_token_id) and 2 * ids.count(unknown) > len(ids):
         raise ValueError("the tokenizer knows few of its words: is it the right --model?")
 

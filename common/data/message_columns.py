@@ -28,6 +28,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
     the row excludes from training has `weight` 0. docs/use/data.md lists the columns. Raises ValueError, with
     the reason, if the row is no demonstration."""
     row = formats.cells(row)
+    # KTO's rows have a label; a completion that the label calls bad is not learnt
     if "label" in row and "chosen" not in row and "responses" not in row:
         if row["label"] not in (False, True):
             raise formats.unreadable("label", row["label"], "neither true nor false")

@@ -191,7 +191,8 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
         wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
         raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, wanted {wanted}")
     if new_head:
-        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))  # and num_labels
+        # Setting id2label sets num_labels too
+        config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))
         config.label2id = {label: i for i, label in config.id2label.items()}
     config.problem_type = "regression"  # so that no pipeline applies a sigmoid
     _add_classifier(type(config))
@@ -299,7 +300,8 @@ def _read_config(name):
         config = text
     for part in (config, *(getattr(config, key) for key in config.sub_configs)):
         for key, value in part.to_dict().items() if part else ():
-            if "drop" in key and isinstance(value, float):  # dropout: old and new probabilities never agree
+            # With dropout, old and new probabilities would never agree
+            if "drop" in key and isinstance(value, float):
                 setattr(part, key, 0.0)
     return config
 

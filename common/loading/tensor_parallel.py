@@ -63,6 +63,7 @@ def split(model, layers, n: int):
         td.all_reduce(output, group=group)
 
     try:
+        # One layer at a time: the full weights of one layer are the most that a rank holds beyond its parts
         for layer in layers:
             layer.unshard()
             my_parts = {path: part(path, whole, group) for path, whole in layer.named_parameters()}
