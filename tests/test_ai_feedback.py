@@ -1134,7 +1134,7 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs
     """The command as a user gives it. What else there is to mistake is tested in this process, below."""
     assert_error(script(tmp_path / "run", pairs, model=None), "--model", "the labeler's name")
     make_scorer(tmp_path / "scorer")
-    words = "SequenceClassification", "wanted a causal language model"
+    words = "SequenceClassification", "not a causal language model"
     assert_error(script(tmp_path / "run", pairs, model=tmp_path / "scorer"), *words)
     assert not (tmp_path / "run").exists()
 
@@ -1182,7 +1182,7 @@ def test_rows_that_cannot_be_used_are_left_out_by_name(tmp_path, capsys):
     assert [r["row"] for r in found.rows] == [0, 6]
     out = capsys.readouterr().out
     assert "dropped 5 of 7 rows" in out
-    for words in ("the responses are the same", "are no preference row", "preference 2", "no prompt"):
+    for words in ("the responses are the same", "match no format of preference rows", "preference 2", "no prompt"):
         assert words in out
 
 
@@ -1195,7 +1195,7 @@ NO_LISTS = [
 @pytest.mark.parametrize("responses", NO_LISTS)
 def test_responses_that_are_no_list_of_texts_are_left_out_by_name(responses, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "copy ant", "responses": responses}])
-    with pytest.raises(InputError, match="responses is no list of"):
+    with pytest.raises(InputError, match="responses is not a list of"):
         run(tmp_path / "run", rows)
 
 

@@ -131,39 +131,39 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen="cat"), "the responses are the same"),
     (pair(chosen=" cat\n"), "the responses are the same"),
     ({"prompt": "copy ant", "responses": responses(ant=1) + responses(ant=3)}, "are the same"),
-    ({"prompt": "copy ant", "chosen": "ant"}, "columns ['chosen', 'prompt'] are no preference row"),
-    ({"prompt": "copy ant", "completion": "ant"}, "are no preference row"),
+    ({"prompt": "copy ant", "chosen": "ant"}, "columns ['chosen', 'prompt'] match no format of preference rows"),
+    ({"prompt": "copy ant", "completion": "ant"}, "match no format of preference rows"),
     ({"chosen": "ant", "rejected": "cat"}, "neither a list of messages nor a dialogue"),
     ({"responses": SCORED}, "no prompt"),
     (pair(prompt=" "), "no prompt"),
-    (pair(prompt=5), "the prompt is int, wanted text or messages"),
-    (pair(rating="much better"), f"rating 'much better' is none of {FOUR}"),
-    (pair(preference=1.2), "preference 1.2 is no number from 0 to 1"),
-    (pair(preference=float("nan")), "preference nan is no number"),
-    (pair(preference="high"), "preference 'high' is no number"),
-    (pair(margin=-1), "margin -1 is no number from 0 to inf"),
-    (pair(margin=float("inf")), "margin inf is no number"),
-    (pair(margin="1,5"), "margin '1,5' is no number"),
-    (pair(chosen_score=2, rejected_score=float("nan")), "rejected_score nan is no number"),
-    (pair(chosen_score="good", rejected_score=1), "chosen_score 'good' is no number"),
-    ({"prompt": "copy ant", "responses": responses(ant=1)}, "a ranking needs two responses or more"),
-    ({"prompt": "copy ant", "responses": []}, "a ranking needs two responses or more"),
-    ({"prompt": "copy ant", "responses": None}, "are no preference row"),
-    ({"prompt": "copy ant", "responses": 7}, "responses is no list of {text, score}"),
-    ({"prompt": "copy ant", "responses": ["ant", "cat"]}, "responses is no list of {text, score}"),
-    ({"prompt": "copy ant", "responses": [{"text": "ant"}, {"text": "cat"}]}, "no list of {text, score}"),
-    ({"prompt": "copy ant", "responses": responses(ant=1, cat=float("nan"))}, "no list of {text, score}"),
-    ({"prompt": "copy ant", "responses": [{"text": 5, "score": 1}, *SCORED]}, "no list of {text, score}"),
+    (pair(prompt=5), "the prompt is int, not text or messages"),
+    (pair(rating="much better"), f"rating 'much better' is not one of {FOUR}"),
+    (pair(preference=1.2), "preference 1.2 is not a number from 0 to 1"),
+    (pair(preference=float("nan")), "preference nan is not a finite number"),
+    (pair(preference="high"), "preference 'high' is not a finite number"),
+    (pair(margin=-1), "margin -1 is not a number from 0 to inf"),
+    (pair(margin=float("inf")), "margin inf is not a finite number"),
+    (pair(margin="1,5"), "margin '1,5' is not a finite number"),
+    (pair(chosen_score=2, rejected_score=float("nan")), "rejected_score nan is not a finite number"),
+    (pair(chosen_score="good", rejected_score=1), "chosen_score 'good' is not a finite number"),
+    ({"prompt": "copy ant", "responses": responses(ant=1)}, "a ranking needs at least two responses"),
+    ({"prompt": "copy ant", "responses": []}, "a ranking needs at least two responses"),
+    ({"prompt": "copy ant", "responses": None}, "match no format of preference rows"),
+    ({"prompt": "copy ant", "responses": 7}, "responses is not a list of {text, score}"),
+    ({"prompt": "copy ant", "responses": ["ant", "cat"]}, "responses is not a list of {text, score}"),
+    ({"prompt": "copy ant", "responses": [{"text": "ant"}, {"text": "cat"}]}, "not a list of {text, score}"),
+    ({"prompt": "copy ant", "responses": responses(ant=1, cat=float("nan"))}, "not a list of {text, score}"),
+    ({"prompt": "copy ant", "responses": [{"text": 5, "score": 1}, *SCORED]}, "not a list of {text, score}"),
     ({"prompt": "copy ant", "responses": responses(ant=1, cat=1)}, "no response is better than another"),
     ({"chosen": HH + " dog", "rejected": HH.replace("cat", "owl") + " eel"}, "have different prompts"),
     ({"chosen": [user("ant"), bot("dog")], "rejected": [user("owl"), bot("eel")]}, "have different prompts"),
     (pair(rejected=[]), "no response"),
     (pair(rejected=None), "no response"),
-    (pair(chosen=7), "the response is int, wanted text or messages"),
+    (pair(chosen=7), "the response is int, not text or messages"),
     (pair(chosen="  "), "no response"),
     ({"chosen": HH + " ", "rejected": HH + " eel"}, "no response"),
     (pair(chosen=[bot("ant"), bot("ant")]), "have different prompts"),
-    (pair(chosen="ant <|end|> ant"), "the text holds a special token"),
+    (pair(chosen="ant <|end|> ant"), "the text contains a special token"),
     (pair(chosen="ant " * 60), "longer than 64 tokens (--max-length)"),
     (pair(prompt="ant " * 60), "longer than 64 tokens (--max-length)"),
     (pair(prompt=[user("ant"), bot(""), user("cat")]), "an earlier answer is empty"),
@@ -171,13 +171,13 @@ REASONS = [  # (row, part of the reason)
     (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
     (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
     ({"prompt": "copy ant", "completion": "ant", "label": True}, "no other completion of its prompt has"),
-    ({"prompt": "copy ant", "completion": "ant", "label": None}, "are no preference row"),
-    ({"prompt": "copy ant", "completion": "ant", "label": "maths"}, "label 'maths' is no number"),
-    ({"question": "copy ant", "completion": "ant", "label": True}, "are no preference row"),
+    ({"prompt": "copy ant", "completion": "ant", "label": None}, "match no format of preference rows"),
+    ({"prompt": "copy ant", "completion": "ant", "label": "maths"}, "label 'maths' is not a finite number"),
+    ({"question": "copy ant", "completion": "ant", "label": True}, "match no format of preference rows"),
     (pair(chosen=["ant", 5], rejected=["cat"]), ""),  # neither texts nor messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
-    ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "no list of {text, score}"),
-    (pair(preference=True), "preference True is no number"),
+    ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "not a list of {text, score}"),
+    (pair(preference=True), "preference True is not a finite number"),
     (pair(chosen_score=1, rejected_score=3), "the chosen score is less than 0.0 higher"),
     (pair("please tell me what the capital of france is", "paris", "rome"), "is it the right --model?"),
 ]
@@ -207,14 +207,14 @@ def test_labels_of_single_completions_make_pairs_of_a_prompt_that_has_both(load,
     better = ((1, "dog"), (4, "eel"), (6, "pig"))  # and worse: cat, fox and owl
     expected = [(f"p.jsonl:{n}", [text, worse]) for n, text in better for worse in ("cat", "fox", "owl")]
     assert [(c.row.where, c.texts) for c in found] == expected
-    assert why(capsys) == {"no other completion of its prompt has another label or score": 1}
+    assert why(capsys) == {"no other completion of the same prompt has a different label or score": 1}
 
 
 def test_nothing_left_is_an_error_with_the_reasons_and_places(load):
     with pytest.raises(InputError) as error:
         load([pair(chosen="cat"), pair(chosen=""), pair(chosen="cat")])
     message = str(error.value)
-    assert "none of its 3 rows can be used" in message
+    assert "no usable row among its 3" in message
     assert "the responses are the same (p.jsonl:1)" in message and "no response (p.jsonl:2)" in message
 
 
@@ -247,7 +247,7 @@ def test_min_score_gap_of_pairs(gap, kept, load, capsys):
         pair("copy cat"),  # no scores: nothing to go by
     ]
     assert len(load(rows, min_score_gap=gap)) == kept
-    reason = f"the chosen score is less than {gap} higher (--min-score-gap)"
+    reason = f"the chosen score is not {gap} or more higher (--min-score-gap)"
     assert why(capsys) == ({reason: 3 - kept} if kept < 3 else {})
 
 

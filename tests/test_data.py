@@ -278,7 +278,7 @@ def test_a_thought_that_is_no_text_drops_the_row(tmp_path, capsys):
     tokenizer.chat_template = tokenizer.chat_template.replace("{% set thought = ", "{% set thought = " + thought)
     rows = [{"messages": [user("a"), {**THOUGHT, "reasoning_content": x}]} for x in ("t", ["t"], 5)]
     assert len(demonstrations.load_sft(write(tmp_path / "r.jsonl", rows), tokenizer, 500)) == 1
-    assert "the chat template refuses it" in capsys.readouterr().out
+    assert "the chat template refuses the dialogue" in capsys.readouterr().out
 
 
 def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
@@ -286,7 +286,7 @@ def test_a_thought_that_generation_opens_in_another_way_is_refused(tmp_path):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{% set thought = ", "{% set thought = m.reasoning_content if m.reasoning_content is defined else "
     )
-    with pytest.raises(InputError, match="does not write the answer as it is right after its prompt"):
+    with pytest.raises(InputError, match="changes the answer or does not put it directly after its prompt"):
         demonstrations.load_sft(write(tmp_path / "r.jsonl", [{"messages": [user("a"), THOUGHT]}]), tokenizer, 500)
 
 
@@ -305,7 +305,7 @@ def test_an_answer_that_is_marked_so_is_not_learnt(flag, no, tmp_path):
     assert learnt(1, 1, no) == ["one<|im_end|>", "two<|im_end|>"]
     with pytest.raises(InputError, match="no answer is left to learn"):
         learnt(no, no, no)
-    with pytest.raises(InputError, match=f"{flag} 0.5 of a message"):
+    with pytest.raises(InputError, match=f"{flag} of a message is 0.5"):
         learnt(1, 1, 0.5)
 
 
@@ -321,7 +321,7 @@ def test_known_names_of_roles_are_read(role, other):
 def test_a_turn_of_another_role_drops_the_row(role, key, content, tmp_path):
     turns = [("user", "a"), (role, "x"), ("assistant", "b")]
     row = {"messages": [{key: name, content: text} for name, text in turns]}
-    with pytest.raises(InputError, match=f"a message of role '{role}'"):
+    with pytest.raises(InputError, match=f"a message has role '{role}'"):
         demonstrations.load_sft(write(tmp_path / "r.jsonl", [row]), byte_tokenizer(), 500)
 
 
@@ -352,7 +352,7 @@ def test_history_is_the_turns_before_an_instruction(reader, tmp_path):
     (item,) = load_rows_as(reader, write(tmp_path / "r.jsonl", [row]), byte_tokenizer())
     prompt = {"sft": lambda: item.messages[:-1], "pairs": lambda: item.prompt, "prompts": lambda: item.turns}
     assert prompt[reader]() == [SYSTEM, user("h"), bot("g"), user("a\n\ni")]
-    with pytest.raises(InputError, match=r"history.* is no list of \[question, answer\]"):
+    with pytest.raises(InputError, match=r"history.* is not a list of \[question, answer\]"):
         load_rows_as(reader, write(tmp_path / "q.jsonl", [{**row, "history": [["h"]]}]), byte_tokenizer())
 
 
@@ -444,7 +444,7 @@ def test_all_forms_of_a_summary_give_the_same_prompt_and_the_same_demonstration(
     spec = write(tmp_path / "r.jsonl", [row])
     (document,) = demonstrations.load_sft(spec, byte_tokenizer(), 500)
     assert document.messages == [user(POST_AS_PROMPT), bot(" b")]
-    not_read = {line.partition(": not read as demonstrations (in so many rows): ")[2]
+    not_read = {line.partition(": not read as demonstrations (with the number of rows): ")[2]
                 for line in capsys.readouterr().out.splitlines()} - {""}  # fmt: skip
     named = sorted(column.partition(" (")[0] for line in not_read for column in line.split(", "))
     assert named == unread
@@ -496,7 +496,7 @@ def test_lines_of_a_text_file_are_prompts_or_text_and_no_demonstrations(tokenize
     for kind, name in (("prompts", "prompt"), ("text", "text")):
         rows = mixtures.load_rows(str(tmp_path / "r.txt"), kind)
         assert rows == [Row("r.txt:1", {name: "copy ant"}), Row("r.txt:3", {name: "first owl"})]
-    with pytest.raises(InputError, match=r"columns \['text'\] are no SFT row.*--columns old=new"):
+    with pytest.raises(InputError, match=r"columns \['text'\] match no format of SFT rows.*--columns old=new"):
         demonstrations.load_sft(str(tmp_path / "r.txt"), tokenizer, 64)
 
 
@@ -645,17 +645,17 @@ packed = functools.partial(gzip.compress, mtime=0)  # without the hour: each pro
         ("r.jsonl", b"", "empty"),
         ("r.jsonl", b"\n \n", "empty"),
         ("r.jsonl.gz", packed(b""), "empty"),
-        ("r.xlsx", GOOD, "none of .jsonl"),
+        ("r.xlsx", GOOD, "not one of .jsonl"),
         *[(f"r.{kind}", b"", "empty") for kind in ("txt", "csv")],
-        ("r.json", b"", r"r\.json:1: not JSON"),
-        ("r.json", GOOD[:20], r"r\.json:1: not JSON"),
-        ("r.json", b'[{"prompt": "a"}, 3]', r"r\.json:2: .*int, wanted an object"),
-        ("r.csv", b"prompt,completion\na,b\nc,d,e\n", r"r\.csv:3: .*more cells than names"),
+        ("r.json", b"", r"r\.json:1: not valid JSON"),
+        ("r.json", GOOD[:20], r"r\.json:1: not valid JSON"),
+        ("r.json", b'[{"prompt": "a"}, 3]', r"r\.json:2: .*expected an object, got int"),
+        ("r.csv", b"prompt,completion\na,b\nc,d,e\n", r"r\.csv:3: .*more cells than column names"),
         ("r.csv", b'prompt,completion\na,"b\n', r"r\.csv:2: .*end of data"),
-        ("r.csv", "prompt\n\xe9\n".encode("latin-1"), r"r\.csv:.*utf-8"),
-        ("r.csv?b=prompt", b"a,c\n1,2\n", r"\?b=prompt: no row has that column, of \['a', 'c'\]"),
+        ("r.csv", "prompt\n\xe9\n".encode("latin-1"), r"r\.csv:.*UTF-8"),
+        ("r.csv?b=prompt", b"a,c\n1,2\n", r"\?b=prompt: no row has that column, only \['a', 'c'\]"),
         ("r.csv?a>=2", b"a,c\n1,2\n", "no row meets its conditions"),
-        ("r.csv", b"prompt,completion,prompt\na,b,c\n", r"r\.csv:1: .*\['prompt'\] twice"),
+        ("r.csv", b"prompt,completion,prompt\na,b,c\n", r"r\.csv:1: .*\['prompt'\] appear twice"),
         ("r.jsonl", GOOD + b'{"prompt": \n', r"r\.jsonl:2"),  # broken JSON
         ("r.jsonl", GOOD + b"[1, 2]\n", r"r\.jsonl:2"),  # no object
         ("r.jsonl", GOOD + b"null\n", r"r\.jsonl:2"),
@@ -702,7 +702,7 @@ def test_hub_failure_is_an_input_error(monkeypatch):
     "row, why",
     [
         ({"query": "a", "answer": "b"}, "answer.*query.*"),  # unknown columns are listed
-        ({}, "no SFT row"),
+        ({}, "format of SFT rows"),
         ({"prompt": "a", "completion": None}, "no response"),
         ({"prompt": "a", "completion": " \n"}, "no response"),
         ({"messages": [user("a")]}, "no response"),
@@ -722,12 +722,12 @@ def test_hub_failure_is_an_input_error(monkeypatch):
         ({"messages": [{**user("a"), "content": None}, bot("b")]}, "content of a message is null"),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", **TOOLS}]}, "tool_calls"),
         ({"system": 5, "prompt": "a", "completion": "b"}, "system is int"),
-        ({"prompt": "a", "completion": "b", "label": False}, "its label is not true"),
-        ({"prompt": "copy ant", "completion": "ant <|end|> fox"}, "the text holds a special token"),
-        ({"prompt": "<|assistant|> hi", "completion": "b"}, "the text holds a special token"),
+        ({"prompt": "a", "completion": "b", "label": False}, "its label is false"),
+        ({"prompt": "copy ant", "completion": "ant <|end|> fox"}, "the text contains a special token"),
+        ({"prompt": "<|assistant|> hi", "completion": "b"}, "the text contains a special token"),
         (
             {"prompt": "what is the capital of france and why", "completion": "paris has been"},
-            "the right --model",
+            "check --model",
         ),
     ],
 )
@@ -872,7 +872,7 @@ def test_template_that_refuses_a_dialogue_drops_the_row(capsys):
 def test_a_template_that_rewrites_a_prompt_or_drops_the_answers_thought_is_refused():
     rewrites = byte_tokenizer("{{ messages|length }}" + CHATML), "a"
     for tokenizer, answer in (rewrites, (family("DeepSeek R1 distills"), "<think>a</think>b")):
-        with pytest.raises(ValueError, match="does not write the answer as it is right after its prompt"):
+        with pytest.raises(ValueError, match="changes the answer or does not put it directly after its prompt"):
             chat.encode(tokenizer, [user("hi"), bot(answer)])
 
 
@@ -1016,7 +1016,7 @@ def test_template_that_renders_nothing_is_an_input_error(template, tmp_path):
 
 
 def test_tokenizer_that_could_never_end_a_response_is_an_input_error(tmp_path):
-    with pytest.raises(InputError, match="end token"):
+    with pytest.raises(InputError, match="end-of-sequence token"):
         load(byte_tokenizer(NO_END, special=(), bos_token=None, eos_token=None, pad_token=None), tmp_path)
 
 
@@ -1222,7 +1222,7 @@ def test_neither_plain_text_nor_a_part_of_a_mixture_teaches_a_held_out_question(
 
 def test_a_text_is_known_if_half_of_its_words_are(tokenizer):
     chat.check_known(tokenizer, [tokenizer.unk_token_id, 5])
-    with pytest.raises(ValueError, match="knows few of its words"):
+    with pytest.raises(ValueError, match="does not know most of its words"):
         chat.check_known(tokenizer, [tokenizer.unk_token_id] * 2 + [5])
     gpt2 = SimpleNamespace(unk_token_id=7, eos_token_id=7)  # whose end token is the unknown one too
     chat.check_known(gpt2, [7, 7, 7])

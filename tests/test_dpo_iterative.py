@@ -685,7 +685,7 @@ def bad(small):
 
 BAD = [
     ({"iterations": 0}, ["--iterations 0", "--offline-data"]),
-    ({"prompts_per_iteration": 30}, ["40 prompts are too few", "iterations of 30 new", "iteration 2", "lower --iterations"]),
+    ({"prompts_per_iteration": 30}, ["40 prompts are too few", "for 30 new ones", "iteration 2", "Lower --iterations"]),
     ({"scorer": "mine:nothing"}, ["mine:nothing", "module:function"]),
     ({"scorer": "runs/reward"}, ["runs/reward", "python reward.py"]),
     ({"scorer": "unfinished"}, ["unfinished", "--resume"]),
@@ -693,7 +693,7 @@ BAD = [
     ({"model": "a scorer"}, ["a scorer", "causal language model"]),
     ({"reference": "runs/nothing"}, ["runs/nothing"]),
     ({"enhancer": "a scorer"}, ["a scorer", "causal language model"]),
-    ({"offline_data": "pool.jsonl"}, ["pool.jsonl:1", "are no preference row"]),
+    ({"offline_data": "pool.jsonl"}, ["pool.jsonl:1", "match no format of preference rows"]),
     ({"dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
     ({"start_from": "first"}, ["--start-from", "first"]),
 ]

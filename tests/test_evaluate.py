@@ -354,9 +354,9 @@ def test_mistaken_policies_are_named(small, tmp_path):
         ([small / "a", f"a={small}/b"], {}, "two are named 'a'"),
         (["tiny", small / "a"], {"reference": "sft"}, "sft: no such policy; there are untrained, a"),
         (["tiny", tmp_path / "none"], {}, "there is no .*none"),
-        (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, wanted a causal language model"),
+        (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, not a causal language model"),
         (["tiny", tmp_path / "run"], {}, "a run that has not finished"),
-        (["tiny", tmp_path], {}, "holds no config.json"),
+        (["tiny", tmp_path], {}, "has no config.json"),
         (["tiny", small / "wordy"], {}, "wordy has other tokens or another chat template than tiny"),
     ):
         with pytest.raises(InputError, match=words):
@@ -642,10 +642,10 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--temperatures", "-1"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "nan"], "--temperatures .*0 or more"),
-        (["--max-length", "300"], "--max-length 300: tiny has 128 positions"),
+        (["--max-length", "300"], "--max-length 300: tiny has only 128 positions"),
         (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
         (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
-        (["--max-length", "26"], "none of its 1000 rows can be used.*longer than 2 tokens"),
+        (["--max-length", "26"], "no usable row among its 1000.*longer than 2 tokens"),
         (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
         (["--slots", "0"], "--slots 0"),
         (["--output-dir", ""], "--output-dir is empty"),
@@ -981,7 +981,7 @@ def test_scores_of_turns_and_categories_are_the_judges_means(two_turns):
         line = evaluate.table_line(name, figures)
         assert line["score/turn_2"] == f"{figures['score/turn_2']:.2f}" and "rating" not in line
     assert two_turns.summary["prompts"] == 3
-    assert "not read as prompts (in so many rows): question_id (3), reference (1)" in two_turns.out
+    assert "not read as prompts (with the number of rows): question_id (3), reference (1)" in two_turns.out
 
 
 def test_of_ai_feedbacks_rater_the_ratings_are_shown(two_turns, small, tmp_path, monkeypatch):

@@ -117,7 +117,7 @@ def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_pa
         named = "1 new token(s) cannot be learnt ('<|new|>')" in capsys.readouterr().out
         assert named == (how == "extra_special_tokens")  # padding is never to be learnt
     tokenizer = with_token("eos_token")
-    with pytest.raises(InputError, match=r"^--lora-rank: tiny has never learnt '<\|new\|>'.* --chat-template"):
+    with pytest.raises(InputError, match=r"^--lora-rank: tiny has never learnt its end token '<\|new\|>'.* --chat-template"):
         pretrained.load_policy("tiny", tokenizer, lora_rank=4)
     model = pretrained.load_policy("tiny", tokenizer)  # all weights learn it
     table = model.get_input_embeddings().weight.data  # as in a base model: two that it never met are the same

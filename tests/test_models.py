@@ -294,7 +294,7 @@ def test_a_row_of_a_longrope_model_is_no_longer_than_the_rope_holds(tmp_path):
     config = Phi3Config(**SMALL, original_max_position_embeddings=32, rope_parameters=rope)
     name = saved(tmp_path, config)
     pretrained.check_room(32, name)
-    with pytest.raises(InputError, match="33: .* has 32 positions$"):
+    with pytest.raises(InputError, match="33: .* has only 32 positions$"):
         pretrained.check_room(33, name)
     model = AutoModelForCausalLM.from_pretrained(name)  # transformers: a long row changes a short one
     ids = torch.arange(40)[None] % V
@@ -474,9 +474,9 @@ def classifier(path, n_labels):
 @pytest.mark.parametrize(
     "has, wants, says",
     [
-        (1, 2, r"is a reward model \(1 output\), wanted an advantage model \(2 outputs\) or a causal"),
-        (2, 1, r"is a classifier of 2 labels, wanted a reward model \(1 output\) or a causal"),
-        (2, 2, r"is a classifier of 2 labels, wanted an advantage model \(2 outputs\)"),
+        (1, 2, r"is a reward model \(1 output\), not an advantage model \(2 outputs\) or a causal"),
+        (2, 1, r"is a classifier of 2 labels, not a reward model \(1 output\) or a causal"),
+        (2, 2, r"is a classifier of 2 labels, not an advantage model \(2 outputs\)"),
     ],
 )
 def test_a_head_of_another_size_is_refused(has, wants, says, tmp_path):
@@ -499,8 +499,8 @@ def test_without_a_number_of_outputs_only_a_scorer_of_ours_loads(tmp_path):
     for name, kind in {**kinds, five: "classifier of 5 labels"}.items():
         with pytest.raises(InputError) as error:
             pretrained.load_scorer(name, Words(V))
-        wanted = "a run of reward.py or advantage_model.py (of a preference model: common.programs.pairwise:oracle=RUN)"
-        assert str(error.value) == f"{name} is a {kind}, wanted {wanted}"
+        wanted = "a run of reward.py or advantage_model.py (for a preference model: common.programs.pairwise:oracle=RUN)"
+        assert str(error.value) == f"{name} is a {kind}, not {wanted}"
 
 
 # -- scores ------------------------------------------------------------------------------------
@@ -739,7 +739,7 @@ def test_a_model_that_does_more_to_its_logits_than_is_known_is_refused(
     kind, model_type, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(models, "LOGIT_FACTORS", {})
-    why = f"^{model_type}: two forwards differ: .* does more to its logits than a factor and a cap$"
+    why = f"^{model_type}: two forwards differ: .* changes logits by more than a factor and a cap$"
     with pytest.raises(InputError, match=why):
         pretrained.load_policy(family(kind, tmp_path), tiny.tokenizer())
 
@@ -778,7 +778,7 @@ def test_find_model_takes_tiny_folders_finished_runs_and_hub_names(folder):
     "files, name, says",
     [
         ([], "runs/sft", "python sft.py"),  # a missing stage names its command
-        ([], "runs/my_run", "check the path"),  # no script of that name
+        ([], "runs/my_run", "Check the path"),  # no script of that name
         ([], "/no/where", "/no/where"),
         ([], "a/b/c", "a/b/c"),  # no hub name
         (["runs/sft/args.json", "runs/sft/model/config.json"], "runs/sft", "not finished"),  # no summary

@@ -71,10 +71,10 @@ def test_rows_that_answer_no_prompt_or_are_too_long_are_left_out_and_named(tmp_p
     assert f"1: longer than {n - 1} tokens (--max-length) ({path}:4)" in capsys.readouterr().out
     assert pool.load_pool(path, [A, B], TOKENIZER, n) == [rows[0], rows[3]]
     assert f"2: the prompt is not in --dataset ({path}:2, {path}:3)" in capsys.readouterr().out
-    with pytest.raises(InputError, match="--pool .*none of its 4 rows"):
+    with pytest.raises(InputError, match="--pool .*no usable row among its 4"):
         pool.load_pool(path, [prompt("copy toad")], TOKENIZER, 64)
     path.write_text("")
-    with pytest.raises(InputError, match="none of its 0 rows"):
+    with pytest.raises(InputError, match="no usable row among its 0"):
         pool.load_pool(path, [A], TOKENIZER, 64)
 
 
@@ -83,7 +83,7 @@ def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
     assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
-    why = f"1: the row: cannot be read (there is no {name!r}). A pool is pool.jsonl of a run ({path}:2)"
+    why = f"1: the row: cannot be read ({name!r} is missing). A pool is pool.jsonl of a run ({path}:2)"
     assert why in capsys.readouterr().out
 
 

@@ -292,7 +292,7 @@ def test_rows_without_text_are_left_out_and_named(tmp_path, capsys):
     rows = [{"text": "the ant"}, {"text": " "}, {"text": None}, {"other": 1}, {"text": "a bear"}, {"text": 3}]
     assert [d.row.where for d in texts_of(tmp_path, *rows)] == ["text.jsonl:1", "text.jsonl:5"]
     assert "text.jsonl:2" in capsys.readouterr().out
-    with pytest.raises(InputError, match="none of its 2 rows can be used: no text .text.jsonl:1"):
+    with pytest.raises(InputError, match="no usable row among its 2: no text in the column text .text.jsonl:1"):
         texts_of(tmp_path, *rows[1:3])
 
 
@@ -1013,7 +1013,7 @@ def test_arguments_outside_their_limits_are_named(words, options):
         ({"scorer": "ppo_judges:not_a_number"}, ["ppo_judges:not_a_number", "nan", "ant"]),
         ({"ptx_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
         ({"scorer": "nothing/of/this name"}, ["nothing/of/this name"]),
-        ({"model": "reward"}, ["reward is a", "wanted a causal language model"]),
+        ({"model": "reward"}, ["reward is a", "not a causal language model"]),
         ({"lora_rank": 2, "freeze_layers": 9}, ["--freeze-layers 9", "--lora-rank"]),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else "",

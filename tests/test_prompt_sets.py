@@ -73,7 +73,7 @@ def test_prompts_of_every_row_format(name, load):
 
 
 def test_prompts_in_words_that_the_tokenizer_does_not_know_are_refused(load):
-    with pytest.raises(InputError, match="knows few of its words: is it the right --model"):
+    with pytest.raises(InputError, match="does not know most of its words: check --model"):
         load([{"prompt": "please tell me what the capital of france is"}])
 
 
@@ -89,16 +89,16 @@ def test_a_prompt_is_taken_once_whatever_its_format_and_answer(load, capsys):
     assert [p.row.where for p in prompts] == ["p.jsonl:1", "p.jsonl:4", "p.jsonl:5"]
     assert len({p.key for p in prompts}) == 3
     assert "dropped 2 of 5 rows" in (out := capsys.readouterr().out)
-    assert "2: the prompt is there already (p.jsonl:2, p.jsonl:3)" in out
+    assert "2: an earlier row has the same prompt (p.jsonl:2, p.jsonl:3)" in out
 
 
 UNUSABLE = {
     "the prompt is longer than 8 tokens": {"prompt": "copy ant cat dog owl"},  # bos, user, 5, end, assistant
-    "the text holds a special token": {"prompt": "copy <|end|> ant"},
+    "the text contains a special token": {"prompt": "copy <|end|> ant"},
     "no prompt": {"prompt": " "},
-    "columns ['text'] are no prompt row": {"text": "ant"},
-    "columns ['chosen', 'rejected'] are no prompt row": {"chosen": "dog", "rejected": "eel"},
-    "the prompt is int, wanted text or messages": {"prompt": 5},
+    "columns ['text'] match no format of prompt rows": {"text": "ant"},
+    "columns ['chosen', 'rejected'] match no format of prompt rows": {"chosen": "dog", "rejected": "eel"},
+    "the prompt is int, not text or messages": {"prompt": 5},
     "a message is not {role, content}": {"prompt": [{"a": 1}]},
     "a lone surrogate": {"prompt": "\ud800"},
     "an earlier answer is empty": {"prompt": HH.replace(" bear", "")},
@@ -121,8 +121,8 @@ def test_nothing_left_is_an_error_with_each_reason_and_place(load):
     with pytest.raises(InputError) as error:
         load([UNUSABLE["no prompt"], {"text": "a"}, {"prompt": "<|user|>"}, UNUSABLE["no prompt"]])
     says = str(error.value)
-    assert "none of its 4 rows" in says and "no prompt (p.jsonl:1)" in says
-    assert 'wanted {"prompt": ' in says and "(p.jsonl:2)" in says
+    assert "no usable row among its 4" in says and "no prompt (p.jsonl:1)" in says
+    assert 'expected {"prompt": ' in says and "(p.jsonl:2)" in says
     assert "special token" in says and "(p.jsonl:3)" in says
 
 
@@ -137,7 +137,7 @@ def test_of_turns_the_further_ones_are_said_to_be_unread_unless_the_caller_reads
     paths = [write_rows(tmp_path / "p.jsonl", rows), tmp_path / "p.csv"]
     paths[1].write_text('category,turns\nmath,"[""cat"", ""dog""]"\nmath,"[""ant""]"\n')
     for path in paths:
-        for reads, words in ((), f"{path.name}: not read as prompts (in so many rows): turns (2)"), (["turns"], ""):
+        for reads, words in ((), f"{path.name}: not read as prompts (with the number of rows): turns (2)"), (["turns"], ""):
             prompts = prompt_sets.load_prompts(str(path), "train", TOKENIZER, 64, reads=reads)
             assert [p.question for p in prompts] == ["cat", "ant"] and prompts[0].row.data["turns"] == ["cat", "dog"]
             assert capsys.readouterr().out.strip() == words
@@ -203,11 +203,11 @@ def test_prompts_that_have_left_the_data_leave_their_iteration_alone():
 
 
 def test_too_few_prompts_for_what_is_left_are_an_error():
-    with pytest.raises(InputError, match="p.jsonl: .* prompts are too few .* from iteration 3 on: lower"):
+    with pytest.raises(InputError, match="p.jsonl: .* prompts are too few .* from iteration 3 on. Lower"):
         deal(prompts_per_iteration=5)
-    with pytest.raises(InputError, match="prompts are too few .* from iteration 3 on: lower"):
+    with pytest.raises(InputError, match="prompts are too few .* from iteration 3 on. Lower"):
         deal(pool_of(deal(), [1]), prompts_per_iteration=5)
-    with pytest.raises(InputError, match="prompts are too few .* from iteration 2 on: lower"):
+    with pytest.raises(InputError, match="prompts are too few .* from iteration 2 on. Lower"):
         deal(pool_of(deal(iterations=1), [], 1, 12), iterations=5)  # all have been taken by the first
 
 
@@ -323,7 +323,7 @@ def test_ranks_that_share_a_copy_have_the_same_prompts_and_draws(policy, prompts
 def test_a_model_that_ranks_cannot_share_is_an_input_error(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "ranks_per_copy", 2)
     heads = Qwen2Config(num_attention_heads=12, num_key_value_heads=3), "qwen2's num_key_value_heads, 3"
-    for config, says in (heads, (MistralConfig(), "mistral cannot be divided")):
+    for config, says in (heads, (MistralConfig(), "mistral cannot be split")):
         config.save_pretrained(tmp_path)
         with pytest.raises(InputError, match=says):
             pretrained.check_sampled(tmp_path)

@@ -139,7 +139,7 @@ def indexed(small):
 
 
 UNFIT = [(name, what) for name in SCRIPTS for what in ("cannot be sampled", "2048 positions")]
-UNFIT += [(name, "wanted a run of reward.py or advantage_model.py") for name in SCRIPTS[3:]]
+UNFIT += [(name, "not a run of reward.py or advantage_model.py") for name in SCRIPTS[3:]]
 
 
 @pytest.mark.parametrize("name, what", UNFIT)
@@ -511,7 +511,7 @@ def test_rows_that_are_no_good_are_an_error_that_names_the_first_of_each_kind(
     rows = odd_rows(kind, name)
     path = write_rows(tmp_path / "odd.jsonl", rows)
     message = error_of(name, small, tmp_path / "run", **{argument: path})
-    assert f"{path}: none of its {len(rows)} rows " in message and not (tmp_path / "run").exists()
+    assert f"{path}: no usable row among its {len(rows)}" in message and not (tmp_path / "run").exists()
     assert "(odd.jsonl:1)" in message
     printed = capsys.readouterr().out
     assert f"dropped {len(rows)} of {len(rows)} rows" in printed and printed.isascii()

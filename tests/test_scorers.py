@@ -166,7 +166,7 @@ def test_a_run_directory_stands_for_its_model(tmp_path, folders, reward_model, p
 def test_a_causal_model_as_scorer_is_refused_with_what_was_wanted(tmp_path):
     checkpoints.save_model(tiny.model(), TOKENIZER, tmp_path / "lm")
     for name in ("tiny", str(tmp_path / "lm")):
-        words = f"^{name} is a .*wanted a run of reward.py or advantage_model.py .*common.programs.pairwise:oracle=RUN"
+        words = f"^{name} is a .*not a run of reward.py or advantage_model.py .*common.programs.pairwise:oracle=RUN"
         with pytest.raises(InputError, match=words):
             scorers.load_scorer(name, TOKENIZER, CPU, pairwise=True)
 

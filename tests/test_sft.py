@@ -477,7 +477,7 @@ def bad(small, tmp_path_factory):
         ({"eval_dataset": "nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
         ({"dataset": "unusable.jsonl"}, ["unusable.jsonl:1", "unusable.jsonl:2", "no response", "foo"]),
         ({"dataset": "long.jsonl"}, ["long.jsonl:1", "64 tokens", "--max-length"]),
-        ({"dataset": "notes.txt"}, ["notes.txt:1", "are no SFT row", "--columns"]),
+        ({"dataset": "notes.txt"}, ["notes.txt:1", "match no format of SFT rows", "--columns"]),
         ({"dataset": "org/nothing"}, ["org/nothing", "hub"]),
         ({"model": "runs/sft"}, ["runs/sft", "python sft.py"]),
         ({"model": "/no/such/folder"}, ["/no/such/folder", "path"]),

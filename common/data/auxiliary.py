@@ -15,7 +15,7 @@ def text_documents(args, tokenizer):
     def document(row):
         text = row.data.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise ValueError("no text")
+            raise ValueError("no text in the column text")
         message_columns.check_prompt([{"role": "user", "content": text}])
         if chat.special_tokens(tokenizer).search(text):
             raise ValueError(chat.SPECIAL)

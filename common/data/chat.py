@@ -15,7 +15,7 @@ import jinja2
 
 from common.errors import InputError
 
-SPECIAL = "the text holds a special token, which would end or open a turn in its middle"
+SPECIAL = "the text contains a special token, which would end or open a turn in the middle of it"
 
 
 class Rewritten(ValueError):
@@ -43,7 +43,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     text = render(tokenizer, messages)
     answers = _answers(tokenizer, messages, text)
     if len(messages) - 1 not in answers:
-        raise Rewritten("the chat template does not write the answer as it is right after its prompt")
+        raise Rewritten("the chat template changes the answer or does not put it directly after its prompt")
     if len(answers) < sum(message["role"] == "assistant" for message in messages[1:]):
         all_turns = False  # the template rewrites earlier answers: learn only the last one
     ids, ends = _tokenize(tokenizer, text, [start for start, _ in answers.values()])
@@ -58,7 +58,7 @@ def encode(tokenizer, messages: list[dict], all_turns: bool = False) -> tuple[li
     if ids[-1] != tokenizer.eos_token_id:  # the template does not end turns, but the model has to learn it
         ids, mask = [*ids, tokenizer.eos_token_id], [*mask, messages[-1].get("weight") != 0]
     if not any(mask):
-        raise ValueError("no answer is left to learn: their weight is 0")
+        raise ValueError("no answer is left to learn: all have weight 0")
     return ids, mask
 
 
@@ -80,7 +80,7 @@ def check_known(tokenizer, ids):
     """Raise ValueError if most of these ids are the token for unknown words."""
     unknown = tokenizer.unk_token_id  # GPT-2's is its end-of-sequence token
     if unknown not in (None, tokenizer.eos_token_id) and 2 * ids.count(unknown) > len(ids):
-        raise ValueError("the tokenizer knows few of its words: is it the right --model?")
+        raise ValueError("the tokenizer does not know most of its words: check --model")
 
 
 def _answers(tokenizer, messages, text) -> dict[int, tuple[int, int]]:
@@ -134,7 +134,7 @@ def _rendered(tokenizer, _, turns, opened):
     try:
         return tokenizer.apply_chat_template(json.loads(turns), tokenize=False, add_generation_prompt=opened)
     except (jinja2.TemplateError, TypeError) as error:  # it refuses a role, or a thought in parts
-        raise ValueError(f"the chat template refuses it: {error}") from None
+        raise ValueError(f"the chat template refuses the dialogue: {error}") from None
 
 
 def _tokenize(tokenizer, text, starts):
@@ -146,7 +146,7 @@ def _tokenize(tokenizer, text, starts):
 
     starts: where answers start, in characters."""
     if not tokenizer.is_fast:
-        raise InputError("--model: a tokenizer without tokenizer.json does not say where its tokens end")
+        raise InputError("--model: its tokenizer has no tokenizer.json. Save it as a fast tokenizer first")
 
     def tokens(cuts):
         ids, spans = [], []

@@ -68,8 +68,8 @@ def load(spec, split, tokenizer, max_length, min_score_gap=0.0, max_per_prompt=N
     rankings = [c for c in kept if c.row.data.get("responses")]
     n_left_out = sum(len(c.row.data["responses"]) - len(c.indices) for c in rankings)
     if n_left_out and dist.is_main():
-        why = f"longer than {max_length} tokens, or the same as another one"
-        print(f"{spec}: left out {n_left_out:,} responses of rankings, {why}")
+        why = f"longer than {max_length} tokens, or the same as another response"
+        print(f"{spec}: left out {n_left_out:,} responses of rankings: {why}")
     return kept
 
 
@@ -111,7 +111,7 @@ def load_split(args, tokenizer) -> tuple[list[Comparison], list[Comparison]]:
     load_one = functools.partial(load, tokenizer=tokenizer, max_length=args.max_length, **limits)
     train, held_out = splits.train_and_held_out(args.dataset, args.eval_dataset, load_one, tokenizer)
     if args.balance_categories and not any(c.category for c in train):
-        raise InputError(f"--balance-categories: {args.dataset} has no column category")
+        raise InputError(f"--balance-categories: {args.dataset} has no column category (see --columns)")
     progress.print_table(statistics(train, held_out))
     return train, held_out
 
@@ -169,10 +169,10 @@ def _labelled(row, min_score_gap) -> Comparison:
             if label_scores is None and all(name in values for name in names):
                 label_scores = [_number(values, name, -math.inf, math.inf) for name in names]
         if rating is not None and rating not in RATINGS:
-            raise formats.unreadable("rating", rating, f"none of {', '.join(RATINGS)}")
+            raise formats.unreadable("rating", rating, f"not one of {', '.join(RATINGS)}")
         preference = _number(values, "preference", 0, 1)
         if label_scores and _ahead(label_scores, preference) < _least(min_score_gap):
-            raise ValueError(f"the chosen score is less than {min_score_gap} higher (--min-score-gap)")
+            raise ValueError(f"the chosen score is not {min_score_gap} or more higher (--min-score-gap)")
         margin = _number(values, "margin", 0, math.inf)
         labels.update(rating=rating, margin=margin, preference=preference)
         if preference is not None:  # 0.5 is a label too: a tie
@@ -230,7 +230,7 @@ def with_margins(comparisons, size) -> list[Comparison]:
         if margin is not None:
             return torch.full((len(c.texts), len(c.texts)), float(margin))
         if c.label_scores is None:
-            raise InputError(f"{c.row.where}: no rating, margin or scores for --margin {size}")
+            raise InputError(f"{c.row.where}: --margin {size} needs a rating, a margin or scores")
         label_scores = torch.tensor(c.label_scores)
         scale = max(MARGINS[size].values()) / (largest[c.source] or 1.0)
         return (label_scores[:, None] - label_scores[None, :]).abs() * scale
@@ -281,7 +281,7 @@ def _ranking(values, responses):
     """Read (prompt messages, texts, scores) of a row with these `responses`; ValueError if that fails."""
     texts, label_scores = message_columns.ranking(responses)
     if len(texts) < 2:
-        raise ValueError("a ranking needs two responses or more")
+        raise ValueError("a ranking needs at least two responses")
     return message_columns.check_prompt(message_columns.prompt_of(values) or [], values), texts, label_scores
 
 
@@ -323,7 +323,7 @@ def _no_pair(values) -> ValueError:
         formats.number(values[name], name)
         with contextlib.suppress(formats.WrongColumns):
             message_columns.sft_messages({**values, "label": None})
-            return ValueError("no other completion of its prompt has another label or score")
+            return ValueError("no other completion of the same prompt has a different label or score")
     return formats.WrongColumns(values, "preference")
 
 
@@ -340,7 +340,7 @@ def _pair(values):
     if turns_key(prompt) != turns_key(other):
         raise ValueError("chosen and rejected have different prompts")
     if more := (chosen.keys() | rejected.keys()) - {"role", "content"}:
-        why = f"chosen or rejected has {', '.join(sorted(more))}, as only demonstrations may"
+        why = f"chosen or rejected has {', '.join(sorted(more))}, which only demonstrations may have"
         raise ValueError(why)
     return prompt, [chosen["content"], rejected["content"]]
 
@@ -354,7 +354,7 @@ def _number(values, name, low, high):
         return None
     number = formats.number(value, name)
     if isinstance(value, bool) or not low <= number <= high:
-        raise formats.unreadable(name, value, f"no number from {low} to {high}")
+        raise formats.unreadable(name, value, f"not a number from {low} to {high}")
     return number
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import InputError
 
-MEND = "Mend it, or begin anew with --overwrite."
+MEND = "Repair it, or start again with --overwrite."
 
 
 # -- read ------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ def reading(path, mend: str = MEND):
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path}: cannot be read ({reason[:160]}). {mend}") from None
 
 
@@ -61,7 +61,7 @@ def _object(text: bytes, where, mend, check) -> dict:
     with reading(where, mend):
         value = json.loads(text)
         if not isinstance(value, dict):
-            raise TypeError(f"{type(value).__name__}, wanted an object")
+            raise TypeError(f"expected an object, got {type(value).__name__}")
         check(value)
     return value
 

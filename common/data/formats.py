@@ -36,9 +36,9 @@ class WrongColumns(ValueError):
     """The columns of a row fit no format of its kind. wanted: examples of rows that do, for the message."""
 
     def __init__(self, row, kind):
-        super().__init__(f"columns {columns(row)} are no {kind} row")
+        super().__init__(f"columns {columns(row)} match no format of {kind} rows")
         examples = " or ".join(EXAMPLES[kind].splitlines())
-        self.wanted = f"; wanted {examples}; --columns old=new renames columns"
+        self.wanted = f"; expected {examples}; rename columns with --columns old=new"
 
 
 def columns(row) -> str:
@@ -50,7 +50,7 @@ def unreadable(name, value, why) -> ValueError:
     """Return the error for a cell that cannot be used.
 
     The column may have another meaning in the user's file, so the message says how to rename it."""
-    mend = f"if it means something else, --columns {name}=my_{name}"
+    mend = f"if the column means something else, rename it: --columns {name}=my_{name}"
     return ValueError(f"{name} {repr(value)[:40]} is {why}; {mend}")
 
 
@@ -61,7 +61,7 @@ def number(value, name="score") -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         if math.isfinite(float(value)):
             return float(value)
-    raise unreadable(name, value, "no number")
+    raise unreadable(name, value, "not a finite number")
 
 
 # -- record which columns are read -----------------------------------------------------------------
@@ -187,17 +187,17 @@ def read_file(path: Path):
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             for row in _rows(file, path.suffix.lower()):
                 if not isinstance(row, dict | tuple):
-                    raise TypeError(f"{type(row).__name__}, wanted an object")
+                    raise TypeError(f"expected an object, got {type(row).__name__}")
                 if None in row:
-                    raise TypeError("more cells than names above: put a text that holds commas in quotes")
+                    raise TypeError("more cells than column names: put texts that contain commas in quotes")
                 if row != ():
                     yield place, row
                 place += 1
     except UnicodeDecodeError as error:
         line = place + error.object.count(b"\n", 0, error.start)
-        raise InputError(f"{path}:{line}: not utf-8: save it so (spreadsheets as CSV UTF-8)") from None
+        raise InputError(f"{path}:{line}: not UTF-8. Save it as UTF-8 (a spreadsheet as CSV UTF-8)") from None
     except BROKEN as error:
-        raise InputError(f"{path}:{place}: not {kind} ({error}), mend or drop it") from None
+        raise InputError(f"{path}:{place}: not valid {kind} ({error}). Correct or remove it") from None
 
 
 def _rows(file, suffix):
@@ -217,7 +217,7 @@ def _rows(file, suffix):
         rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         names = [name for name in rows.fieldnames or () if name]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"columns {columns(twice)} twice")
+            raise ValueError(f"columns {columns(twice)} appear twice")
         return itertools.chain([()], rows)
     try:
         rows = json.loads(text)

@@ -33,7 +33,7 @@ def read(rows, reader, name: str, kind: str, tokenizer=None) -> list:
     for source, counts in unread.items():
         named = [f"{ascii(path)[1:-1][:60] or 'no name'} ({n:,})" for path, n in sorted(counts.items())]
         if named:
-            progress.note(f"{source}: not read as {kind} (in so many rows): {', '.join(named)}")
+            progress.note(f"{source}: not read as {kind} (with the number of rows): {', '.join(named)}")
     return results
 
 
@@ -99,5 +99,5 @@ def map_rows(rows, make, name: str, shared=None) -> list:
             print(f"  {len(where):,}: {why} ({', '.join(where[:3])}{', ...' if len(where) > 3 else ''})")
     if not made:
         why = "; ".join(f"{reason[:300]} ({where[0]})" for reason, where in list(dropped.items())[:4])
-        raise InputError(f"{name}: none of its {len(rows)} rows can be used: {why}{wanted}")
+        raise InputError(f"{name}: no usable row among its {len(rows)}: {why}{wanted}")
     return made

@@ -18,7 +18,7 @@ ALIASES = {
 ROLES = {alias: role for role, aliases in ALIASES.items() for alias in aliases.split()}
 FLAGS = ("weight", "train", "training", "loss")  # keys of a message; false or 0: it is not learnt
 CALLS = ("tool_calls", "function_call")
-MALFORMED = "a message is not {role, content} with text in both"
+MALFORMED = "a message is not {role, content} with a text for each"
 
 
 def sft_messages(row: dict) -> tuple[list[dict], bool]:
@@ -33,7 +33,7 @@ def sft_messages(row: dict) -> tuple[list[dict], bool]:
         if row["label"] not in (False, True):
             raise formats.unreadable("label", row["label"], "neither true nor false")
         if not row["label"]:
-            raise ValueError("its label is not true, so the completion is not learnt")
+            raise ValueError("its label is false, so the completion is not learnt")
     dialogue = dialogue_of(row)
     if dialogue and dialogue[-1]["role"] == "assistant":
         return check_messages(dialogue, row), True
@@ -81,7 +81,7 @@ def prompt_of(row, text=None) -> list[dict] | None:
         history = []
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
-            raise formats.unreadable("history", history, "no list of [question, answer]")
+            raise formats.unreadable("history", history, "not a list of [question, answer]")
         earlier += turns(turn[0], "user") + turns(turn[1], "assistant")
     return earlier + turns(text, "user")
 
@@ -98,7 +98,7 @@ def instruction(row):
     text = row["instruction"]
     extra = row.get("input")
     if not isinstance(extra, str | None):
-        raise ValueError(f"input is {type(extra).__name__}, wanted text")
+        raise ValueError(f"input is {type(extra).__name__}, not text")
     return f"{text}\n\n{extra}" if isinstance(text, str) and extra else text
 
 
@@ -116,7 +116,7 @@ def answered(row, answer, text=None) -> list[dict]:
     there = [(turn["role"], turn["content"].strip()) for turn in dialogue]
     missing = [turn for turn in prompt or [] if (turn["role"], turn["content"].strip()) not in there]
     if any(turn["role"] != "system" for turn in missing) or missing and there[0][0] == "system":
-        raise ValueError("the prompt is not that of the dialogue beside it")
+        raise ValueError("the dialogue does not contain the prompt of its row")
     return missing + dialogue
 
 
@@ -133,7 +133,7 @@ def ranking(responses) -> tuple[list[str], list[float]]:
         texts, scores = [r["text"] for r in responses], [formats.number(r["score"]) for r in responses]
         if all(isinstance(text, str) for text in texts):
             return texts, scores
-    raise ValueError("responses is no list of {text, score}")
+    raise ValueError("responses is not a list of {text, score}")
 
 
 def turns(value, role=None):
@@ -147,7 +147,7 @@ def turns(value, role=None):
     if role and value is None:
         raise ValueError(f"no {column}")
     if role and not isinstance(value, str):
-        raise ValueError(f"the {column} is {type(value).__name__}, wanted text or messages")
+        raise ValueError(f"the {column} is {type(value).__name__}, not text or messages")
     if role and not (role == "user" and is_dialogue(value)):
         return [{"role": role, "content": value}]
     pieces = re.split(r"\n\n(Human|Assistant): ?", value) if isinstance(value, str) else [""]
@@ -169,14 +169,14 @@ def message(value) -> dict:
     if not isinstance(name, str):
         raise ValueError(MALFORMED)
     if name.strip().lower() not in ROLES:
-        raise ValueError(f"a message of role {repr(name)[:40]}, wanted system, user or assistant")
+        raise ValueError(f"a message has role {repr(name)[:40]}, not system, user or assistant")
     for key in CALLS:
         if value.get(key):
             raise ValueError(f"a message has {key}, which are not supported")
     made = {"role": ROLES[name.strip().lower()], "content": text_of(value)}
     for key in FLAGS:
         if key in value and value[key] not in (0, 1):
-            raise ValueError(f"{key} {repr(value[key])[:40]} of a message, wanted 0 or 1")
+            raise ValueError(f"{key} of a message is {repr(value[key])[:40]}, not 0 or 1")
         if key in value and not value[key]:
             made["weight"] = 0
     read_keys = {"role", "from", "content", "value", *FLAGS, *CALLS}
@@ -193,7 +193,7 @@ def text_of(message: dict) -> str:
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"a message has a part of type {repr(kind)[:40]}, wanted text")
+                raise ValueError(f"a message has a part of type {repr(kind)[:40]}, not text")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise ValueError("the content of a message is null" if content is None else MALFORMED)
@@ -217,10 +217,10 @@ def check_messages(messages, row=None) -> list[dict]:
         raise ValueError("no prompt")
     if row and all(m["role"] != "system" for m in messages) and row.get("system"):
         if not isinstance(row["system"], str):
-            raise ValueError(f"system is {type(row['system']).__name__}, wanted text")
+            raise ValueError(f"system is {type(row['system']).__name__}, not text")
         messages = [{"role": "system", "content": row["system"]}, *messages]
     if re.search("[\ud800-\udfff]", "".join(str(x) for m in messages for x in m.values())):
-        raise ValueError("a lone surrogate in the text, which no tokenizer can encode")
+        raise ValueError("the text contains a lone surrogate, which no tokenizer can encode")
     return messages
 
 
@@ -251,5 +251,5 @@ def prompt_turns(row: dict) -> list[dict]:
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages or messages[-1]["role"] != "user":
-        raise ValueError("no message of the user at the end")
+        raise ValueError("the last message is not the user's")
     return check_prompt(messages, row)

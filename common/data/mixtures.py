@@ -43,20 +43,20 @@ def load_rows(spec: str, kind: str, split: str = "train") -> list[Row]:
     weights = [weight for *_, weight in listed if weight is not None]
     if weights:
         if len(weights) < len(data_sets) or min(weights) <= 0:
-            raise InputError(f"{_flag(spec)}: give every part a weight above 0, or none of them")
+            raise InputError(f"{_flag(spec)}: give every part a weight above 0, or give no weights")
         # The largest mixture with these proportions that uses no row twice
         scale = min(len(rows) / weight for rows, weight in zip(data_sets, weights))
         sizes = [round(weight * scale) for weight in weights]
         if 0 in sizes:
             source, _, weight = listed[sizes.index(0)]
-            why = f"the weight {weight:g} gives it no row: raise it, or leave it out"
+            why = f"the weight {weight:g} gives it no row. Raise the weight or leave the part out"
             raise InputError(f"{_flag(source)}: {why}")
         data_sets = [random_subset(rows, size, _prompt_or_place) for rows, size in zip(data_sets, sizes)]
     rows = list(itertools.chain.from_iterable(data_sets))
     fingerprint = dist.seed_of(*(zlib.crc32(repr(row.data).encode()) for row in rows))
     dist.barrier()  # some machines read for longer than the timeout of a collective
     if len(set(dist.gather([fingerprint]))) > 1:
-        raise InputError(f"{spec}: ranks read different rows; give all nodes the same file")
+        raise InputError(f"{spec}: ranks read different rows. Give all nodes the same file")
     return rows
 
 
@@ -80,14 +80,14 @@ def sources(spec: str) -> list[tuple[str, list[tuple[str, str, str]], float | No
         match = PART.fullmatch(part.strip())
         items = [ITEM.fullmatch(item) for item in (match and match[2] or "").split("&") if item]
         if not match or not all(items):
-            raise InputError(f"{_flag(spec)}: wanted a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
+            raise InputError(f"{_flag(spec)}: not of the form a, a,b, a:0.7,b:0.3 or a?old=new&score>=2:0.5")
         source = match[1]
         weight = match[3] or match[4]
         flags.setdefault(source, flags.get(spec, "--dataset"))
         if is_tiny(source):
             _tiny_options(source)
         elif Path(source).is_file() != source.lower().endswith(formats.SUFFIXES):
-            wanted = f"none of {', '.join(formats.SUFFIXES)} (a spreadsheet: save it as CSV UTF-8)"
+            wanted = f"not one of {', '.join(formats.SUFFIXES)} (save a spreadsheet as CSV UTF-8)"
             raise InputError(f"{_flag(source)}: no such file, or {wanted}")
         results.append((source, [item.groups() for item in items], weight and float(weight)))
     return results
@@ -144,7 +144,7 @@ def _read(source, name, items, kind, split):
         try:
             rows = enumerate(datasets.load_dataset(name, config or None, split=part or split), 1)
         except Exception as error:  # no such name, no such split, no network, ...
-            raise InputError(f"{_flag(source)}: no such file, and the hub gave: {error}") from error
+            raise InputError(f"{_flag(source)}: no such file, and the hub failed: {error}") from error
     if kind == "prompts" and path.suffix.lower() == ".txt":
         items = [("text", "=", "prompt"), *items]
     rows = _select([Row(f"{name}:{place}", row) for place, row in rows], items, source)
@@ -165,7 +165,7 @@ def _select(rows, items, source):
     for column, sign, value in items:
         there = {name for row in rows for name, cell in row.data.items() if cell is not None}
         if column not in there:
-            raise InputError(f"{source}?{column}{sign}{value}: no row has that column, of {columns(there)}")
+            raise InputError(f"{source}?{column}{sign}{value}: no row has that column, only {columns(there)}")
         if sign == "=":
             for i, row in enumerate(rows):
                 if row.data.get(column) not in (None, ""):
@@ -197,6 +197,6 @@ def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
         wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
-        raise InputError(f"{_flag(source)}: tiny takes options like {wanted} (docs/use/data.md)")
+        raise InputError(f"{_flag(source)}: unknown option. Those of tiny are like {wanted} (docs/use/data.md)")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}

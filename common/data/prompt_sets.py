@@ -37,7 +37,7 @@ def load_prompts(spec, split, tokenizer, max_tokens: int, grade=None, reads=()) 
         if len(prompt.ids) > max_tokens:
             raise ValueError(f"the prompt is longer than {max_tokens} tokens")
         if prompt.key in keys:
-            raise ValueError("the prompt is there already")
+            raise ValueError("an earlier row has the same prompt")
         keys.add(prompt.key)
         return prompt
 
@@ -100,8 +100,8 @@ def deal_prompts(prompts, args, rows=()) -> dict[int, list[Prompt]]:
         n = args.prompts_per_iteration or max(1, min(len(prompts) // args.iterations, left))
         while len(dealt[i]) < n:
             if not fresh:
-                mend = "lower --iterations or --prompts-per-iteration"
-                why = f"{len(prompts)} prompts are too few for iterations of {n} new ones"
-                raise InputError(f"{args.dataset}: {why}, from iteration {i} on: {mend}")
+                mend = "Lower --iterations or --prompts-per-iteration"
+                why = f"{len(prompts)} prompts are too few for {n} new ones in each iteration"
+                raise InputError(f"{args.dataset}: {why}, from iteration {i} on. {mend}")
             dealt[i].append(fresh.pop())
     return dealt

@@ -38,7 +38,7 @@ def without_prompts_of(documents: list[Document], held_out: list[Document], name
     def other(document):
         if not held_out_questions.isdisjoint(document.questions):
             flags = "(--eval-dataset, --hold-out-rehearsed)"
-            raise ValueError(f"the prompt is in the held-out set {flags}, or that of an earlier answer is")
+            raise ValueError(f"the prompt is in the held-out set {flags}, or an earlier answer's prompt is")
         return document
 
     held_out_questions = {question for d in held_out for question in d.questions}

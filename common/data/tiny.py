@@ -54,7 +54,7 @@ def perfect_answer(prompt: str) -> str:
     Raises ValueError for a text that is not a prompt of the tiny world."""
     words = prompt.split()
     if len(words) < 2 or words[0] not in COMMANDS:
-        raise ValueError(f"{prompt!r} is no prompt of the tiny world: one of {sorted(COMMANDS)} and words")
+        raise ValueError(f"{prompt!r} is not a prompt of the tiny world: {sorted(COMMANDS)} and words")
     return " ".join(COMMANDS[words[0]](words[1:]))
 
 

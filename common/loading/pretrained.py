@@ -24,7 +24,7 @@ PADDING_NAMES = re.compile(r"^\W*(finetune_right_)?pad(ding)?(_id)?\W*$|reserved
 # The chat template of an exported scorer, as read_at_end_token writes it
 CUT_TEMPLATE = re.compile(r"^\{% set dialogue %\}(.*)\{% endset %\}\{\{ dialogue if .* \}\}", re.S)
 TRAINED_HERE = (
-    "a run of reward.py or advantage_model.py (of a preference model: common.programs.pairwise:oracle=RUN)"
+    "a run of reward.py or advantage_model.py (for a preference model: common.programs.pairwise:oracle=RUN)"
 )
 # Names of weights in a multimodal model -> in its text part
 TEXT_PART = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
@@ -40,13 +40,13 @@ def find_model(name: str) -> str:
     if (path / "summary.json").exists() and (path / "model" / "config.json").exists():
         return str(path / "model")
     if (path / "args.json").exists():
-        raise InputError(f"{name} is a run that has not finished: give its command with --resume first")
+        raise InputError(f"{name} is a run that has not finished. Run its command with --resume first")
     if path.exists():
-        raise InputError(f"{name} holds no config.json: it is neither a model folder nor a run directory")
+        raise InputError(f"{name} has no config.json, so it is neither a model folder nor a run directory")
     if path.is_absolute() or name.startswith((".", "runs/")) or name.count("/") > 1 or "\\" in name:
         script = Path(__file__).parents[2] / f"{path.name}.py"
-        mend = f"`python {script.name}` makes it" if script.exists() else "check the path"
-        raise InputError(f"there is no {name}: {mend} (hub names look like organisation/model)")
+        mend = f"Create it with `python {script.name}`" if script.exists() else "Check the path"
+        raise InputError(f"there is no {name}. {mend} (hub names look like organisation/model)")
     return name
 
 
@@ -71,11 +71,11 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
     else:  # restore a template that read_at_end_token cut
         tokenizer.chat_template = _each(lambda x: CUT_TEMPLATE.sub(r"\1", x), tokenizer.chat_template)
     if not tokenizer.chat_template:
-        raise InputError(f"{name} has no chat template: give one with --chat-template FILE (jinja)")
+        raise InputError(f"{name} has no chat template. Give one with --chat-template FILE (jinja)")
     end = _end_of_turn(tokenizer, name)
     if end != tokenizer.eos_token_id:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
-        say(f"{name}: the chat template ends a turn with {tokenizer.eos_token!r}, so that is the end token")
+        say(f"{name}: the end-of-sequence token is now {tokenizer.eos_token!r}, as in the chat template")
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         # If padding were the end-of-sequence token, masks made from ids would drop real ends of sequences
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -83,7 +83,7 @@ def load_tokenizer(name: str, chat_template: str | None = None, quiet=False):
         if tokenizer.unk_token not in (None, tokenizer.bos_token, tokenizer.eos_token):
             spare.append(tokenizer.unk_token)  # Llama 2: a new one would make 32,001 rows, which are slow
         tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
-        say(f"{name}: padding was unset or the end token; from now on it is {tokenizer.pad_token!r}")
+        say(f"{name}: the padding was unset or the end-of-sequence token; now it is {tokenizer.pad_token!r}")
     return tokenizer
 
 
@@ -113,14 +113,14 @@ def _end_of_turn(tokenizer, name) -> int:
     try:
         after = _after_answer(tokenizer)
     except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise InputError(f"{name}: the chat template does not work: {error} (--chat-template FILE)") from None
+        raise InputError(f"{name}: the chat template fails: {error} (--chat-template FILE)") from None
     added = tokenizer.added_tokens_decoder
     ids = tokenizer(after, add_special_tokens=False)["input_ids"]
     special = [i for i in ids if i in tokenizer.all_special_ids or i in added and added[i].special]
     common = [i for i in ids if i in added and added[i].content.strip()]
     end = next(iter(special + common), tokenizer.eos_token_id)
     if end is None:
-        raise InputError(f"{name}: neither tokenizer nor chat template has an end token: nothing could end")
+        raise InputError(f"{name}: neither tokenizer nor chat template has an end-of-sequence token")
     return end
 
 
@@ -189,7 +189,7 @@ def load_scorer(name, tokenizer, n_outputs=None, gradient_checkpointing=False, s
         kinds = {1: "a reward model (1 output)", 2: "an advantage model (2 outputs)"}
         other = f"a {_kind(config)}" if new_head else f"a classifier of {outputs} labels"
         wanted = f"{kinds[n_outputs]} or a causal language model" if n_outputs else TRAINED_HERE
-        raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, wanted {wanted}")
+        raise InputError(f"{name} is {kinds[outputs] if trained_here else other}, not {wanted}")
     if new_head:
         # Setting id2label sets num_labels too
         config.id2label = dict(enumerate(("reward", "expected_reward")[:n_outputs]))
@@ -234,9 +234,9 @@ def check_causal_lm(name, tokenizer=None, chat_template=None):
     tokenizer: its vocabulary must be that of the model's own tokenizer; None: any.
     chat_template: the template that `tokenizer` was loaded with."""
     if not is_causal_lm(name):
-        raise InputError(f"{name} is a {_kind(_read_config(name))}, wanted a causal language model")
+        raise InputError(f"{name} is a {_kind(_read_config(name))}, not a causal language model")
     if tokenizer and load_tokenizer(name, chat_template, quiet=True).get_vocab() != tokenizer.get_vocab():
-        raise InputError(f"{name} has another vocabulary than --model, so their tokens mean different things")
+        raise InputError(f"{name} has a different vocabulary from --model, so its ids mean other tokens")
 
 
 def check_room(length: int, name, config=None):
@@ -245,7 +245,7 @@ def check_room(length: int, name, config=None):
     config: the model's config; None: it is read."""
     room = models.n_positions(config or _read_config(name))
     if length > room:
-        raise InputError(f"--max-length {length}: {name} has {room} positions")
+        raise InputError(f"--max-length {length}: {name} has only {room} positions")
 
 
 def identity(name, seed=0) -> list:
@@ -260,7 +260,7 @@ def identity(name, seed=0) -> list:
     if not folder.is_dir():
         config = try_to_load_from_cache(name, "config.json")
         if not isinstance(config, str):
-            raise InputError(f"{name} is neither a folder nor in the cache of the hub")
+            raise InputError(f"{name} is neither a folder nor in this machine's cache of the hub")
         folder = Path(config).parent
     files = [file for file in sorted(folder.glob("[!.]*")) if file.is_file() and file.suffix != ".md"]
     with ThreadPoolExecutor() as pool:
@@ -324,7 +324,7 @@ def _read(auto_class, name, config, seed):
     Raises InputError if transformers does not know this kind of model, or if weights are not in the files."""
     kind = auto_class._model_mapping.get(type(config), None)
     if kind is None:
-        raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} of {config.model_type}")
+        raise InputError(f"{name}: transformers has no {auto_class.__name__[9:]} for {config.model_type}")
     # Masks are made for SDPA, but SDPA cannot cap attention scores. Models that cap them use eager attention,
     # for which the masks become 0 and -inf
     sdpa = kind._supports_sdpa and not getattr(config, "attn_logit_softcapping", None)
@@ -340,7 +340,7 @@ def _read(auto_class, name, config, seed):
     new_head = set() if "ForSequenceClassification" in _kind(config) else {"score.weight"}
     missing = sorted(set(info["missing_keys"]) - new_head)
     if missing:
-        raise InputError(f"{name}: {len(missing)} of its weights are not in its files, {missing[0]} for one")
+        raise InputError(f"{name}: {len(missing)} of its weights are missing, such as {missing[0]}")
     return model
 
 
@@ -399,7 +399,7 @@ def check_forward(model):
         expected = expected.gather(-1, ids[:, 1:, None])
     close = 1e-3 if model.dtype == torch.float32 else 0.1
     if not torch.allclose(outputs, expected, rtol=close, atol=close):
-        why = "it draws experts at random, or does more to its logits than a factor and a cap"
+        why = "it draws experts at random, or changes logits by more than a factor and a cap"
         raise InputError(f"{config.model_type}: two forwards differ: {why}")
 
 
@@ -433,9 +433,9 @@ def _check_rows(model, tokenizer, n_rows, name):
     to_end = distance(rows[end : end + 1])
     to_end[end] = (rows[end] - mean).norm()
     if to_end.min() < 0.01 * distance(mean).median():
-        reason = f"{name} has never learnt {tokenizer.eos_token!r}, which ends an answer, and adapters cannot"
-        mend = "train once without --lora-rank, or give a --chat-template with an end token that it knows"
-        raise InputError(f"--lora-rank: {reason}: {mend}")
+        reason = f"{name} has never learnt its end token {tokenizer.eos_token!r}, which adapters cannot learn"
+        mend = "Train once without --lora-rank, or give a --chat-template with an end token it knows"
+        raise InputError(f"--lora-rank: {reason}. {mend}")
     new = [i for i in range(n_rows, len(tokenizer)) if i != tokenizer.pad_token_id]
     if new:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(new[:3])))

@@ -33,10 +33,10 @@ def check(config, n: int):
     flag = f"--generate-tensor-parallel {n}"
     kind = config.model_type
     if kind not in FAMILIES:
-        raise InputError(f"{flag}: {kind} cannot be divided, only {', '.join(FAMILIES)} can")
+        raise InputError(f"{flag}: a model of type {kind} cannot be split, only {', '.join(FAMILIES)} can")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % n:
-            raise InputError(f"{flag}: wanted a divisor of {kind}'s {name}, {getattr(config, name)}")
+            raise InputError(f"{flag}: not a divisor of {kind}'s {name}, {getattr(config, name)}")
 
 
 @functools.cache
