@@ -54,7 +54,7 @@ class EveryCommand:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
     attention: str = "default"
-    """Implementation of attention, by transformers' name; default: sdpa, or eager (docs/gpus.md)."""
+    """Implementation of attention, by transformers' name; default: sdpa, or eager (docs/use/gpus.md)."""
     deterministic: bool = False
     """Kernels whose results repeat bit for bit, where torch has such; slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
