@@ -1,4 +1,4 @@
-"""Read data files of several kinds, and convert rows of public data sets to the columns of docs/use/data.md."""
+"""Read data files, and convert rows of public data sets to the columns of docs/use/data.md."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""Read chat messages, {role, content}, from the columns of a row. docs/use/data.md has a table of the formats.
+"""Read chat messages, {role, content}, from the columns of a row. See docs/use/data.md for the formats.
 
 Every reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints them.
 """

@@ -1,18 +1,22 @@
-"""AI feedback: a language model in the annotator's place. It makes data sets for the scripts:
+"""AI feedback: make training data with a language model, the labeler, instead of human annotators.
 
-    sample    different responses of one or more policies to a prompt: rows for label
-    label     which of two responses is better, as a soft label for reward.py (distilled RLAIF)
-    revise    answer, criticise by a principle, revise, R times: rows for sft.py (Constitutional AI)
-    select, hindsight    without a labeler: balanced sampling; responses under an instruction they fulfil
+The first word of the command is the task:
+
+    sample       different responses to each prompt, from one or more policies: rows for `label`
+    label        soft labels for pairs of responses, for reward.py (distilled RLAIF)
+    revise       responses, criticised by a principle and revised R times, for sft.py (Constitutional AI)
+    select       complex and diverse rows, chosen by their tags; uses no labeler
+    hindsight    responses under an instruction that they fulfil, for sft.py; uses no labeler
 
 ("RLAIF: Scaling Reinforcement Learning from Human Feedback with AI Feedback", arXiv:2309.00267;
 "Constitutional AI: Harmlessness from AI Feedback", arXiv:2212.08073.)
 
-    p(first is better) = P("1") / (P("1") + P("2"))         the mean of both orders, for places have a bias
-    rating             = sum_s s P(s) / sum_s P(s),  s = 1..10       of `rater`, a scorer (direct RLAIF)
+    p(first is better) = P("1") / (P("1") + P("2"))        mean over both orders, to cancel position bias
+    rating             = sum_s s P(s) / sum_s P(s),  s = 1..10       used by the scorer `rater` (direct RLAIF)
 
-P is the labeler's probability of the text after the opening of its answer. With --chain-of-thought it first
-writes a rationale, and the answer is read after it. What it is asked stands in ai_feedback.toml.
+P is the probability that the labeler gives to a text directly after the opening of its answer. With
+--chain-of-thought it writes a rationale first, and the answer is read after the rationale. All prompts for
+the labeler are in ai_feedback.toml.
 
     python -m common.programs.ai_feedback label --model org/name --dataset pairs.jsonl \\
         --output-dir runs/labels
@@ -22,8 +26,9 @@ writes a rationale, and the answer is read after it. What it is asked stands in 
     torchrun --nproc-per-node 8 -m common.programs.ai_feedback revise --model org/name \\
         --constitution principles.txt
 
-Every rank holds the whole labeler, and a share of the rows. A labeler may also be `module:function`, which
-gives an object with the two methods of LanguageModel.
+Each rank holds a full copy of the labeler and works on its share of the rows. A labeler can also be
+`module:function`: the function takes no arguments and returns an object with the methods `probabilities` and
+`generate` of LanguageModel.
 """
 
 import collections
@@ -58,7 +63,9 @@ TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def load_principles(args) -> list[str]:
-    """The lines of --constitution, or of TEXTS."""
+    """Read the principles, one per line, from --constitution or, without that flag, from TEXTS.
+
+    Raises InputError if the file has no principle."""
     text = Path(args.constitution).read_text("utf-8") if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:
@@ -67,24 +74,26 @@ def load_principles(args) -> list[str]:
 
 
 def draw(principles, seed, *place) -> str:
+    """Draw one principle at random; the choice depends only on the seed and on `place`, not on the rank."""
     return random.Random(f"principle {(seed, *place)}").choice(principles)
 
 
 def fill(template, values) -> str:
-    """Every {name} replaced by its value, once: a value may hold braces itself."""
+    """Replace every {name} in the template by its value. Braces inside a value are left as they are."""
     return re.sub(r"\{(\w+)\}", lambda m: values.get(m[1], m[0]), template)
 
 
 class Question(NamedTuple):
-    template: str  # the user's turn, with {name} for
-    values: dict[str, str]  # texts
-    opening: str = ""  # what the answer begins with
+    template: str  # the user's turn, with a placeholder {name} for each value
+    values: dict[str, str]
+    opening: str = ""  # text that the answer is made to begin with
     before: list = []  # messages before the user's turn
 
 
 # -- the labeler -----------------------------------------------------------------------------------
 class LanguageModel:
-    """A causal LM, whole on this rank. A question too long, or refused by its template, has no answer."""
+    """A causal LM as labeler, with a full copy on this rank. A question that is too long for the model, or
+    that its chat template refuses, gets no answer."""
 
     def __init__(self, name, device, args):
         from transformers import AutoModelForCausalLM
@@ -102,7 +111,9 @@ class LanguageModel:
         self.room = models.n_positions(self.model.config)
 
     def encode(self, question, reserve) -> list[int]:
-        """Token ids of the question and the answer's opening; none unless `reserve` more tokens would fit."""
+        """Return the token ids of the question followed by the opening of the answer. The list is empty if
+        there is no room for `reserve` more tokens, or if the chat template refuses the messages."""
+        # Texts of users must not inject special tokens, such as the end of a turn
         plain = chat.special_tokens(self.tokenizer).sub
         ids = []
         values = {name: plain("", text) for name, text in question.values.items()}
@@ -117,13 +128,16 @@ class LanguageModel:
 
     @torch.no_grad()
     def probabilities(self, questions, options) -> torch.Tensor:
-        """P(the answer goes on with an option) of each question and option: (n, options). One option's tokens
-        may begin another's ("1" and "10"): then the shorter one's probability is that of ending there."""
+        """Compute the probability that the answer to a question continues with an option.
+
+        Returns a float64 tensor, (questions, options); a question without an answer has zeros. If an option
+        is the beginning of another one ("1" and "10"), its probability is that of ending there."""
         p = torch.zeros(len(questions), len(options), dtype=torch.float64)
         rows = [(i, *self._with_options(question, options)) for i, question in enumerate(questions)]
         rows = sorted((row for row in rows if row[1]), key=lambda row: -len(row[1]))
-        shared = os.path.commonprefix([ids[:-depth] for _, ids, depth, _ in rows])  # examples: run once
-        if checks.recurrent(self.model):  # no keys and values to go on from
+        # The instructions and examples that all questions begin with run through the model only once
+        shared = os.path.commonprefix([ids[:-depth] for _, ids, depth, _ in rows])
+        if checks.recurrent(self.model):  # it has no key-value cache to continue from
             shared = []
         for batch in split(rows, self.batch_size):
             tensors = [torch.tensor(ids[len(shared) :], device=self.device) for _, ids, _, _ in batch]
@@ -141,9 +155,13 @@ class LanguageModel:
         return p.clamp(min=0)
 
     def _with_options(self, question, options):
-        """(ids of the question, and of the longest option but its last token; how many places at their end
-        differ by option; the ids of each option there). An option is written after the opening and a space,
-        whose token may change with it."""
+        """Return (ids, depth, paths) of a question whose answer is one of the options.
+
+        ids: the question followed by the longest option without its last token; empty if it does not fit.
+        depth: number of positions at the end of ids whose next token depends on the option.
+        paths: for each option, its token ids at these positions.
+        Raises InputError if the tokenizer does not give every option known tokens of its own."""
+        # Tokenize each option together with the opening and a space: the space may merge with the option
         plain = chat.special_tokens(self.tokenizer).sub("", question.opening)
         ends = [self._ids(f"{plain} {x}") for x in options]
         same = len(os.path.commonprefix(ends))
@@ -156,7 +174,10 @@ class LanguageModel:
         return ids and [*ids[: len(ids) - len(paths[0])], *longest[:-1]], len(longest), paths
 
     def generate(self, questions, max_new_tokens, temperature, seed) -> list[tuple[str, bool]]:
-        """(text, whether it ended) of one answer to each question, without its opening."""
+        """Sample one answer to each question. Returns a list of (text, whether it ended), with the text
+        after the opening; ("", False) for a question that cannot be asked.
+
+        Raises InputError if max_new_tokens leaves no room for a question."""
         if max_new_tokens >= self.room:
             raise InputError(f"--max-new-tokens {max_new_tokens}: {self.name} has {self.room} positions")
         prompts = [self.encode(question, max_new_tokens) for question in questions]
@@ -169,7 +190,9 @@ class LanguageModel:
 
 
 def load_labeler(spec, device, args, flag="--model"):
-    """A LanguageModel, or what `module:function` gives."""
+    """Load a labeler: a LanguageModel, or the object that the user's `module:function` returns.
+
+    Raises InputError, which names `flag`, if the function fails or its object lacks a method."""
     if not re.fullmatch(functions.NAMED, spec):
         if args.task in ("sample", "revise") or args.chain_of_thought:
             pretrained.check_sampled(spec)
@@ -184,11 +207,13 @@ def load_labeler(spec, device, args, flag="--model"):
     return labeler
 
 
-# -- the tasks: (rows of this rank) -> a result a row, or {"failed": why} -------------------------------
+# -- the tasks: each takes the rows of this rank and yields a result per row, or {"failed": reason} ----
 def sample(rows, policies, principles, args):
-    """Of each row {"responses": [{"text", "model"}], "ai": {"dropped"}}: --responses answers of each of
-    `policies`, {name: labeler}, but those that did not end, have no words, or are there already."""
-    for group in split(rows, args.batch_size):  # the same groups, and so the same seeds, on any ranks
+    """Sample --responses answers to each row from each of `policies`, {name: labeler}.
+
+    Yields {"responses": [{"text", "model"}], "ai": {"dropped": count}} per row. Responses that are
+    unfinished, empty or duplicates are dropped. A row fails if fewer than two are left."""
+    for group in split(rows, args.batch_size):  # groups, and so seeds, do not depend on the number of ranks
         questions = []
         texts = [{} for _ in group]
         for row in group:
@@ -207,6 +232,7 @@ def sample(rows, policies, principles, args):
 
 
 def preamble_and_examples(args):
+    """Return the text before the pair in a prompt of `label`: instructions and solved examples."""
     paragraphs = [TEXTS["by_principle" if args.constitution else args.preamble]]
     for example in TEXTS["examples"][: args.examples]:
         thoughts = f"{TEXTS['thoughts']} {example['thoughts']}\n" if args.chain_of_thought else ""
@@ -216,9 +242,15 @@ def preamble_and_examples(args):
 
 
 def label(rows, labeler, principles, args):
-    """Of each pair {"chosen", "rejected": its texts, "preference": the probability that the first one is the
-    better one, "human", "ai": {"orders": the same in either order, "mass": P("1") + P("2"), the smaller}}. Of
-    several chains it is the mean of the preferences of those that answer (self-consistency)."""
+    """Ask the labeler which of two responses is better, in both orders. Yields per pair:
+
+    chosen, rejected: the two texts, in the order of the row.
+    preference: probability that `chosen` is better, mean over both orders. With several chains of thought,
+        the mean over those that gave an answer (self-consistency).
+    human: the same probability by the row's own label; None without a label.
+    ai: {"orders": the probability for each order, "mass": the smaller P("1") + P("2") of both orders}.
+
+    A pair fails if no chain gave an answer in one of the orders."""
     template = f"{preamble_and_examples(args)}{TEXTS['pair']}\n\n{TEXTS['question']}"
     questions = []
     rationales = []
@@ -240,16 +272,16 @@ def label(rows, labeler, principles, args):
             questions = [q._replace(opening=opening) for q, opening in zip(questions, openings)]
         answers = labeler.probabilities(questions, ("1", "2"))
         for i, text in enumerate(rationales):
-            answers[i] *= bool(text)  # without a rationale there is no answer
+            answers[i] *= bool(text)  # an empty rationale counts as no answer
         chains.append(answers)
     p = torch.stack(chains)  # (chains, questions, 2)
     mass = p.sum(-1)
     answered = mass >= args.min_mass
-    # Each chain's distribution counts alike, whatever probability it leaves to other answers
+    # Normalise before averaging: a chain counts the same however much probability it gives other answers
     preferences = torch.where(answered, p[..., 0] / mass, 0).sum(0) / answered.sum(0)
     of_orders = zip(rows, preferences.view(-1, 2).tolist(), mass.mean(0).view(-1, 2).tolist())
     for i, (row, (first, second), masses) in enumerate(of_orders):
-        if math.isnan(first + second):  # in one of the orders no chain answered
+        if math.isnan(first + second):  # 0 / 0: no chain gave an answer in one of the orders
             yield {"human": row.human, "failed": "neither 1 nor 2"}
             continue
         ai = {"orders": [first, 1 - second], "mass": min(masses)}
@@ -260,8 +292,10 @@ def label(rows, labeler, principles, args):
 
 
 def rater(model):
-    """Direct RLAIF: `--scorer common.programs.ai_feedback:rater=MODEL`. Return the function that gives
-    (rating - 5.5) / 4.5, -1 to 1; 0 where the labeler's answer is no number from 1 to 10."""
+    """Make a scorer that rates responses (direct RLAIF): `--scorer common.programs.ai_feedback:rater=MODEL`.
+
+    Returns a function whose scores are (expected rating - 5.5) / 4.5, so from -1 to 1. A response gets 0
+    if the labeler gives the numbers from 1 to 10 too little probability."""
     args = Args()
     labeler = load_labeler(model, dist.setup(), args, "--scorer common.programs.ai_feedback:rater")
 
@@ -278,8 +312,9 @@ def rater(model):
 
 
 def oracle(model):
-    """RLAIF's preference between two responses: `--scorer common.programs.ai_feedback:oracle=MODEL`. Return
-    the function that gives the `preference` of `label`, as log odds; 0 where the labeler's answer is none."""
+    """Make a scorer that compares two responses: `--scorer common.programs.ai_feedback:oracle=MODEL`.
+
+    Returns a function that gives the `preference` of `label` as log odds; 0 means no answer."""
     labeler = load_labeler(model, dist.setup(), Args(), "--scorer common.programs.ai_feedback:oracle")
 
     def fn(duels):
@@ -292,14 +327,17 @@ def oracle(model):
 
 
 def asked(row) -> Question:
-    """A row's last turn, to be answered behind those before it."""
+    """Return the question that asks for an answer to the row's last turn, given the turns before it."""
     return Question("{prompt}", {"prompt": row.prompt[-1]["content"]}, before=copy.deepcopy(row.prompt[:-1]))
 
 
 def revise(rows, labeler, principles, args):
-    """Answer (or take the row's `response`), then R times criticise by a principle drawn at random and
-    revise: {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}}. What
-    has no words or did not end changes nothing; a first answer that did not, and stays, is none."""
+    """Answer each prompt, or take the row's `response`, then R times criticise and revise the response. Each
+    step draws a principle at random.
+
+    Yields {"completion", "ai": {"first", "steps": [{"principle", "critique", "revision", "used"}]}} per row.
+    A revision is used only if it is finished and neither it nor its critique is empty. A row fails if its
+    response is empty, or if the first answer was unfinished and no revision replaced it."""
     calls = itertools.count()
 
     def write(questions) -> list[tuple[str, bool]]:
@@ -329,29 +367,33 @@ def revise(rows, labeler, principles, args):
         yield {"completion": text, "ai": result} if text else {"failed": "no response"}
 
 
-# -- tasks without a labeler: of all rows at once ------------------------------------------------------
+# -- tasks without a labeler, which need all rows at once ----------------------------------------------
 def select(rows, labeler, principles, args):
-    """Complexity-first diverse sampling (#InsTag, arXiv:2308.07074, algorithm 1, which Qwen,
-    arXiv:2309.16609, section 3.2.1, cites): {} of a row that is chosen. A pass goes over the rows that are
-    left, from those with the most tags down, and takes each that has a tag which the pass has not met yet;
-    passes go on until --max-rows are taken; None: one pass. Of equally many tags the seed draws the order."""
-    counts = collections.Counter()  # of each tag: the passes that have met it, which are the first ones
+    """Choose complex and diverse rows by their tags; yields {} for a row that is chosen.
+
+    Complexity-first diverse sampling (#InsTag, arXiv:2308.07074, algorithm 1; cited by Qwen,
+    arXiv:2309.16609, section 3.2.1): a pass visits the remaining rows, those with the most tags first, and
+    takes each row that has a tag which is new in this pass. Passes are repeated until --max-rows rows are
+    taken; without --max-rows there is one pass. Rows with the same number of tags are in random order."""
+    # One visit to each row gives all passes: a tag is seen first in pass 0, then in 1, and so on, so the
+    # number of passes that have seen it is also the first pass that has not
+    counts = collections.Counter()
     pass_of = {}
     tags_of = [tags_of_row(row.begin) for row in rows]
     order = dist.shuffled(len(rows), args.seed, "select")
     for i in sorted(order, key=lambda i: -len(tags_of[i])):
         if tags_of[i]:
-            pass_of[i] = min(counts[tag] for tag in tags_of[i])  # those before it have met all its tags
+            pass_of[i] = min(counts[tag] for tag in tags_of[i])  # earlier passes have seen all its tags
             counts.update(tag for tag in tags_of[i] if counts[tag] == pass_of[i])
     n = args.max_rows or list(pass_of.values()).count(0)
-    taken = set(sorted(pass_of, key=pass_of.get)[:n])  # inside a pass they stay in their order
+    taken = set(sorted(pass_of, key=pass_of.get)[:n])  # the sort is stable: most tags first in each pass
     for i in range(len(rows)):
         why = "other rows with its tags come first" if tags_of[i] else "neither a list of tags nor a category"
         yield {} if i in taken else {"failed": why}
 
 
 def tags_of_row(row) -> set[str]:
-    """The different `tags` of a row, or its `category`; none if it has neither."""
+    """Return the distinct `tags` of a row, or else its `category`; empty if it has neither."""
     tags = row.get("tags")
     category = row.get("category")
     tags = tags or ([] if category is None else [str(category)])
@@ -360,14 +402,17 @@ def tags_of_row(row) -> set[str]:
 
 
 def hindsight(rows, labeler, principles, args):
-    """Relabelling (arXiv:2302.05206): of each response the prompt under the instruction that it fulfils,
-    TEXTS["good"] from --threshold on. A prompt without a response gets that too: so one asks at use, and
-    samples for the next round, in which another instruction takes the place of the one asked with."""
+    """Relabel responses in hindsight (HIR, arXiv:2302.05206): give each one the instruction that it fulfils.
+
+    Yields {"prompt", "completion", "score"} per row. The instruction, in the prompt's system message, is
+    TEXTS["good"] for a score of at least --threshold, else TEXTS["bad"]. A row without a response gets
+    TEXTS["good"]: a trained model is prompted like this in use, and to sample for the next round, where the
+    instruction that a response fulfils then replaces the one that it was sampled with."""
     scores = collections.defaultdict(list)
     for row in rows:
         scores[turns_key(row.prompt)] += [row.human for _ in row.texts]
     for row in rows:
-        of_prompt = scores[turns_key(row.prompt)]  # of different prompts they need not have the same zero
+        of_prompt = scores[turns_key(row.prompt)]  # scores of different prompts may differ by a constant
         threshold = statistics.median(of_prompt) if of_prompt and args.threshold is None else args.threshold
         instruction = TEXTS["bad" if row.texts and row.human < threshold else "good"]
         system = [turn["content"] for turn in row.prompt[:1] if turn["role"] == "system"]
@@ -377,7 +422,7 @@ def hindsight(rows, labeler, principles, args):
 
 
 def without_instruction(prompt) -> list[dict]:
-    """The messages of a prompt without the instruction that an earlier round of hindsight asked it with."""
+    """Remove the instruction of an earlier round of hindsight, if there is one, from a prompt's messages."""
     instruction, _, system = prompt[0]["content"].partition("\n\n")
     if prompt[0]["role"] != "system" or instruction not in (TEXTS["good"], TEXTS["bad"]):
         return prompt
@@ -386,18 +431,20 @@ def without_instruction(prompt) -> list[dict]:
 
 # -- rows ------------------------------------------------------------------------------------------
 class Item(NamedTuple):
-    number: int  # the row's place in the data set
-    key: str  # of batches.random_subset
-    begin: dict  # what a row that is written begins with
+    number: int  # the row's position in the data set
+    key: str  # for batches.random_subset
+    begin: dict  # the first columns of the output row
     prompt: list[dict]
-    texts: list[str]  # label: two; revise, hindsight: one or none
-    human: float | None = None  # P(texts[0] is the better one) by the row's label; hindsight: the score
+    texts: list[str]  # the row's responses; label: two; revise, hindsight: at most one; others: empty
+    human: float | None = None  # label: P(texts[0] is better) by the row's label; hindsight: its score
 
 
-ANSWERS = {"revise": ("response",), "hindsight": ("response", "completion")}  # the columns of a response
+ANSWERS = {"revise": ("response",), "hindsight": ("response", "completion")}  # columns with a response
 
 
 def read_items(args) -> list[Item]:
+    """Read the rows of --dataset that the task can use, at most --max-rows of them. Other rows are dropped,
+    and counted in a message. Raises InputError if no row is left."""
     counter = itertools.count()
 
     def item(row):
@@ -424,8 +471,8 @@ def read_items(args) -> list[Item]:
         given = {name: values[name] for name in ("category", "is_safety") if name in values}
         start = {"prompt": prompt, **given}
         if args.task == "select":
-            values.read.update(values)  # they stay as they are
-            start = json.loads(json.dumps(values, default=str))  # a file may hold dates
+            values.read.update(values)  # all columns are copied to the output, so none is reported as unread
+            start = json.loads(json.dumps(values, default=str))  # dates, for example, become text
             start.pop("failed", None)
         return Item(number, f"{number}/{row.where}", {**start, "row": number}, prompt, texts, human)
 
@@ -438,12 +485,12 @@ def read_items(args) -> list[Item]:
 
 
 TASKS = {task.__name__: task for task in (sample, label, revise, select, hindsight)}
-WITHOUT_LABELER = ("select", "hindsight")  # their rows may have columns of the names that metrics_of reads
+WITHOUT_LABELER = ("select", "hindsight")  # no metrics_of for them: their data may have columns of its names
 
 
 # -- measures --------------------------------------------------------------------------------------
 def metrics_of(rows, failed) -> dict[str, float]:
-    """The metrics of summary.json, as docs/use/runs.md defines them."""
+    """Compute the metrics of summary.json from the good and the failed rows; docs/use/runs.md defines them."""
     metrics = {"rows": len(rows), "failed": len(failed)}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]
@@ -455,7 +502,7 @@ def metrics_of(rows, failed) -> dict[str, float]:
         metrics.update({"alignment/n": n, "alignment/one_order": measures.accuracy(one_order)})
     answers = [row["ai"] for row in [*rows, *failed] if "ai" in row]
     orders = [answer["orders"] for answer in answers if "orders" in answer]
-    if orders:  # each P(texts[0]), shown first and shown second
+    if orders:  # of each pair: P(texts[0] is better) when it is shown first, and when it is shown second
         metrics["position/decides"] = sum((a > 0.5) != (b > 0.5) for a, b in orders) / len(orders)
         metrics["position/first"] = sum(a + 1 - b for a, b in orders) / (2 * len(orders))
     return {**metrics, **measures.means(answers, {"mass": "mass", "dropped": "dropped"})}
@@ -464,53 +511,53 @@ def metrics_of(rows, failed) -> dict[str, float]:
 @dataclass
 class Args:
     task: Literal["sample", "label", "revise", "select", "hindsight"] = "label"
-    """The first word of the command."""
+    """Task to run; also the first word of the command."""
     model: str = ""
-    """The labeler, or sample's policy: a causal LM (run directory, folder, hub name), or module:function."""
+    """Labeler, or policy of sample: a causal LM (run directory, folder, hub name), or module:function."""
     other_models: tuple[str, ...] = ()
-    """More policies of sample."""
+    """Further policies of sample."""
     responses: int = 2
-    """Of each policy to a prompt of sample."""
+    """Number of responses of each policy to a prompt (sample)."""
     threshold: float | None = None
-    """The least score of a good response of hindsight. None: the median of its prompt's responses."""
+    """Lowest score of a good response (hindsight). Default: the median score of the prompt's responses."""
     dataset: str = "tiny"
-    """sample, select: prompts; label: pairs or rankings, as reward.py takes them; hindsight: `prompt`,
-    `response` or `completion`, `score`; revise: prompts, perhaps with a `response` to begin with."""
+    """Rows to work on. sample, select: prompts; label: pairs or rankings, as for reward.py; hindsight:
+    `prompt`, `response` or `completion`, `score`; revise: prompts, optionally with a first `response`."""
     output_dir: str = "runs/ai_feedback"
-    """The run directory; its rows.jsonl is the data set."""
+    """Run directory; its rows.jsonl is the new data set."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with the chat template, for a tokenizer without one or instead of its own."""
     preamble: Literal["base", "detailed"] = "base"
-    """What the labeler is told before the pair."""
+    """Instructions to the labeler before the pair: short, or with a definition of a good response."""
     examples: int = 0
     """Solved examples before the pair; common/programs/ai_feedback.toml has 8."""
     chain_of_thought: bool = False
-    """Let the labeler compare in words before it answers."""
+    """Ask the labeler for a written comparison before its answer."""
     chains: int = 1
-    """Self-consistency: number of sampled rationales, whose preferences are averaged."""
+    """Number of sampled rationales whose preferences are averaged (self-consistency)."""
     constitution: str | None = None
-    """A file with a principle on each line, one of which is drawn for each pair, or each revision. None: no
-    principle for pairs, common/programs/ai_feedback.toml's for revise."""
+    """File with one principle per line; each pair and each revision draws one at random. Default: no
+    principle for label, those of common/programs/ai_feedback.toml for revise."""
     revisions: int = 2
-    """R, of revise."""
+    """Number of revisions R (revise)."""
     max_rows: int | None = None
-    """So many of the rows, for select those that it chooses. None: all; of select one pass."""
+    """Number of rows to use; for select, to choose. Default: all rows; for select, those of one pass."""
     max_new_tokens: int = 128
-    """Longest rationale, answer, critique or revision."""
+    """Maximum number of tokens of a rationale, answer, critique or revision."""
     temperature: float = 0.7
-    """Of what is sampled; a single chain of thought is greedy."""
+    """Sampling temperature; a single chain of thought is greedy."""
     min_mass: float = 0.05
-    """Less probability on the options than this is no answer: the row is left out, and counted."""
+    """Lowest total probability of the options that counts as an answer; other rows fail and are counted."""
     batch_size: int = 16
-    """Questions of a forward on one rank."""
+    """Number of questions per forward pass on each rank."""
     chunk_rows: int = 64
-    """Rows between two writes: what a crash can cost."""
+    """Number of rows between two writes to disk, which is the most that a crash can lose."""
     seed: int = 0
-    """Of principles, samples, and the order of rows with equally many tags."""
+    """Seed of the principles, the samples, and the order of rows with the same number of tags."""
     resume: bool = False
-    """Go on with the run in output_dir, or begin if there is none."""
+    """Resume the run in output_dir, or start it if there is no run yet."""
     overwrite: bool = False
-    """Replace a run that is in the way."""
+    """Replace an existing run in output_dir."""
 
 
 def check(args):
@@ -537,10 +584,11 @@ def main(args: Args):
     # model
     names = [] if args.task in WITHOUT_LABELER else [args.model, *args.other_models]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
-    # only now is an old run in output_dir replaced; its rows are told by their numbers in --dataset
+    # Only now, when data and models have loaded, may an old run in output_dir be replaced. --dataset must
+    # not change between runs: rows are identified by their numbers in it
     start_run(args, run.stage, run.status, args.dataset)
 
-    # what is there already
+    # rows of an earlier, unfinished run
     path = run.folder / "rows.jsonl"
     rows = dist.gather(files.read_jsonl(path) if dist.is_main() else [])
     size = {"sample": args.batch_size, **dict.fromkeys(WITHOUT_LABELER, len(items))}.get(args.task, 1)
@@ -548,7 +596,7 @@ def main(args: Args):
         answered = {int(row["row"]) for row in rows}
     chunks = split(items, max(size, args.chunk_rows))
     todo = [chunk for chunk in chunks if not answered.issuperset(item.number for item in chunk)]
-    again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut is asked whole
+    again = {item.number for chunk in todo for item in chunk}  # a chunk that a crash cut short is redone
     rows = [row for row in rows if row["row"] not in again]
     if dist.is_main():
         files.write_jsonl(path, rows)
@@ -557,7 +605,7 @@ def main(args: Args):
     labeler = labelers if args.task == "sample" else labelers.get(args.model)
     with progress.progress(len(items), len(rows), args.task) as bar:
         for chunk in todo:
-            shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # what stays together on a rank
+            shares = split(chunk, size)[dist.rank() :: dist.world_size()]  # a group stays on one rank
             my_items = [item for share in shares for item in share]
             results = zip(my_items, TASKS[args.task](my_items, labeler, principles, args))
             new = dist.gather([{**item.begin, **result} for item, result in results])
@@ -576,7 +624,7 @@ def main(args: Args):
         metrics = counts if args.task in WITHOUT_LABELER else metrics_of(good, bad)
         for key, value in metrics.items():
             print(f"{key}: {value:.4g}")
-        files.write_json(run.folder / "summary.json", metrics)  # last
+        files.write_json(run.folder / "summary.json", metrics)  # last: it marks the run as finished
         print(f"wrote {path}")
 
 
