@@ -1,16 +1,18 @@
-"""Compare finished runs: every policy answers the same held-out prompts, an oracle judges the answers. Or
-compare scorers: how well does each predict the labels of the same pairs, whoever trained it?
+"""Compare policies, or compare scorers, on held-out data.
 
-    python -m common.programs.evaluate                                the runs that the quickstart makes
+Policies all answer the same held-out prompts, and an oracle judges the answers. Scorers all predict the
+labels of the same pairs, whoever trained them.
+
+    python -m common.programs.evaluate                                the runs of the quickstart
     python -m common.programs.evaluate --policies sft=runs/sft runs/ppo --scorer runs/reward
     python -m common.programs.evaluate --policies dataset runs/ppo --reference dataset --dataset tiny:kind=sft
     python -m common.programs.evaluate --scorers runs/reward hub=org/model --dataset reward_bench.parquet
     torchrun --nproc-per-node 8 -m common.programs.evaluate --policies ...
 
-Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model,
-FILE.py:function, or one that compares (common/scoring/scorers.py) each answer with the reference's. Writes
-samples.jsonl (every answer, or every scorer's scores), summary.json and plots, and prints a table: of
-policies by the true reward where it is known, the tiny world's. docs/use/evaluate.md defines every figure.
+Reads language models (runs, folders, hub names) and an oracle: a reward model, an advantage model, or
+FILE.py:function (common/scoring/scorers.py). A pairwise oracle compares each answer with the reference's.
+Writes samples.jsonl (all answers, or the scores of all scorers), summary.json and plots, and prints a table.
+In the tiny world the table of policies uses the true reward. docs/use/evaluate.md defines every metric.
 """
 
 import contextlib
@@ -43,51 +45,54 @@ runs/dpo_iterative""".split()
 
 @dataclass
 class Args:
-    # what is compared: policies, or in their place scorers
+    # policies or scorers to compare, and the data
     policies: tuple[str, ...] = ()
-    """Runs, folders, hub names, all with the same tokens, or dataset: the answers that its rows hold; each
-    perhaps as name=path. A plot joins dpo/0.1=path, dpo/0.3=path, ... None: the quickstart's runs."""
+    """Policies to compare: runs, folders or hub names with the same tokens, or `dataset` for the answers in
+    the rows; optionally name=path. Plots join dpo/0.1=path, dpo/0.3=path. Default: the quickstart's runs."""
     scorers: tuple[str, ...] = ()
-    """Whatever --scorer takes, each perhaps as name=path: how well they predict the labels of pairs."""
+    """Scorers to compare by how well they predict the labels of pairs: as for --scorer, or name=path."""
     edits: int = 0
-    """With --scorers: better responses to judge beside a copy in which two words are swapped; 0: none."""
+    """Number of better responses to compare with a copy in which two words are swapped (--scorers only)."""
     dataset: str = "tiny"
-    """Prompts, or with --scorers pairs and rankings; all rows of a file, so give one nobody learnt from."""
+    """Held-out prompts; with --scorers, labelled pairs and rankings. All rows of a file are used, so it must
+    not hold training data."""
     max_length: int = 64
-    """Longest prompt with its response, tokens; of --scorers those of the first that is a model."""
+    """Maximum number of tokens of prompt and response; with --scorers, tokens of the first model."""
     chat_template: str | None = None
-    """A jinja file, for policies without a chat template or in place of their own."""
-    # of policies: answers
+    """Jinja file with the chat template, for policies without one or instead of their own."""
+    # policies: their answers
     reference: str = "sft"
-    """The name of the policy that all are compared with; it must be among them."""
+    """Name of the policy that all others are compared with; it must be one of --policies."""
     eval_prompts: int = 1000
-    """So many of the prompts."""
+    """Number of prompts, a random subset of --dataset."""
     temperatures: tuple[float, ...] = (1.0,)
-    """Of sampling, each with a table of its own; 0 is greedy."""
+    """Sampling temperatures, each with its own table; 0 is greedy."""
     max_new_tokens: int = 24
-    """Longest response, tokens."""
+    """Maximum number of tokens of a response."""
     slots: int = 64
-    """Responses that a rank decodes together."""
-    # of policies: judges
+    """Number of responses that a rank decodes at once."""
+    # policies: their judges
     scorer: str = "runs/reward"
-    """The oracle. One that policies were trained on shows what they made of it, not what they gained."""
+    """Oracle that judges the answers. A scorer that a policy was trained on shows how well the policy has
+    optimised it, not whether its answers are better."""
     safety_scorer: str | None = None
-    """Gives harmless answers 0 or more; no pairwise one. None: the tiny world's true safety, else nothing."""
+    """Scorer, not pairwise, that gives harmless answers 0 or more. Default: in the tiny world its true
+    safety, elsewhere no scorer."""
     tie_margin: float | None = None
-    """Scores that differ by no more than this tie; of a pairwise oracle, probabilities around 1/2. None: 0.1
-    standard deviations of the reference's scores; of a pairwise oracle 0.1."""
-    # the run
+    """Largest difference of scores that is a tie; for a pairwise oracle, largest distance of the probability
+    from 1/2. Default: 0.1 standard deviations of the reference's scores; for a pairwise oracle 0.1."""
+    # run
     output_dir: str = "runs/evaluate"
-    """The run directory."""
+    """Run directory."""
     score_batch_size: int = 64
-    """Responses of a forward on one rank."""
+    """Number of responses per forward pass on each rank."""
     seed: int = 0
-    """Of samples and resamples."""
+    """Seed of the sampled answers and of the bootstrap."""
     resume: bool = False
-    """Nothing to do if output_dir holds a finished run, else begin."""
+    """Do nothing if output_dir holds a finished run; otherwise start from the beginning."""
     overwrite: bool = False
-    """Replace a run that is in the way."""
-    split = "test"  # no flag: a hub name may have another in brackets
+    """Replace an existing run in output_dir."""
+    split = "test"  # not a flag: a hub name can select another split in brackets
 
 
 def check(args):
@@ -103,7 +108,10 @@ def check(args):
 
 
 def named(specs, flag) -> dict[str, str]:
-    """name -> path. A path that is there, or a module:function, may hold an equals sign itself."""
+    """Parse name=path, or a path, which is named after its last folder: {name: path}. An equals sign that
+    belongs to an existing path or follows module:function is left alone.
+
+    Raises InputError if two have the same name."""
     paths = {}
     for spec in specs:
         name, equals, path = spec.partition("=")
@@ -118,7 +126,10 @@ def named(specs, flag) -> dict[str, str]:
 
 # -- policies --------------------------------------------------------------------------------------
 def read_policies(args) -> tuple[dict[str, str], object]:
-    """(name -> path, the tokenizer of all of them). Of the quickstart's runs those that are there."""
+    """Return ({name: path}, tokenizer) of the policies; by default, of the quickstart's runs that exist.
+
+    Raises InputError if the reference is missing, a path holds no policy, or two policies have different
+    tokens."""
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
@@ -135,9 +146,12 @@ def read_policies(args) -> tuple[dict[str, str], object]:
 
 
 def read_prompts(args, tokenizer, answered) -> list[tuple]:
-    """(prompt, the response that its row holds, as sft.py would learn it) of a part of --dataset; `answered`:
-    of those rows alone that hold one, of several rows of a prompt the best; else the response is None."""
+    """Return (prompt, response) of a random subset of --dataset. The response is None unless `answered`.
 
+    answered: keep only rows with a response, encoded as sft.py would learn it; if a prompt has several rows,
+    keep the one with the best response."""
+
+    # A ValueError drops the row; mapping.map_rows reports how many and why
     def with_answer(prompt):
         further = further_questions(prompt)
         if answered and further:
@@ -165,14 +179,16 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
 
 
 def further_questions(prompt) -> list[str]:
-    """Those questions of a row's `turns` (MT-Bench's form, arXiv:2306.05685) that come after the prompt's."""
+    """Return the questions in a row's `turns` (the format of MT-Bench, arXiv:2306.05685) that are still to be
+    asked after those in the prompt."""
     earlier = [turn["content"] for turn in prompt.turns if turn["role"] == "user"]
     turns = prompt.row.data.get("turns")
     return turns[len(earlier) :] if isinstance(turns, list) and turns[: len(earlier)] == earlier else []
 
 
 def next_prompt(tokenizer, prompt, answer) -> responses.Prompt:
-    """Ask the first of further_questions behind an answer, without what would be read as special tokens."""
+    """Append the answer and the next of further_questions to a prompt. Text of the answer that the tokenizer
+    would read as special tokens is removed."""
     answer = chat.special_tokens(tokenizer).sub("", answer)
     question = {"role": "user", "content": further_questions(prompt)[0]}
     turns = [*prompt.turns, {"role": "assistant", "content": answer}, question]
@@ -180,8 +196,8 @@ def next_prompt(tokenizer, prompt, answer) -> responses.Prompt:
 
 
 def answer_turns(policy, tokenizer, prompts, args, t, turn=0) -> list[tuple]:
-    """[(prompt, response)] at temperature t: of all prompts, then of those that have a second question, asked
-    behind the policy's own first answer, and so on."""
+    """Sample a response to each prompt at temperature t: [(prompt, response)]. Prompts with a second question
+    follow, in which it comes after the policy's own first answer, and so on."""
     seed = dist.seed_of(args.seed, "evaluate", f"{t}/{turn}" if turn else t)
     pairs = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
     prompts = [next_prompt(tokenizer, p, response.text) for p, response in pairs if further_questions(p)]
@@ -189,31 +205,35 @@ def answer_turns(policy, tokenizer, prompts, args, t, turn=0) -> list[tuple]:
 
 
 def scores_by_turn(rows, scorer) -> dict[str, float]:
-    """Mean scores of rows that have a `turn`: {"score": of all, "score/turn_1": of the first answers, ...,
-    "score/CATEGORY": of a category's, ...}; of ai_feedback's rater its ratings, 1 to 10: {"rating": ...}."""
+    """Compute mean scores of the rows that have a `turn`: {"score": of all rows, "score/turn_1": of the first
+    answers, ..., "score/CATEGORY": of a category, ...}. For ai_feedback's rater they are ratings from 1 to
+    10, and the keys begin with "rating"."""
     kind = "rating" if "ai_feedback:rater=" in scorer else "score"
     scores = {}
     for row in [row for row in rows if "turn" in row]:
         score = 5.5 + 4.5 * row["score"] if kind == "rating" else row["score"]
         for name in (kind, f"{kind}/turn_{row['turn']}", f"{kind}/{row['category']}"):
             scores.setdefault(name, []).append(score)
-    names = sorted(scores, key=lambda name: "/turn_" not in name)  # these first
+    names = sorted(scores, key=lambda name: "/turn_" not in name)  # turns first
     return {name: statistics.fmean(scores[name]) for name in names if not name.endswith("/None")}
 
 
 def score_of_answer(row) -> float:
-    """What a row says of the answer that sft.py would learn: its score, or its label; -inf of nothing."""
+    """Return the score, or else the label, that a row has for the answer that sft.py would learn; -inf
+    without one."""
     values = [row.get(name) for name in ("score", "chosen_score", "score_chosen", "label")]
-    with contextlib.suppress(ValueError):  # of responses that are none the reader of the row says why
+    with contextlib.suppress(ValueError):  # invalid responses: the row's reader reports them
         values = [max(message_columns.ranking(row["responses"])[1])] if "responses" in row else values
     scores = [mapping.value_or_error(formats.number, x) for x in values]
     return next((x for x in scores if isinstance(x, float)), -math.inf)
 
 
 def length_controlled(won, differences) -> float:
-    """P(win) at equal length: sigma(a) of the likeliest P(win) = sigma(a + b tanh(d / deviation)), d:
-    characters of our answer less those of the other (the length control of arXiv:2404.04475, without its term
-    for the instruction). won: 0, 1/2 or 1 a prompt. A normal prior, of variance 1, keeps a and b finite."""
+    """Estimate P(win) for answers of equal length (length control, arXiv:2404.04475, without its term for the
+    instruction): fit P(win) = sigma(a + b tanh(d / deviation of d)), and return sigma(a).
+
+    won: 0, 1/2 or 1 per prompt. differences: d, characters of the policy's answer minus characters of the
+    reference's. A normal prior with variance 1 keeps a and b finite if one side wins every game."""
     won, d = (torch.tensor(values, dtype=torch.float64) for values in (won, differences))
     deviation = d.std(correction=0)
     x = torch.stack([torch.ones_like(d), torch.tanh(d / deviation) if deviation > 0 else 0 * d], 1)
@@ -222,19 +242,24 @@ def length_controlled(won, differences) -> float:
 
 
 def elo(won, n_games, m, anchor) -> torch.Tensor:
-    """Ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), p the likeliest Bradley-Terry
-    strengths. won: (..., pairs), what i won of n_games against j, in the order of itertools.combinations. A
-    drawn game is added to each pair: without it a policy that never wins would have no rating."""
+    """Compute Elo ratings 1000 + 400 log10(p / p of the anchor) of m policies, (..., m), where p are the
+    Bradley-Terry strengths of maximum likelihood.
+
+    won: (..., pairs). Points of policy i in n_games games against j, pairs in the order of
+    itertools.combinations. One drawn game is added to each pair, because a policy that never wins would
+    otherwise have no finite rating."""
     i, j = torch.triu_indices(m, m, offset=1)
     each = torch.eye(m, dtype=torch.float64)
-    no_scale = torch.full_like(each, 1 / m)  # strengths have none: their logarithms' sum is 0
+    no_scale = torch.full_like(each, 1 / m)  # only ratios of strengths matter: make their logarithms sum to 0
     logs = safety.fit_logistic_regression(each[i] - each[j], won + 0.5, n_games + 1, no_scale)
     return 1000 + 400 * (logs - logs[..., anchor, None]) / math.log(10)
 
 
 def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
-    """(Elo, low, high) of each of m policies; 95 % interval: bootstrap over prompts. games: of every two, in
-    the order of itertools.combinations, what the first one won of each prompt's game (measures.outcomes)."""
+    """Compute (Elo, low, high) of m policies, with a 95 % interval from a bootstrap over prompts.
+
+    games: for each pair of policies, in the order of itertools.combinations, the first one's outcome on each
+    prompt (measures.outcomes)."""
     won = torch.tensor(games, dtype=torch.float64).T  # (prompts, pairs)
     n = len(won)
     generator = torch.Generator().manual_seed(args.seed)
@@ -243,12 +268,15 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
     return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 
 
-# figure -> the column of samples.jsonl whose mean it is
+# metric -> the column of samples.jsonl that it is the mean of
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
 
 def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
-    """name -> metrics. rows: name -> rows of samples.jsonl. pairwise: the oracle."""
+    """Compute the metrics of each policy: {name: {metric: value}}.
+
+    rows: {name: rows of samples.jsonl}, the same prompts in the same order. pairwise: whether the oracle
+    compares two answers."""
     results = {}
     reference_rows = rows[args.reference]
     for name, of_policy in rows.items():
@@ -275,7 +303,8 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
 
 
 def table_line(name, result) -> dict:
-    """A policy's metrics as people read them; games by the true reward where it is known."""
+    """Format a policy's metrics as a line of the printed table. Wins and Elo are by the true reward if it is
+    known, otherwise by the oracle."""
     kind = "gold" if "gold" in result else "score"
     line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
     line[f"{kind} gain"] = measures.interval(result, f"{kind}_gain")
@@ -293,7 +322,9 @@ def table_line(name, result) -> dict:
 
 
 def compare_policies(args, run):
-    """(rows of samples.jsonl, summary.json, what draws the picture)"""
+    """Sample, score and compare the answers of --policies, and print the table.
+
+    Returns (rows of samples.jsonl, contents of summary.json, function that draws the plots)."""
     device = run.device
     policies, tokenizer = read_policies(args)
     models = {name: path for name, path in policies.items() if path != "dataset"}
@@ -308,9 +339,9 @@ def compare_policies(args, run):
     of_tiny = "common.data.tiny:safety_scorer" if mixtures.is_tiny(args.dataset) else None
     safety_spec = args.safety_scorer or of_tiny
     safety_scorer = safety_spec and scorers.load_scorer(safety_spec, **options, safety=True)
-    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+    start_run(args, run.stage, run.status)  # replaces an old run, now that all inputs have been checked
 
-    # answers, policy by policy
+    # answers, one policy at a time: only the reference stays in memory
     def ask(policy, name):
         for t, pairs in answers.items():
             pairs[name] = answer_turns(policy, tokenizer, prompts, args, t)
@@ -320,8 +351,8 @@ def compare_policies(args, run):
     from_data_set = {name: given for name in policies if name not in models}
     answers = {t: dict(from_data_set) for t in args.temperatures}
     kl = {}
-    path = models.get(args.reference)  # the data set's answers have no KL
-    reference = path and pretrained.load_frozen(path, tokenizer, args, device)
+    path = models.get(args.reference)
+    reference = path and pretrained.load_frozen(path, tokenizer, args, device)  # "dataset" has no model
     for name in progress.progress(len(models), 0, "evaluate", list(models)):
         if name == args.reference:
             ask(reference, name)
@@ -354,7 +385,7 @@ def compare_policies(args, run):
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
         progress.print_table(lines)
-    # random weights would stretch the axes of all others
+    # The untrained model is far from all others and would stretch the axes
     without = ["untrained"] if policies.get("untrained") == "tiny" else []
     picture = partial(plots.compared, run.folder, results, without)
     return samples, {**summary, "temperatures": results}, picture
@@ -362,14 +393,14 @@ def compare_policies(args, run):
 
 # -- scorers ---------------------------------------------------------------------------------------
 def load_pairs(paths, args):
-    """(comparisons with a better response, the tokenizer in whose tokens they are): that of the first scorer
-    that is a model. The other ones encode the texts anew."""
-    # What an oracle or a rater asks is a model too
+    """Load the comparisons of --dataset in which some response is better: (comparisons, tokenizer). They are
+    encoded by the tokenizer of the first scorer that is a model; other scorers encode the texts again."""
+    # An oracle or a rater names a model after the equals sign
     models = [re.sub(r"^common\.programs\.\w+:\w+=", "", path) for path in paths.values()]
     with_tokens = [name for name in models if not re.match(functions.NAMED, name)]
     tokenizer = pretrained.load_tokenizer([*with_tokens, "tiny"][0], args.chat_template, quiet=True)
     if not with_tokens:
-        tokenizer.unk_token = None  # functions alone read texts, of any words: tokens only count them
+        tokenizer.unk_token = None  # all scorers read text, so words that the tokenizer lacks are fine
     held_out = comparisons.load(args.dataset, args.split, tokenizer, args.max_length)
     held_out = [c for c in held_out if labelled_pairs(c)]
     if not held_out:
@@ -378,9 +409,11 @@ def load_pairs(paths, args):
 
 
 def edited_pairs(held_out, tokenizer, n) -> list:
-    """Pair better responses with copies in which two words are swapped (texts.swapped), as when the persons
-    of a summary change roles (arXiv:2009.01325, section 4.3): comparisons, to n prompts one each, drawn by
-    hash among those where it can be done, of the category `edits`. How many these are is printed."""
+    """Pair better responses with copies in which two words are swapped (texts.swapped), for example so that
+    two people in a summary change roles (arXiv:2009.01325, section 4.3).
+
+    Returns comparisons with the category `edits`, one per prompt, for a random subset of n prompts whose
+    better response has two words to swap. The number of such prompts is printed."""
     copies = {}
     for c in held_out:
         better = c.texts[c.ranks.argmin()]
@@ -394,7 +427,7 @@ def edited_pairs(held_out, tokenizer, n) -> list:
 
 
 def score_rows(scorer, held_out, args) -> list[dict]:
-    """The comparisons as rows of samples.jsonl (reward_evaluation.scored_rows)."""
+    """Score the comparisons and return them as rows of samples.jsonl (reward_evaluation.scored_rows)."""
     pairs, duels = [], []
     for c in held_out:
         prompt = responses.Prompt(c.prompt_ids.tolist(), c.prompt, c.row)
@@ -407,7 +440,9 @@ def score_rows(scorer, held_out, args) -> list[dict]:
 
 
 def pair_table(results) -> list[dict]:
-    """The metrics as people read them, a line a part and scorer. results: scorer -> part -> metrics."""
+    """Format the metrics as lines of the printed table, one per part of the data and scorer.
+
+    results: {scorer: {part: metrics}}."""
     lines = []
     for part, name in itertools.product(next(iter(results.values())), results):
         result = results[name][part]
@@ -418,14 +453,16 @@ def pair_table(results) -> list[dict]:
             line[title] = f"{result[key]:.3f}"
         scores = f"{result['mean']:+.2f} ± {result['deviation']:.2f}" if "mean" in result else ""
         best = "best_of_n_accuracy"
-        if best in results[name]["all"]:  # else no row has more than two responses
+        if best in results[name]["all"]:  # missing if no row has more than two responses
             line["best of N"] = measures.interval(result, best, ".1%") if best in result else ""
         lines.append({**line, "scores": scores})
     return lines
 
 
 def compare_scorers(args, run):
-    """(rows of samples.jsonl, summary.json, what draws the picture)"""
+    """Score the pairs of --dataset with each of --scorers, and print the table.
+
+    Returns (rows of samples.jsonl, contents of summary.json, function that draws the plots)."""
     paths = named(args.scorers, "--scorers")
     rows = {}
     samples = []
@@ -436,7 +473,7 @@ def compare_scorers(args, run):
     for name, path in paths.items():
         scorer = scorers.load_scorer(path, tokenizer, run.device, pairwise=True, max_length=args.max_length)
         scored = score_rows(scorer, [*held_out, *edits], args)
-        scorer = None  # gone before the next one is loaded
+        scorer = None  # frees its memory before the next one is loaded
         gc.collect()
         samples += [{"scorer": name, **row} for row in scored]
         rows[name] = scored[: len(held_out)]
@@ -447,7 +484,7 @@ def compare_scorers(args, run):
         for part, inside in by_part.items() if dist.is_main() else ():
             result = {**measures.pair_metrics(inside), **measures.score_metrics(inside)}
             results[name][" ".join(part)] = result
-    start_run(args, run.stage, run.status)  # only now is an old run in output_dir replaced
+    start_run(args, run.stage, run.status)  # replaces an old run, now that every scorer has worked
     if dist.is_main():
         progress.print_table(pair_table(results))
         sections = {name: measures.reward_bench(of_scorer) for name, of_scorer in rows.items()}
@@ -469,7 +506,7 @@ def main(args: Args):
     samples, summary, picture = compare(args, run)
     if dist.is_main():
         files.write_jsonl(run.folder / "samples.jsonl", samples)
-        files.write_json(run.folder / "summary.json", summary)  # of the results the last
+        files.write_json(run.folder / "summary.json", summary)  # last result: it marks the run as finished
         plots.draw(picture)
         print(f"wrote {run.folder}/summary.json")
 
