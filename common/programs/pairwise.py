@@ -1,18 +1,20 @@
 """The pairwise preference model of RLHF Workflow (arXiv:2405.07863, section 2.2): a causal LM that reads a
-prompt and two responses, and whose next token, A or B, names the better one.
+prompt and two responses, and predicts A or B, the better one, as its next token.
 
     [CONTEXT] {prompt} [RESPONSE A] {a} [RESPONSE B] {b}   ->   A or B
 
-It learns as any language model does: this program writes labelled pairs as rows for sft.py, of which only the
-letter and what the chat template writes after it carry loss. `oracle` is what such a model says.
+It is trained like any language model. This program writes labelled pairs as rows for sft.py, where only the
+letter, and the tokens that the chat template adds after it, have a loss. `oracle` makes a scorer of a trained
+model.
 
     python -m common.programs.pairwise --model runs/sft
     python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \
         --eval-dataset runs/pairs/held_out.jsonl --output-dir runs/preference
     python dpo_iterative.py --scorer common.programs.pairwise:oracle=runs/preference
 
-An oracle that sees both responses at once can prefer in a circle, which no scalar score can. Differs from the
-paper: both orders are averaged when the model is asked; a soft label counts as its likelier side.
+A model that sees both responses can have circular preferences (a over b, b over c, c over a), which no scalar
+score can express. Differs from the paper: the probability is averaged over both orders of the responses; a
+soft label is trained as its more probable side.
 """
 
 import os
@@ -33,11 +35,12 @@ from common.programs import ai_feedback
 
 
 def question(prompt: list[dict], a: str, b: str) -> str:
+    """Write a prompt and two responses as the text that the model reads."""
     return f"[CONTEXT] {message_columns.transcript(prompt)} [RESPONSE A] {a} [RESPONSE B] {b}"
 
 
 def rows_of(some_comparisons, seed) -> list[dict]:
-    """Every labelled pair once as a row for sft.py, A and B in an order drawn at random; a tie is no pair."""
+    """Turn each labelled pair into one row for sft.py, with A and B in random order. Ties are left out."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for c in some_comparisons:
@@ -49,15 +52,18 @@ def rows_of(some_comparisons, seed) -> list[dict]:
     return rows
 
 
-# -- what the model says ---------------------------------------------------------------------------
+# -- the trained model as a scorer -----------------------------------------------------------------
 def encode(tokenizer, text, letter) -> list[int]:
+    """Return the token ids of a dialogue with one question and one letter as its answer."""
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": letter}]
     return chat.encode(tokenizer, turns)[0]
 
 
 def letters_of(tokenizer) -> tuple[list[int], int]:
-    """(the tokens of A and B where sft.py has a model learn them, how many tokens an answer has from there
-    on), whatever the chat template writes before the letter: a space, or empty thoughts."""
+    """Return ([token of A, token of B], number of tokens from the letter to the end of a dialogue).
+
+    Both are read off two encoded dialogues, which differ first at the letter, because the chat template may
+    write a space or empty thoughts before it. Raises ValueError if A and B have the same tokens."""
     a, b = (encode(tokenizer, "a question", letter) for letter in "AB")
     if a == b:
         raise ValueError("its tokenizer cannot write A and B apart")
@@ -66,15 +72,16 @@ def letters_of(tokenizer) -> tuple[list[int], int]:
 
 
 def oracle(name):
-    """`--scorer common.programs.pairwise:oracle=NAME`. Return the function that gives log P(a beats b) /
-    P(b beats a) of (prompt messages, a, b)s by this model, whole on every rank. P is p(A) / (p(A) +
-    p(B)), the mean of both orders, since one order alone favours a place."""
+    """Make a pairwise scorer of a trained model: `--scorer common.programs.pairwise:oracle=NAME`.
+
+    Returns a function that gives log P(a beats b) / P(b beats a) for a list of (prompt messages, a, b). P is
+    p(A) / (p(A) + p(B)), mean over both orders, to cancel position bias. Each rank holds the whole model."""
     judge = ai_feedback.LanguageModel(name, dist.setup(), ai_feedback.Args())
     letters, n_after = letters_of(judge.tokenizer)
     without_special = partial(chat.special_tokens(judge.tokenizer).sub, "")
 
     def log_odds(duels):
-        p_first = []  # of each order: p(A) / (p(A) + p(B)), (duels,)
+        p_first = []  # for each order: p(A) / (p(A) + p(B)), (duels,)
         for order in (duels, [(prompt, b, a) for prompt, a, b in duels]):
             texts = [without_special(question(prompt, a, b)) for prompt, a, b in order]
             prompts = [torch.tensor(encode(judge.tokenizer, text, "A")[:-n_after]) for text in texts]
@@ -93,21 +100,21 @@ def oracle(name):
 @dataclass
 class Args:
     model: str = "tiny"
-    """The model that sft.py will train, for its tokenizer and chat template."""
+    """Model that sft.py will train; only its tokenizer and chat template are used."""
     dataset: str = "tiny"
-    """Pairs and rankings, as reward.py takes them: tiny, a hub name, a file or a mixture."""
+    """Pairs and rankings, as for reward.py: tiny, a hub name, a file or a mixture."""
     eval_dataset: str | None = None
-    """Held-out ones. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out pairs. Default: the held-out split of tiny, or 5 % of the prompts, at most 500."""
     output_dir: str = "runs/pairs"
-    """The folder for train.jsonl and held_out.jsonl, which may not be there already."""
+    """New folder for train.jsonl and held_out.jsonl."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with the chat template, for a tokenizer without one or instead of its own."""
     max_length: int = 3072
-    """Tokens of a prompt with one response; sft.py leaves out what is too long with both."""
+    """Maximum number of tokens of a prompt with one response. sft.py drops those too long with two."""
     min_score_gap: float = 0.0
-    """Pairs whose scores differ by less are dropped."""
+    """Smallest difference of scores; pairs with a smaller one are dropped."""
     seed: int = 0
-    """Of the places of A and B."""
+    """Seed of the order of A and B."""
 
 
 def main(args: Args):
@@ -123,7 +130,7 @@ def main(args: Args):
     for name, split in zip(("train", "held_out"), pairs_of_split if dist.is_main() else ()):
         rows = rows_of(split, args.seed)
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_jsonl(folder / f"{name}.jsonl", rows)  # whole or not at all
+        files.write_jsonl(folder / f"{name}.jsonl", rows)  # atomic: never a partial file
         print(f"wrote {len(rows):,} rows to {folder / name}.jsonl")
 
 
