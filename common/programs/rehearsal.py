@@ -1,12 +1,12 @@
-"""Selective rehearsal: which responses of the first policy a PPO run should keep practising, so that it does
-not forget (arXiv:2309.10202, section 3.2).
+"""Selective rehearsal (arXiv:2309.10202, section 3.2): choose responses of the first policy that a PPO run
+keeps training on, so that the policy does not forget its skills.
 
-    embed     prompts -> vectors: the policy's own mean-pooled last hidden states (the paper: SimCSE's)
-    cluster   k-means into c groups, one for each kind of skill
-    select    in each group the k prompts whose response is best: by its score, by how sure the policy was of
-              its tokens (entropy), or by how short it is (length)
+    embed     prompts -> vectors: mean-pooled last hidden states of the policy (the paper uses SimCSE)
+    cluster   k-means into c groups, each meant to be one kind of skill
+    select    the k prompts of each group with the best responses: by score, by entropy (lower is better, the
+              policy was surer of its tokens) or by length (shorter is better)
 
-It writes rows of `prompt` and `completion`, sft.py's format, for ppo.py:
+Writes rows with `prompt` and `completion`, the format of sft.py, for ppo.py:
 
     python -m common.programs.rehearsal --model runs/sft --scorer runs/reward \\
         --dataset tiny --output rehearsal.jsonl
@@ -33,22 +33,25 @@ from common.run.run import launch
 
 @torch.no_grad()
 def embed(model, prompts: list[list[int]], batch_size=64) -> torch.Tensor:
-    """(prompts, H): the mean of the last hidden states over each prompt's tokens, of length 1. Call it inside
-    dist.consolidated(model): every rank computes all of them, and communicates nothing."""
+    """Embed prompts (token ids) as the mean of the last hidden states over their tokens, normalised to length
+    1: (prompts, H). Call it inside dist.consolidated(model), where each rank has all weights: every rank
+    computes all embeddings, without communication."""
     vectors = []
     for batch in split(prompts, batch_size):
         rows = [torch.tensor(ids, device=model.device) for ids in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # no token sees the padding after it
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # a causal model does not see it
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.float()
         vectors += [states[: len(row)].mean(0).cpu() for row, states in zip(rows, hidden)]
     return torch.nn.functional.normalize(torch.stack(vectors), dim=1)
 
 
 def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:
-    """The cluster of each row of x, (n, H): of n_starts runs of `lloyd` the one whose rows are nearest to
-    their centres. k-means++ draws where each begins (Arthur and Vassilvitskii, 2007): every further centre is
-    a row, drawn by its squared distance to the nearest one so far. Equal rows share a cluster, so where fewer
-    rows differ there are fewer clusters."""
+    """Cluster the rows of x, (n, H), by k-means, and return the cluster of each row.
+
+    Runs `lloyd` n_starts times and keeps the run with the smallest sum of squared distances. Each run starts
+    from k-means++ (Arthur and Vassilvitskii, 2007): each new centre is a row, drawn with probability
+    proportional to its squared distance to the nearest centre so far. Equal rows share a cluster, so there
+    are fewer than n_clusters clusters if x has fewer distinct rows."""
     generator = torch.Generator().manual_seed(seed)
     runs = []
     for _ in range(n_starts):
@@ -60,8 +63,10 @@ def kmeans(x, n_clusters, seed=0, n_starts=4) -> list[int]:
 
 
 def lloyd(x, centres) -> tuple[torch.Tensor, float]:
-    """(the nearest centre of each row, the sum of squared distances), every centre the mean of its rows, if
-    it has any."""
+    """Alternate between assigning rows to their nearest centre and moving centres to the mean of their rows,
+    until the assignment is stable. A centre without rows stays where it is.
+
+    Returns (the nearest centre of each row, the sum of squared distances)."""
     labels = None
     for _ in range(300):
         distances, nearest = squared_distances(x, centres).min(1)
@@ -75,13 +80,16 @@ def lloyd(x, centres) -> tuple[torch.Tensor, float]:
 
 
 def squared_distances(x, centres) -> torch.Tensor:
-    """(n, centres). Not by a matrix product, after which equal rows can lie apart."""
+    """Compute squared distances, (n, centres), without a matrix product: its rounding errors would give equal
+    rows a distance above 0."""
     return torch.cdist(x, centres, compute_mode="donot_use_mm_for_euclid_dist") ** 2
 
 
 def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[tuple[int, int]]:
-    """[(cluster, index)]: kmeans of the embeddings, and in each cluster the `per_cluster` usable rows with
-    the highest scores, best first. embeddings: (n, H). scores: n numbers. usable: n booleans."""
+    """Cluster the embeddings and choose the best rows of each cluster: [(cluster, index)], best first.
+
+    embeddings: (n, H). scores: n numbers, higher is better. usable: n booleans; other rows are never chosen.
+    Each cluster gives at most `per_cluster` rows."""
     labels = kmeans(embeddings.double(), n_clusters, seed)
     chosen = []
     for cluster in range(n_clusters):
@@ -91,9 +99,11 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
 
 
 def values_of(criterion, policy, scorer, pairs, size) -> list[float]:
-    """What a criterion says of each (prompt, response): its score; the mean entropy of its tokens, in nats,
-    each of the distribution that it was drawn from; or its length in tokens, the end token included.
-    size: responses of a forward on one rank. Every rank must call it."""
+    """Compute the criterion for each (prompt, response). All ranks must call it together.
+
+    score: the scorer's. entropy: of the distributions that the tokens were sampled from, mean over the
+    response's tokens, in nats. length: number of tokens, including the end-of-sequence token.
+    size: number of responses per forward pass on each rank."""
     if criterion == "score":
         return scorers.score(scorer, pairs, size)
     if criterion == "length":
@@ -105,9 +115,11 @@ def values_of(criterion, policy, scorer, pairs, size) -> list[float]:
 
 
 def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
-    """Rows {"prompt", "completion", "cluster", --criterion: its value}, the same on every rank: one response
-    of `policy` to each prompt, if it ended and has words, clustered and selected. scorer: None unless that is
-    the criterion. Every rank must call it."""
+    """Sample one response of `policy` to each prompt, and select from those that are finished and not empty.
+
+    Returns rows {"prompt", "completion", "cluster", criterion: value}, the same on every rank. scorer: None
+    if the criterion is not score. All ranks must call it together. Raises InputError if no response is
+    usable."""
     with dist.consolidated(policy):
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
         pairs = answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
@@ -116,10 +128,10 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
-    sign = 1 if args.criterion == "score" else -1  # the surest and the shortest are the best
+    sign = 1 if args.criterion == "score" else -1  # low entropy and short responses are best
     scores = [sign * value for value in values]
     chosen = select(embeddings, scores, usable, args.clusters, args.per_cluster, args.seed)
-    chosen = dist.gather([chosen])[0]  # rank 0's, should another rank's k-means differ in the last bit
+    chosen = dist.gather([chosen])[0]  # rank 0's choice: k-means may round differently on other ranks
     row = lambda i: {"prompt": prompts[i].turns, "completion": responses[i].text}
     return [{**row(i), "cluster": cluster, args.criterion: values[i]} for cluster, i in chosen]
 
@@ -127,33 +139,34 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
 @dataclass
 class Args:
     model: str = "runs/sft"
-    """The first policy."""
+    """First policy of the PPO run, which writes the responses."""
     criterion: Literal["score", "entropy", "length"] = "score"
-    """Of a cluster's k: the highest score, the lowest mean entropy of the tokens, or the lowest length."""
+    """Criterion of the best responses: highest score, lowest mean entropy of the tokens, or shortest."""
     scorer: str = "runs/reward"
-    """Of the criterion score: a run of reward.py or advantage_model.py, a hub model, or FILE.py:function."""
+    """Scorer for the criterion score: a run of reward.py or advantage_model.py, a hub model, or
+    FILE.py:function."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a local file or a mixture."""
     output: str = "rehearsal.jsonl"
-    """The file to write, which may not be there already."""
+    """New file for the rows."""
     clusters: int = 8
-    """c."""
+    """Number of clusters c."""
     per_cluster: int = 16
-    """k."""
+    """Maximum number of rows k from each cluster."""
     max_prompts: int = 2000
-    """So many of them are answered."""
+    """Maximum number of prompts to answer, a random subset."""
     max_new_tokens: int = 32
-    """Longest response."""
+    """Maximum number of tokens of a response."""
     score_batch_size: int = 64
-    """Responses of a forward of the scorer, or for the entropies, on one rank."""
+    """Number of responses per forward pass on each rank, for scores or entropies."""
     slots: int = 256
-    """Responses that decode together; memory for keys and values grows with it."""
+    """Number of responses that a rank decodes at once; memory for keys and values grows with it."""
     max_length: int = 128
-    """Tokens of a prompt with its response."""
+    """Maximum number of tokens of prompt and response."""
     chat_template: str | None = None
-    """A jinja file, for a tokenizer without a chat template or in place of its own."""
+    """Jinja file with the chat template, for a tokenizer without one or instead of its own."""
     seed: int = 0
-    """Of the samples and k-means."""
+    """Seed of the samples and of k-means."""
 
 
 def main(args: Args):
@@ -167,8 +180,8 @@ def main(args: Args):
     pretrained.check_policy(args.model, tokenizer, args)
     room = args.max_length - args.max_new_tokens
     load = partial(prompt_sets.load_prompts, tokenizer=tokenizer, max_tokens=room)
-    prompts, _ = splits.train_and_held_out(args.dataset, None, load, None)  # ppo.py's held-out ones stay so
-    # Not by the hash of the key itself, by which the held-out prompts were chosen
+    prompts, _ = splits.train_and_held_out(args.dataset, None, load, None)  # leaves out ppo.py's held-out set
+    # The held-out prompts were chosen by a hash of the key: hash another text to be independent of them
     prompts = random_subset(prompts, args.max_prompts, lambda prompt: f"rehearsal {prompt.key}")
     splits.show(prompts, tokenizer)
     scorer = None
@@ -177,7 +190,7 @@ def main(args: Args):
     policy = pretrained.load_frozen(args.model, tokenizer, args, device)
     rows = rehearsal_rows(policy, tokenizer, scorer, prompts, args)
     if dist.is_main():
-        files.write_jsonl(args.output, rows)  # whole or not at all
+        files.write_jsonl(args.output, rows)  # atomic: never a partial file
         print(f"wrote {len(rows)} rows to {args.output}")
 
 
