@@ -1,4 +1,4 @@
-"""What scripts measure on held-out documents and prompts: losses, and answers as rows of samples.jsonl."""
+"""Evaluate a model on held-out documents and prompts: losses, and answers as rows of samples.jsonl."""
 
 import itertools
 from functools import partial
@@ -10,15 +10,17 @@ from common.data import chat, mixtures, tiny
 from common.loading import pretrained
 from common.scoring import measures
 
-SAMPLE_METRICS = {  # figure -> the column of samples.jsonl whose mean it is
+SAMPLE_METRICS = {  # metric -> the column of samples.jsonl that it is the mean of
     "eval/score": "score", "eval/kl": "kl", "gold/score": "gold", "gold/perfect": "perfect",
     "sample/length": "tokens", "sample/finished": "finished",
 }  # fmt: skip
 
 
 def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
-    """(prompt, response)s as rows of samples.jsonl, with the true reward if `dataset` is the tiny world.
-    columns: name -> a value for each, or None; with a `score` a row has its prompt's category too."""
+    """Turn (prompt, response) pairs into rows of samples.jsonl, with the true reward in the tiny world.
+
+    columns: {name: one value per pair, or None}. With a column `score`, rows have the prompt's category
+    too."""
     rows = []
     true_reward = mixtures.is_tiny(dataset)
     for i, (prompt, response) in enumerate(pairs):
@@ -35,8 +37,10 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
 
 
 def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
-    """log pi(y) - log pi_ref(y) of each (prompt, response), nats, pi at the temperature at which it was
-    sampled, above 0. size: of a forward on one rank."""
+    """Compute log pi(y) - log pi_ref(y) of each (prompt, response), in nats.
+
+    temperature: that of sampling, above 0; it applies to pi only. size: number of responses per forward pass
+    on each rank."""
     plan = [[[document] for document in responses.documents(pairs)]]
     per_token = partial(models.per_token, plan=plan, micro_batch_size=size)
     [logprobs] = per_token(partial(models.logprobs, temperature=temperature), policy)  # (pairs, R)
@@ -45,13 +49,14 @@ def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
 
 
 def fingerprint(documents) -> list:
-    """Fingerprint held-out documents: their messages, and how many tokens count (by --max-length)."""
+    """Fingerprint held-out documents: their messages, and how many tokens have a loss, which depends on
+    --max-length."""
     return [[document.messages, int(document.response_mask.sum())] for document in documents]
 
 
 class HeldOutDocuments:
-    """What sft.py evaluates: the held-out loss, `losses`, of each document, and `samples`, answers to their
-    prompts."""
+    """The evaluation of sft.py: the held-out loss, and answers to held-out prompts. A call sets `losses`, one
+    per document, and `samples`, rows of samples.jsonl."""
 
     def __init__(self, documents, tokenizer, args):
         self.documents = documents
@@ -76,21 +81,24 @@ class HeldOutDocuments:
         return {"eval/nll": fmean(self.losses)}
 
     def answers(self, model) -> list[dict]:
-        """Rows of samples.jsonl: one response to each of the first prompts that leave room for it."""
+        """Sample one response to each of the first --sample-prompts prompts that leave room for it, and
+        return rows of samples.jsonl."""
         args = self.args
         room = models.n_positions(model.config) - self.args.max_new_tokens
         turns_and_rows = {d.key: (d.messages[:-1], d.row) for d in self.documents}.values()
         prompts = (responses.Prompt(chat.prompt_ids(self.tokenizer, x), x, row) for x, row in turns_and_rows)
         fitting = (prompt for prompt in prompts if len(prompt.ids) <= room)
-        first = list(itertools.islice(fitting, args.sample_prompts))  # the rest need not be tokenised
+        first = list(itertools.islice(fitting, args.sample_prompts))  # lazy: further prompts are not encoded
         pairs = responses.answers(model, self.tokenizer, first, args, args.seed, temperature=args.temperature)
         return describe_samples(pairs, args.eval_dataset or args.dataset)
 
 
 class HeldOutPrompts:
-    """What ppo.py evaluates: one response at temperature 1 to each held-out prompt, scored; its KL to the
-    reference, the entropy and, of held-out text, the alignment tax. `samples`: rows of samples.jsonl.
-    `first`: those of the policy that the run began with, over which wins are counted once they are known."""
+    """The evaluation of ppo.py: the score, KL to the reference and entropy of one response, at temperature 1,
+    to each held-out prompt, and the loss on held-out text, which shows the alignment tax.
+
+    samples: rows of samples.jsonl, set by each call. first: those of the policy that the run started from;
+    once they are set, wins against them are counted."""
 
     def __init__(self, prompts, scorer, reference, tokenizer, args, text=()):
         self.prompts = random_subset(prompts, args.eval_prompts)
@@ -112,7 +120,7 @@ class HeldOutPrompts:
 
     def answer(self, policy):
         args = self.args
-        seed = dist.seed_of(args.seed, "eval")  # the same at each evaluation of a run
+        seed = dist.seed_of(args.seed, "eval")  # the same in all evaluations of a run: less noise in gains
         pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         scores = self.scorer.score(pairs)
         documents = responses.documents(pairs)
