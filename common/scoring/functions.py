@@ -1,10 +1,13 @@
-"""Functions of the user as scorers: `FILE.py:function` or `module:function` of --scorer.
+"""Use the user's own functions as scorers: --scorer FILE.py:function or module:function.
 
 Each rank calls the function with its own rows (docs/use/scorers.md):
 fn(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float], or {part: list[float]}.
-`module:function=text` is what function(text) returns: common.programs.ai_feedback:rater=MODEL is a judge.
-Where responses are only ranked, a function may compare two of them, which its attribute `pairwise` = True
-says: fn(duels: list[(prompt messages, a, b)]) -> list of the log odds log P(a beats b) / P(b beats a), as of
+
+`module:function=text` calls function(text) once and scores with the function that it returns; for example
+common.programs.ai_feedback:rater=MODEL is an AI judge.
+
+If only the order of responses matters, a function may compare two of them. Its attribute `pairwise` is then
+True: fn(duels: list[(prompt messages, a, b)]) -> list of log odds log P(a beats b) / P(b beats a), as in
 common.programs.pairwise:oracle=RUN.
 """
 
@@ -31,12 +34,13 @@ WANTED = "wanted module:function or FILE.py:function"
 
 class Term(NamedTuple):
     function: object
-    name: str = ""  # as --scorer has it
-    text: str | None = None  # what scores is function(text)
+    name: str = ""  # as given to --scorer
+    text: str | None = None  # if given, function(text) is the scorer
 
 
 def term_of(spec) -> Term | None:
-    """Find the function that --scorer names; None of a model's name."""
+    """Find the function that --scorer names; None if it names a model. Raises InputError for anything that
+    looks like a function but does not name exactly one."""
     name = spec.strip()
     if match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name):
         return Term(named_function("--scorer", match[1]), name, match[2])
@@ -47,11 +51,13 @@ def term_of(spec) -> Term | None:
 
 
 def compares(term) -> bool:
+    """Return whether the function compares two responses."""
     return getattr(term.function, "pairwise", False)
 
 
 def named_function(flag, spec):
-    """What `FILE.py:function` or `module:function` names; modules of the working directory are found too."""
+    """Import the function `FILE.py:function` or `module:function`; modules in the working directory are found
+    too. Raises InputError, which names `flag`, if that fails."""
     place, _, name = spec.rpartition(":")
     sys.path.append(os.getcwd())
     try:
@@ -66,34 +72,37 @@ def named_function(flag, spec):
 
 @functools.cache
 def _run(file) -> dict:
-    """{name: what it names} of a file, whose imports find the files beside it."""
+    """Run a file and return its globals. The file can import other files in its folder."""
     sys.path.append(str(file.parent))
     return runpy.run_path(str(file))
 
 
 def try_functions(args):
-    """Call the functions of --scorer and --safety-scorer with two answers, one of them empty, to the prompt
-    of --dataset's first row: a mistake costs seconds. Not what function(text) gives, it may hold a model."""
+    """Try the functions of --scorer and --safety-scorer on the first prompt of --dataset, with two answers of
+    which one is empty: a mistake then shows within seconds. `module:function=text` is not tried, because it
+    may load a model."""
     if not (getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)):
-        return  # DPO of given pairs asks none
+        return  # DPO on given pairs scores nothing
     specs = [getattr(args, name, None) or "" for name in ("scorer", "safety_scorer")]
     terms = [term for term in map(term_of, specs) if term and term.text is None]
     prompts = []
     answers = [responses.Response([], text, True) for text in ("The answer is 1.", "")]
     split = getattr(args, "split", "train")
     for row in mixtures.load_rows(args.dataset, "prompts", split)[:1] if terms else ():
-        with contextlib.suppress(ValueError):  # it has no prompt
+        with contextlib.suppress(ValueError):  # a row without a prompt, which its reader reports
             prompts.append(responses.Prompt([], message_columns.prompt_turns(row.data), row))
     for term, prompt in itertools.product(terms, prompts):
         _call(term, [(prompt, *answers)] if compares(term) else [(prompt, answer) for answer in answers])
 
 
 def _call(term, batch) -> list[dict[str, float]]:
-    """{part: its number} of each (prompt, response) or, of a function that compares, (prompt, a, b); {"": its
-    number} where the function gives a list."""
+    """Call a function on a batch of (prompt, response), or of (prompt, a, b) if it compares. Returns one
+    {part: number} for each; the part is "" if the function returns a list.
+
+    Raises InputError if the function raises, or returns anything but a number for each of the batch."""
     questions = [prompt.question for prompt, *_ in batch]
     texts = [response.written or response.text for _, response, *_ in batch]
-    # Copies, for what a function changes must not reach the next response, the pool or the data
+    # Copies: changes that a function makes must not reach the next response, the pool or the data
     rows = [copy.deepcopy({**prompt.row.data, "messages": prompt.turns}) for prompt, *_ in batch]
     did = "raised"
     n = len(batch)
@@ -118,10 +127,12 @@ def _call(term, batch) -> list[dict[str, float]]:
 
 
 def _numbers(values) -> list[float]:
-    """Turn what a function returns into numbers: a list, an array, a tensor, anything that has an order."""
+    """Convert a function's result to floats: a list, an array, a tensor, or anything else with an order.
+
+    Raises TypeError for text, and for sets and mappings, because their order says nothing."""
     if isinstance(values, str | bytes | bytearray | Set | Mapping):
         raise TypeError(f"wanted a list, not a {type(values).__name__}")
-    values = [x.item() if hasattr(x, "item") else x for x in values]  # of tensors and arrays
-    if any(isinstance(x, str | bytes) for x in values):  # float("1") would be 1
+    values = [x.item() if hasattr(x, "item") else x for x in values]  # elements of tensors and arrays
+    if any(isinstance(x, str | bytes) for x in values):  # float("1") would hide the mistake
         raise TypeError("wanted numbers, not text")
     return [float(x) for x in values]
