@@ -1,4 +1,4 @@
-"""Measures of samples and scorers, with intervals. docs/use/runs.md defines every key by a formula."""
+"""Metrics of samples and of scorers, with their intervals. docs/use/runs.md gives a formula for every key."""
 
 import math
 import statistics
@@ -10,47 +10,49 @@ from common.scoring import texts
 
 
 def with_interval(key: str, value: float, low: float, high: float, n: int) -> dict[str, float]:
-    """{key, key_low, key_high}; of fewer than 10 items, which are no evidence, {key, key_n}, their number."""
+    """Return a metric with its interval: {key, key_low, key_high}. With fewer than 10 items, too few for an
+    interval, return {key, key_n}, where key_n is their number."""
     return {key: value, f"{key}_n": n} if n < 10 else {key: value, f"{key}_low": low, f"{key}_high": high}
 
 
 def interval(metrics: dict[str, float], key: str, form: str = "+.2f") -> str:
-    """What with_interval gave, for people: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
+    """Format a metric of with_interval for printing: '+0.12 [+0.05, +0.19]' or '+0.12 (n = 6)'."""
     if f"{key}_n" in metrics:
         return f"{metrics[key]:{form}} (n = {metrics[key + '_n']:.0f})"
     return f"{metrics[key]:{form}} [{metrics[key + '_low']:{form}}, {metrics[key + '_high']:{form}}]"
 
 
 def wilson(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n independent items."""
+    """Compute Wilson's 95 % interval of a share of n independent items."""
     middle, half = (share + 1.92 / n) / (1 + 3.84 / n), 1.96 / (1 + 3.84 / n)
     half *= math.sqrt(share * (1 - share) / n + 0.96 / n**2)
-    return max(0.0, middle - half), min(1.0, middle + half)  # rounding would make them -0 and over 100 %
+    return max(0.0, middle - half), min(1.0, middle + half)  # rounding errors could give -0 or over 100 %
 
 
 def resamples(n: int, n_bootstrap: int, generator):
-    """Of each bootstrap sample of n items: how often each was drawn, (n,)."""
+    """Yield n_bootstrap bootstrap samples of n items, each as the number of times an item was drawn, (n,)."""
     for _ in range(n_bootstrap):
         yield torch.bincount(torch.randint(n, (n,), generator=generator), minlength=n)
 
 
 def percentiles(estimates: torch.Tensor) -> list:
-    """The ends of the 95 % interval of bootstrap estimates, (n_bootstrap, ...)."""
+    """Return the two ends of the 95 % interval of bootstrap estimates, (n_bootstrap, ...)."""
     return estimates.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), 0).tolist()
 
 
-# A row is a response to a prompt: {"prompt", "response", "tokens", "score", on the tiny world "gold", ...}.
-JUDGES = {"score": "the scorer", "gold": "the true reward"}  # column -> who says so
+# A row is a response to a prompt: {"prompt", "response", "tokens", "score", in the tiny world "gold", ...}.
+JUDGES = {"score": "the scorer", "gold": "the true reward"}  # column -> the judge whose score it holds
 
 
 def means(rows: list[dict], columns: dict[str, str]) -> dict[str, float]:
-    """{key: mean of the column over the rows} of {key: column}, for the columns that the rows have."""
+    """Compute the mean of each of `columns`, {key: column}, that the rows have: {key: mean}."""
     columns = {key: column for key, column in columns.items() if rows and column in rows[0]}
     return {key: sum(row[column] for row in rows) / len(rows) for key, column in columns.items()}
 
 
 def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dict[str, float]:
-    """As means: of two policies' responses to the same prompts the mean difference and its 95 % interval."""
+    """Compute, like `means`, the mean paired difference of each column with its 95 % interval. before, after:
+    responses of two policies to the same prompts."""
     metrics = {}
     for key, column in columns.items():
         if after and column in after[0]:
@@ -60,8 +62,8 @@ def gains(before: list[dict], after: list[dict], columns: dict[str, str]) -> dic
 
 
 def change(key: str, before: list[float], after: list[float]) -> dict[str, float]:
-    """{key: mean difference of the same items before and after} and its 95 % interval; {} where one of them
-    is not finite."""
+    """Compute the mean difference, after - before, of the same items, with its 95 % interval. Returns {} if a
+    difference is not finite."""
     differences = [b - a for a, b in zip(before, after, strict=True)]
     n = len(after)
     if not all(map(math.isfinite, differences)):
@@ -72,16 +74,18 @@ def change(key: str, before: list[float], after: list[float]) -> dict[str, float
 
 
 def outcomes(scores: list[float], opponents: list[float], tie_margin: float) -> list[float]:
-    """Each game: 1 a win, 1/2 a tie, 0 a defeat; a difference of the margin ties, however rounded."""
-    least = tie_margin + 1e-9
+    """Decide each game: 1 for a win, 1/2 for a tie, 0 for a loss. A difference of exactly the margin is a
+    tie."""
+    least = tie_margin + 1e-9  # a difference that is rounded up must not become a win
     return [(1 + (a - b > least) - (a - b < -least)) / 2 for a, b in zip(scores, opponents, strict=True)]
 
 
 def against(before, after, tie_margin: float | None, prefix="", pairwise=False) -> dict[str, float]:
-    """Responses of two policies to the same prompts: for `score`, and for `gold` where it is known, the
-    shares of prompts on which the second one wins, ties and loses (outcomes), the win rate, in which a tie
-    is half a win, with Wilson's interval, the margin, and the gain.
-    tie_margin None: a tenth of the first one's standard deviation, 0.1 of a pairwise oracle's scores."""
+    """Compare the responses of two policies to the same prompts, by `score` and, if it is known, by `gold`.
+
+    Returns, for the second policy, the shares of prompts on which it wins, ties and loses (outcomes), the win
+    rate, in which a tie is half a win, with Wilson's interval, the tie margin, and the gain.
+    tie_margin: default 0.1 standard deviations of the first policy's scores; for a pairwise oracle 0.1."""
     metrics = {}
     for column in [column for column in JUDGES if column in after[0]]:
         key = f"{prefix}{column}"
@@ -100,16 +104,16 @@ def against(before, after, tie_margin: float | None, prefix="", pairwise=False) 
 
 
 def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
-    """Expected largest and median score among N of the K samples of a prompt, N = 1..K, mean over prompts.
+    """Compute the expected largest and median score among N of a prompt's K samples, for N = 1..K, mean over
+    prompts (the curves of Llama 2, arXiv:2307.09288, figure 7). Returns two lists of K numbers.
 
-    scores: (prompts, K). Unbiased, from the order statistics of all K and not from the first N: with the i-th
+    scores: (prompts, K). The estimates are unbiased and use all K samples, not only the first N. For the i-th
       smallest of K, P(it is the largest of N) = C(i-1, N-1) / C(K, N) and P(it is the j-th smallest of N) =
-      C(i-1, j-1) C(K-i, N-j) / C(K, N); the median of an even N averages j = N/2 and N/2 + 1
-      (Llama 2, arXiv:2307.09288, figure 7)."""
+      C(i-1, j-1) C(K-i, N-j) / C(K, N). The median of an even N is the mean of j = N/2 and N/2 + 1."""
     k = scores.shape[1]
-    ranked = scores.double().sort(1).values.mean(0).tolist()  # linear in these, so the mean comes first
+    ranked = scores.double().sort(1).values.mean(0).tolist()  # estimates are linear: average prompts first
 
-    def expected(j, n):  # of the j-th smallest of n
+    def expected(j, n):  # expected value of the j-th smallest of n
         ways = [math.comb(i, j - 1) * math.comb(k - 1 - i, n - j) for i in range(k)]
         return sum(way / math.comb(k, n) * score for way, score in zip(ways, ranked))
 
@@ -119,16 +123,16 @@ def best_of_n(scores: torch.Tensor) -> tuple[list[float], list[float]]:
 
 
 def correlation(x, y) -> float:
-    """Pearson's; NaN where one of them does not vary."""
+    """Compute Pearson's correlation; NaN if x or y is constant."""
     if len(set(x)) < 2 or len(set(y)) < 2:
         return math.nan
     return torch.corrcoef(torch.tensor([x, y], dtype=torch.float64))[0, 1].item()
 
 
-# A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}, and for
-# a model that sees two responses at once "differences", one for each pair, in place of the scores.
+# A row is {"prompt", "source", "category", "responses": [{"text", "tokens", "rank", "score"}, ...]}. For a
+# scorer that compares two responses it has "differences", one for each pair, instead of scores.
 def pairs_of(rows) -> list[tuple]:
-    """(score difference better - worse, row number, better, worse response) of every labelled pair."""
+    """Return (score of better - score of worse, row number, better, worse response) of each labelled pair."""
     pairs = []
     for number, row in enumerate(rows):
         responses = row["responses"]
@@ -139,13 +143,14 @@ def pairs_of(rows) -> list[tuple]:
 
 
 def pairs_by(score, rows) -> list[tuple]:
-    """pairs_of the rows, with score(row, response), computed once for each response, instead of theirs."""
+    """Return pairs_of the rows with score(row, response), computed once per response, as their scores."""
     scored = lambda row: {"responses": [{**r, "score": score(row, r)} for r in row["responses"]]}
     return pairs_of(map(scored, rows))
 
 
 def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
-    """{("data set" or "category", name): its rows}, where there are several of the kind."""
+    """Split rows by data set and by category: {("data set" or "category", name): rows}. A kind with only one
+    name is left out."""
     rows_of_part = {}
     for kind, column in (("data set", "source"), ("category", "category")):
         by_name = {}
@@ -157,18 +162,18 @@ def parts_of(rows) -> dict[tuple[str, str], list[dict]]:
 
 
 def score_metrics(rows) -> dict[str, float]:
-    """Mean and standard deviation of the responses' scores; nothing of a scorer that compares."""
+    """Compute mean and standard deviation of the responses' scores; {} for a scorer that compares."""
     scores = [r["score"] for row in rows for r in row["responses"] if "score" in r]
     return {"mean": statistics.fmean(scores), "deviation": statistics.pstdev(scores)} if scores else {}
 
 
 def accuracy(differences) -> float:
-    """Share of differences above 0, ties counting 1/2; NaN of none."""
+    """Compute the share of differences above 0, where a tie counts 1/2; NaN without differences."""
     right = [float(d > 0) + float(d == 0) / 2 for d in differences]
     return sum(right) / len(right) if right else math.nan
 
 
-SECTIONS = {  # of RewardBench (arXiv:2403.13787): subsets, in groups that count alike
+SECTIONS = {  # section of RewardBench (arXiv:2403.13787) -> its subsets, in groups of equal weight
     "Chat": ["alpacaeval-easy alpacaeval-length alpacaeval-hard mt-bench-easy mt-bench-med"],
     "Chat Hard": ["mt-bench-hard llmbar-natural llmbar-adver-neighbor llmbar-adver-GPTInst "
                   "llmbar-adver-GPTOut llmbar-adver-manual"],
@@ -179,8 +184,9 @@ SECTIONS = {  # of RewardBench (arXiv:2403.13787): subsets, in groups that count
 
 
 def reward_bench(rows) -> dict[str, float]:
-    """Score RewardBench's rows: {section: accuracy over its pairs, of Reasoning the mean of that of math and
-    that of code} of each section all of whose subsets are there, and of all four their mean, "score"."""
+    """Compute RewardBench's scores: {section: accuracy} of each section whose subsets are all among the rows
+    and, if there are all four, their mean, "score". Reasoning is the mean of the accuracies of math and code;
+    the accuracy of any other section is over all its pairs."""
     subsets = {row["category"] for row in rows}
     scores = {}
     for section, groups in SECTIONS.items():
@@ -195,10 +201,12 @@ def reward_bench(rows) -> dict[str, float]:
 
 
 def best_of_n_accuracy(rows) -> dict[str, float]:
-    """Share of the rows with more than two responses whose best-scored response is one that none is labelled
-    better than, with Wilson's interval; nothing where there are no such rows. Of several best-scored ones the
-    share counts that is (RewardBench 2, arXiv:2506.01937). A scorer that compares gives a response the score
-    of the labelled pair that goes worst for it."""
+    """Compute how often the response with the best score is also labelled best, over rows with more than two
+    responses, with Wilson's interval; {} if there are no such rows.
+
+    If several responses share the best score, a row counts the share of them that is labelled best
+    (RewardBench 2, arXiv:2506.01937). With a scorer that compares, a response's score is its smallest
+    difference in a labelled pair."""
     shares = []
     for row in [row for row in rows if len(row["responses"]) > 2]:
         responses = row["responses"]
@@ -216,11 +224,15 @@ def best_of_n_accuracy(rows) -> dict[str, float]:
 
 
 def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
-    """How well score differences predict labels: accuracy, nll and brier of sigmoid(difference), and ece, the
-    expected calibration error. A prompt's pairs hang together: the accuracy's interval is that of so many
-    independent pairs as vary as much over prompts, the ECE's a bootstrap over prompts. The floor is the mean
-    ECE of a perfectly calibrated model with these confidences: what sampling alone gives. Of rows with more
-    than two responses best_of_n_accuracy, too."""
+    """Measure how well score differences predict labels.
+
+    accuracy; nll and brier of sigmoid(difference); ece, the expected calibration error; and, for rows with
+    more than two responses, best_of_n_accuracy. ece_floor is the mean ECE of a perfectly calibrated model
+    with the same confidences, which is due to the finite sample only.
+
+    The pairs of one prompt are correlated. The accuracy's interval is therefore Wilson's for an effective
+    number of independent pairs, estimated from the variation between prompts, and the ECE's is a bootstrap
+    over prompts."""
     pairs = pairs_of(rows)
     if not pairs:
         return {"pairs": 0}
@@ -231,12 +243,12 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
     number_of = {}
     prompt = torch.tensor([number_of.setdefault(prompt, len(number_of)) for prompt in prompts])
     soft = [rows[number].get("preference", 1.0) for _, number, _, _ in pairs]
-    label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P(the better one is better)
+    label = torch.tensor([max(p, 1 - p) for p in soft], dtype=torch.float64)  # P of the more probable side
     correct = (difference.sign() + 1) / 2
     n = len(pairs)
     probability, confidence = difference.sigmoid(), difference.abs().sigmoid()
     bins = ((confidence - 0.5) * 2 * n_bins).long().clamp(max=n_bins - 1)
-    gaps = torch.zeros(len(number_of), n_bins).double()  # of each prompt and bin: of correct - confidence
+    gaps = torch.zeros(len(number_of), n_bins).double()  # sum of correct - confidence per prompt and bin
     as_labelled = label * correct + (1 - label) * (1 - correct)
     gaps.index_put_((prompt, bins), as_labelled - confidence, accumulate=True)
     sizes = torch.bincount(prompt)
@@ -251,8 +263,9 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, drawn - confidence)
         floor.append(gap.abs().sum() / n)
     right = correct.mean().item()
-    all_alike = n**2 / (sizes**2).sum().item()  # a prompt's pairs as one
-    spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # from prompt to prompt
+    # Effective number of pairs: at least that of prompts whose pairs are all equal, at most n
+    all_alike = n**2 / (sizes**2).sum().item()
+    spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # between prompts
     n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (spread + 1e-9)))
     metrics = {
         "pairs": n,
@@ -267,11 +280,15 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
 
 
 def known_metrics(rows) -> dict[str, float]:
-    """Accuracies of simple scores, which a model must beat: baseline/length_accuracy, of length;
-    baseline/copying_accuracy, of texts.copied; of rows with a `reference` baseline/rouge_l_accuracy, of
-    texts.rouge_l, without the pairs of which one response has the reference's very words: its ROUGE-L is 1,
-    whatever it says. Of what only the tiny world knows eval/bayes_accuracy, of a labeler without noise on the
-    same pairs, and gold/correlation, of the scores with the true reward over all responses."""
+    """Compute the accuracies of simple scores, which a reward model must beat, and two metrics that are known
+    only in the tiny world.
+
+    baseline/length_accuracy: the score is the number of tokens.
+    baseline/copying_accuracy: the score is texts.copied.
+    baseline/rouge_l_accuracy: the score is texts.rouge_l, on rows with a `reference`. Pairs in which a
+      response is the reference itself, word for word, are left out, since its ROUGE-L is always 1.
+    eval/bayes_accuracy: an annotator without noise on the same pairs (tiny world).
+    gold/correlation: correlation of the scores with the true reward over all responses (tiny world)."""
     responses = [r for row in rows for r in row["responses"]]
     copied = lambda row, r: texts.copied(r["text"], message_columns.transcript(row["prompt"]))
     rouge_l = lambda row, r: texts.rouge_l(r["text"], row["reference"])
