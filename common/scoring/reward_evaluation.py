@@ -1,5 +1,5 @@
-"""What reward.py and advantage_model.py measure on held-out comparisons, and what they ask a language model:
-the policy whose responses they score."""
+"""Evaluate reward.py and advantage_model.py on held-out comparisons, and get the log probabilities and the
+responses that they need from a language model, the policy whose responses they score."""
 
 import itertools
 import math
@@ -17,8 +17,10 @@ from common.scoring import measures
 
 
 def scored_rows(held_out, values, pairwise=False) -> list[dict]:
-    """Comparisons as rows of samples.jsonl. values, in their order: the `score` of every response, or, of a
-    scorer that compares, the log odds of every labelled pair, a row's `differences`."""
+    """Turn comparisons into rows of samples.jsonl.
+
+    values: in order of the comparisons, the `score` of each response; for a pairwise scorer the log odds of
+    each labelled pair, which become the row's `differences`."""
     rows = [comparisons.describe(c) for c in held_out]
     values = iter(values)
     for row, c in zip(rows, held_out):
@@ -31,9 +33,11 @@ def scored_rows(held_out, values, pairwise=False) -> list[dict]:
 
 
 class HeldOutComparisons:
-    """What scripts that learn from comparisons evaluate: how well scores predict labels, of all held-out ones
-    and of each data set and category. `samples`: these as rows of samples.jsonl, with the last scores.
-    `losses`: negative log likelihoods of their pairs, of a soft label by its likelier side."""
+    """The evaluation of reward.py and advantage_model.py: how well scores predict the labels of held-out
+    comparisons, overall and by data set and category. Each call sets:
+
+    samples: the comparisons as rows of samples.jsonl, with the new scores.
+    losses: negative log-likelihood of each pair; a soft label counts as its more probable side."""
 
     def __init__(self, held_out, args):
         self.held_out = held_out
@@ -55,7 +59,7 @@ class HeldOutComparisons:
 
 
 def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
-    """The scores of each comparison's responses and samples, on every rank."""
+    """Return the scores of each comparison's responses, labelled and sampled, on every rank."""
 
     def by_comparison(model, batch):
         return [scores.tolist() for scores in models.scores_of(model, batch).cpu().split(batch.sizes)]
@@ -65,10 +69,12 @@ def scores_of_each(model, some_comparisons, args) -> list[list[float]]:
     return of_each_comparison(by_comparison, model, some_comparisons, size, share_prompt)
 
 
-# -- what a language model says of comparisons -----------------------------------------------------
+# -- log probabilities and samples of a language model ---------------------------------------------
 def check_sft_model(name, tokenizer, args) -> str | None:
-    """The name of the causal LM that a reward or advantage model is compared with: `name`, or, of None,
-    runs/sft for the model tiny and else --model, if it is one. It has the same tokens and can be sampled."""
+    """Return the name of the causal LM that a reward or advantage model is compared with: `name`, by default
+    runs/sft if --model is tiny and else --model itself; None if --model is not a causal LM.
+
+    Raises InputError if it has other tokens, or needs to be sampled and cannot be."""
     if not name and not pretrained.is_causal_lm(args.model):
         return None
     name = name or ("runs/sft" if args.model == "tiny" else args.model)
@@ -79,8 +85,11 @@ def check_sft_model(name, tokenizer, args) -> str | None:
 
 
 def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64) -> list[tuple]:
-    """n responses of a policy to each comparison's prompt, as ids, on every rank, without those that did not
-    end: a score is read at an end token. Prompts that leave no room get none. Every rank must call it."""
+    """Sample n responses of a policy to each comparison's prompt and return their ids on every rank. All
+    ranks must call it together.
+
+    Unfinished responses are dropped, because a score is read at the end-of-sequence token. Prompts that leave
+    no room get no responses."""
     room = models.n_positions(model.config) - max_new_tokens
     samples = [()] * len(prompts)
     fits = {i: c for i, c in enumerate(prompts) if len(c.prompt_ids) <= room}
@@ -97,9 +106,11 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
 
 
 def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=()):
-    """Of the policy of this name, if there is one: (the accuracy of its log probability as a score, which a
-    reward model must beat; the first --length-prompts prompts, held-out ones first, each with those of 8
-    responses that ended in place of the labelled ones)."""
+    """Compute the baseline of the policy `name`, and sample it: (metrics, comparisons); empty without a name.
+
+    metrics: the accuracy of its log probability as a score, which a reward model must beat.
+    comparisons: the first --length-prompts prompts, held-out ones first, with up to 8 finished responses of
+      the policy instead of the labelled ones."""
     if not (name and held_out):
         return {}, []
     policy = pretrained.load_frozen(name, tokenizer, args, device)
@@ -112,15 +123,17 @@ def baselines_and_samples(name, held_out, tokenizer, args, device, seed, train=(
 
 
 def length_bias(model, sft_model, train, held_out, tokenizer, args) -> dict[str, float]:
-    """How well the SFT model's log probability scores held-out pairs, and length_metrics of its responses."""
+    """Compute the accuracy of the SFT model's log probability on held-out pairs, and the correlation of score
+    and length over its responses (length_metrics)."""
     device = model.device
     metrics, sampled = baselines_and_samples(sft_model, held_out, tokenizer, args, device, args.seed, train)
     return {**metrics, **length_metrics(sampled, scores_of_each(model, sampled, args))}
 
 
 def length_metrics(sampled, scores) -> dict[str, float]:
-    """The mean correlation of length and score over a prompt's samples and its 95 % interval, of prompts with
-    three or more of them where both vary, and how many these are; of none, nothing."""
+    """Compute the correlation of length and score over a prompt's samples: its mean over prompts with a 95 %
+    interval, and the number of prompts. Only prompts with three or more samples, of which both length and
+    score vary, count; {} without such prompts."""
     of_prompts = [(list(map(len, c.samples)), x) for c, x in zip(sampled, scores) if len(x) > 2]
     correlations = [measures.correlation(lengths, x) for lengths, x in of_prompts]
     rows = [{"r": x} for x in correlations if not math.isnan(x)]
@@ -129,9 +142,11 @@ def length_metrics(sampled, scores) -> dict[str, float]:
 
 
 def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
-    """The same of an advantage model, and what its policy's responses say of e(x): is it their mean r, eq. 7?
-    `expected/bias` and `expected/rmse` are of e - mean r, over prompts, in standard deviations of r
-    within a prompt; the samples' own noise is taken off the second."""
+    """Compute the metrics of length_bias for an advantage model, and check its expected reward e(x): by
+    arXiv:2309.10202, eq. 7, e(x) is the mean r over the policy's responses.
+
+    expected/bias, expected/rmse: mean and root mean square over prompts of e - mean r, in standard deviations
+      of r within a prompt. The variance that is due to the few samples is subtracted from the second."""
     seed = dist.seed_of(args.seed, "held_out_samples")
     metrics, sampled = baselines_and_samples(policy_name, held_out, tokenizer, args, model.device, seed)
 
@@ -145,7 +160,7 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
         return metrics
     errors = torch.stack([expected - rewards.mean() for rewards, expected in several])
     deviation = torch.stack([rewards.var() for rewards, _ in several]).mean().sqrt()
-    noise = torch.stack([rewards.var() / len(rewards) for rewards, _ in several])  # of a mean of so few
+    noise = torch.stack([rewards.var() / len(rewards) for rewards, _ in several])  # variance of the mean r
     rmse = (errors.square().mean() - noise.mean()).clamp(min=0).sqrt()
     metrics["expected/bias"] = (errors.mean() / deviation).item()
     metrics["expected/rmse"] = (rmse / deviation).item()
@@ -160,8 +175,12 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
 
 
 def with_policy_answers(train, name, tokenizer, args, device):
-    """(the training comparisons of advantage_model.py, metrics). Eq. 8 needs each response's ratios to the K
-    policies that wrote the data, eq. 7 responses of the policy `name`, whose mean reward e learns."""
+    """Add the ratios and samples that the losses of advantage_model.py need (arXiv:2309.10202) to its training
+    comparisons, with the policy `name`. Returns (comparisons, metrics).
+
+    ratios: for eq. 8, pi / pi'_k of each response, for the K policies that wrote the data.
+    samples: for eq. 7, responses of the policy, whose mean reward e(x) learns.
+    Raises InputError if these are needed and there is no policy."""
     n = args.expected_reward_samples
     k = args.n_others
     if (k or n) and name is None:
@@ -188,16 +207,18 @@ def with_policy_answers(train, name, tokenizer, args, device):
         samples = policy_samples(policy, train, tokenizer, n, args.max_new_tokens, seed, args.slots)
     answered = []
     for c, of_labelled, ids in zip(train, ratios, samples):
-        # Samples enter no advantage: their ratios only fill the place
+        # Samples have no advantage: their ratios of 1 only fill the tensor
         of_all = torch.cat([of_labelled.clamp(max=args.ratio_clip), torch.ones(len(ids), k)])
         answered.append(c._replace(ratios=of_all, samples=ids))
     return answered, metrics
 
 
 def behavior_columns(train, args) -> list[torch.Tensor]:
-    """log pi'_k(y | x) of every response, (responses, K) for each comparison, from the columns
-    chosen_behavior_logprobs and rejected_behavior_logprobs (of a ranking: behavior_logprobs of each
-    response), lists of K numbers or more."""
+    """Read log pi'_k(y | x) of each response from the data: a tensor (responses, K) per comparison.
+
+    The columns are chosen_behavior_logprobs and rejected_behavior_logprobs or, for a ranking,
+    behavior_logprobs of each response; each is a list of at least K numbers. Raises InputError for anything
+    else."""
     logprobs = []
     for c in train:
         try:
