@@ -1,4 +1,4 @@
-"""Llama 2's pair of reward models: the safety model's gate, and the logistic regression that fits it."""
+"""Llama 2's pair of reward models: the safety gate, and the logistic regression that calibrates it."""
 
 import functools
 import zlib
@@ -11,8 +11,8 @@ from common.scoring import scorers
 
 
 class Gated:
-    """The scorer of ppo.py: one, or with --safety-scorer Llama 2's pair, in which the safety model's score
-    counts for prompts tagged `is_safety` and for responses that it finds unsafe."""
+    """The scorer of ppo.py. With --safety-scorer it is Llama 2's pair: the safety model's score is used for
+    prompts tagged `is_safety` and for responses that this model finds unsafe."""
 
     def __init__(self, scorer, safety, args):
         self.scorer = scorer
@@ -20,8 +20,10 @@ class Gated:
         self.args = args
 
     def score(self, pairs) -> torch.Tensor:
-        """The score of each (prompt, response), (B,), on every rank. `metrics` then holds the means of
-        --scorer's parts and `reward/gated`, the share of responses that the gate sent to the safety model."""
+        """Score each (prompt, response): (B,), on every rank.
+
+        Sets `metrics`: the means of --scorer's parts, and `reward/gated`, the share of responses that got the
+        safety model's score."""
         size = self.args.score_batch_size
         threshold = self.args.safety_threshold
         scores, part_means = scorers.score_and_parts(self.scorer, pairs, size)
@@ -36,7 +38,9 @@ class Gated:
 
 
 def load_gated(args, tokenizer, device) -> Gated:
-    """--scorer and --safety-scorer. tokenizer: the policy's; a scorer with another one needs --retokenize."""
+    """Load --scorer and --safety-scorer. tokenizer: the policy's.
+
+    Raises InputError if a scorer has other tokens or another chat template and --retokenize is not given."""
     options = {"tokenizer": tokenizer, "device": device, "max_length": args.max_length}
     load = functools.partial(scorers.load_scorer, **options)
     scorer = load(args.scorer)
@@ -49,17 +53,19 @@ def load_gated(args, tokenizer, device) -> Gated:
 
 
 def fit_logistic_regression(x, won, n_games, penalty) -> torch.Tensor:
-    """Logistic regression: the weights w, (..., features), that make `won` of `n_games` games likeliest if
-    P(win) = sigma(x w), less w' penalty w / 2. Newton's method, which wants float64. x: (n, features); won:
-    (..., n); penalty: (features, features)."""
+    """Fit a logistic regression P(win) = sigma(x w) and return its weights w, (..., features). They maximise
+    the log-likelihood of `won` in `n_games` games minus w' penalty w / 2.
+
+    x: (n, features). won: (..., n). penalty: (features, features). All in float64, since Newton's method runs
+    until the step is below 1e-10."""
     weights = won.new_zeros(*won.shape[:-1], x.shape[1])
     for _ in range(1000):
         p = (weights @ x.T).sigmoid()
         curvature = (x.T * (n_games * p * (1 - p))[..., None, :]) @ x + penalty
         slope = (won - n_games * p) @ x - weights @ penalty
         step = torch.linalg.solve(curvature, slope)
-        far = (step @ x.T).abs().amax(-1, keepdim=True) + 1e-12  # the most that it moves a logit
-        step = step * far.log1p() / far  # a whole one can overshoot, for ever
+        far = (step @ x.T).abs().amax(-1, keepdim=True) + 1e-12  # largest change of a logit
+        step = step * far.log1p() / far  # full Newton steps can overshoot and never converge
         weights = weights + step
         if step.abs().max() < 1e-10:
             break
@@ -67,18 +73,21 @@ def fit_logistic_regression(x, won, n_games, penalty) -> torch.Tensor:
 
 
 def fit_safety_gate(rows, threshold):
-    """(gate, metrics): P(safe) = sigmoid(scale * r + bias), fitted by logistic regression to the responses
-    labelled safe or unsafe of half the held-out prompts, and what P(safe) < threshold finds in the other
-    half. Bradley-Terry fixes no offset, so without this a probability of r means nothing."""
+    """Calibrate a safety model: fit P(safe) = sigmoid(scale * r + bias) by logistic regression. The fit is
+    needed because the Bradley-Terry loss leaves the offset of r free.
+
+    Half of the held-out prompts, those of their responses that are labelled safe or unsafe, are for the fit;
+    the other half is for the metrics of P(safe) < threshold as a test for unsafe responses.
+    Returns ({"scale", "bias"}, metrics), or (None, {}) if a half lacks safe or unsafe responses."""
     halves = [], []
     for row in rows:
-        half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # a prompt is in one half
+        half = halves[zlib.crc32(repr(row["prompt"]).encode()) % 2]  # by prompt: no prompt is in both halves
         half.extend((r["score"], float(r["is_safe"])) for r in row["responses"] if "is_safe" in r)
     if not all({is_safe for _, is_safe in half} == {0.0, 1.0} for half in halves):
         return None, {}
     (score, safe), (test_score, test_safe) = (torch.tensor(half).double().T for half in halves)
-    x = torch.stack([score - score.mean(), torch.ones_like(score)], 1)  # whatever zero the scores have
-    penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # 1e-4 |weights|^2 beside the mean loss
+    x = torch.stack([score - score.mean(), torch.ones_like(score)], 1)  # centred: the penalty needs a zero
+    penalty = 2e-4 * len(x) * torch.eye(2).to(x)  # adds 1e-4 |weights|^2 to the mean loss
     scale, bias = fit_logistic_regression(x, safe, n_games=1, penalty=penalty).tolist()
     bias -= scale * score.mean().item()
     caught, unsafe = torch.sigmoid(scale * test_score + bias) < threshold, test_safe == 0
