@@ -1,5 +1,5 @@
-"""What scores a response: a reward model or an advantage model (a run directory, a folder, a hub name), or a
-function of the user (functions.py). docs/use/scorers.md tells how to write one.
+"""Score responses with a reward model or an advantage model (a run directory, a folder, a hub name), or with
+the user's own function (functions.py). docs/use/scorers.md shows how to write one.
 """
 
 import collections
@@ -26,20 +26,23 @@ from common.scoring import functions
 
 class Scorer(NamedTuple):
     name: str
-    version: str  # a fingerprint of the model's files, or of the function's file
-    function: functions.Term | None = None  # or
-    model: object = None  # with its
+    version: str  # fingerprint of the model's files, or of the function's file
+    function: functions.Term | None = None  # either a function, or a model and its tokenizer
+    model: object = None
     tokenizer: object = None
-    same_tokens: bool = True  # as the policy's: ids are scored as they were sampled, else the text is
-    gate: tuple[float, float] = (1.0, 0.0)  # scale and bias that make a safety model's r the logit of P(safe)
-    pairwise: bool = False  # its function compares two responses
+    same_tokens: bool = True  # True: sampled ids are scored as they are; False: their text is encoded again
+    gate: tuple[float, float] = (1.0, 0.0)  # logit of P(safe) = scale * score + bias, for a safety model
+    pairwise: bool = False  # the function compares two responses
 
 
 def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=False) -> Scorer:
-    """spec: see the module. tokenizer: the policy's. pairwise: whether one that compares will do. safety: its
-    score is to be the logit of P(safe), which it is of a model only after a fit (fit_safety_gate).
-    max_length: tokens of a prompt with its response; InputError for a model that has fewer positions (one
-    that reads text can tell only when it encodes it). Every rank must call it."""
+    """Load the scorer that `spec` names; see the top of this file. All ranks must call it together.
+
+    tokenizer: the policy's. max_length: maximum number of tokens of prompt and response.
+    pairwise: whether a function that compares two responses is allowed.
+    safety: whether scores must be logits of P(safe); for a model, fit_safety_gate fits the scale and bias.
+    Raises InputError if the scorer does not load, or if a model with the policy's tokens has fewer positions
+    than max_length. With other tokens the length is known only once a text is encoded."""
     term = functions.term_of(spec)
     version = version_of(spec)
     if term:
@@ -69,19 +72,22 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
 
 
 def version_of(spec) -> str:
-    """A fingerprint of what is behind a name, behind a function's name. Rank 0 reads for all."""
+    """Return a fingerprint of a scorer: the name of its function, if it is one, and a hash of `identity`.
+    Rank 0 reads the files for all ranks."""
     version = ""
     if dist.is_main():
         behind = identity(spec)
         function = ":".join(behind.get("function", ())[:2])
         version = f"{function}@{hashlib.sha256(json.dumps(behind).encode()).hexdigest()[:8]}"
-    dist.barrier()  # files may be large
+    dist.barrier()  # hashing large files may take longer than gather waits
     return dist.gather([version])[0]
 
 
 def identity(name, seed=0) -> dict:
-    """Tell what a name stands for: {"content": of a model's files}, or {"function": [file or module, name,
-    text, or of a text that names a model its content], "file": the content of the file that holds it}."""
+    """Identify a scorer by content, so that a renamed folder is the same scorer and an edited file is not.
+
+    Returns {"content": that of the model's files}, or {"function": [file or module, function, text], "file":
+    hash of the file with the function}. If the text names a model, the content of the model replaces it."""
     term = functions.term_of(name)
     if not term:
         return {"content": pretrained.identity(name, seed)}
@@ -90,33 +96,36 @@ def identity(name, seed=0) -> dict:
     text = term.text
     with contextlib.suppress(InputError, OSError, ValueError):  # it may name a model
         text = text and pretrained.identity(text)
-    # Of what is not written in Python there is no file
+    # A module that is not written in Python has no file
     return {"function": [Path(place).name, function, text], "file": file and pretrained.sha256(file)}
 
 
 def same_tokens(a, b) -> bool:
-    """True if two tokenizers write every dialogue with the same ids."""
+    """Return whether two tokenizers encode every dialogue as the same ids."""
     first, second = ((t.get_vocab(), t.chat_template, t.eos_token_id) for t in (a, b))
     return first == second
 
 
 def score(scorer, pairs: list[tuple[responses.Prompt, responses.Response]], batch_size) -> list[float]:
-    """The score of each (prompt, response), on every rank; every rank must call it. A response that did not
-    end is scored as if it had ended where it was cut. One that compares gives the mean probability that a
-    response beats the prompt's other responses among the pairs."""
+    """Score each (prompt, response); all ranks must call it together, and all get all scores.
+
+    An unfinished response is scored as if it had ended where it was cut. The score of a pairwise scorer is
+    the mean probability that the response beats the prompt's other responses among the pairs."""
     return score_and_parts(scorer, pairs, batch_size)[0]
 
 
 @torch.no_grad()
 def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, float]]:
-    """`score`, and {reward/PART: its mean} of a function that gives the parts of a score."""
+    """Return `score` and, if a function returns the parts of its score, {reward/PART: mean of the part}.
+
+    Raises InputError for a score that is NaN or not finite in float32."""
     if scorer.pairwise:
         return _round_robin(scorer, pairs, batch_size), {}
     if scorer.function:
         my_indices = range(len(pairs))[dist.rank() :: dist.world_size()]
         batches = split([pairs[i] for i in my_indices], batch_size)
         answers = [by_part for batch in batches for by_part in functions._call(scorer.function, batch)]
-        dist.barrier()  # a function may ask an API, which may take longer than a collective may last
+        dist.barrier()  # a function that calls an API may take longer than a collective's timeout
         answers = [by_part for _, by_part in sorted(dist.gather(list(zip(my_indices, answers))))]
     else:
         end = pretrained.end_of_scored(scorer.model, scorer.tokenizer)
@@ -136,25 +145,29 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
 
 
 def log_odds(scorer, duels, batch_size) -> list[float]:
-    """log P(a beats b) / P(b beats a) of each (prompt, a, b), by one that compares. All ranks call it."""
+    """Return log P(a beats b) / P(b beats a) of each (prompt, a, b) by a pairwise scorer. All ranks must call
+    it together."""
+    # Without the flag, score_and_parts calls the function on the duels themselves
     return score_and_parts(scorer._replace(pairwise=False), duels, batch_size)[0]
 
 
 def oracle_scores(oracle, pairs, opponents, size) -> list[float]:
-    """The oracle's score of each (prompt, response); of one that compares the probability that it beats the
-    opponents' response to the same prompt, 1/2 where there are none."""
+    """Score each (prompt, response). For a pairwise oracle, the score is the probability that the response
+    beats the opponent's response to the same prompt, or 1/2 without opponents."""
     opponent_pairs = zip([prompt for prompt, _ in pairs], opponents or ()) if oracle.pairwise else ()
     return score(oracle, [*pairs, *opponent_pairs], size)[: len(pairs)]
 
 
 def _round_robin(scorer, pairs, batch_size):
+    """Let all responses to a prompt play against each other: the mean probability that each one wins, or 1/2
+    for a response without a game."""
     groups = collections.defaultdict(list)
     for i, (prompt, _) in enumerate(pairs):
         groups[prompt.key].append(i)
     games = [(i, j) for group in groups.values() for i, j in itertools.combinations(group, 2)]
     duels = [(pairs[i][0], pairs[i][1], pairs[j][1]) for i, j in games]
     odds = torch.tensor(log_odds(scorer, duels, batch_size), dtype=torch.float64)
-    won = [[] for _ in pairs]  # P(it wins) of each game that a response plays
+    won = [[] for _ in pairs]  # for each response: P(it wins) in each of its games
     for (i, j), p in zip(games, odds.sigmoid().tolist()):
         won[i].append(p)
         won[j].append(1 - p)
@@ -162,19 +175,22 @@ def _round_robin(scorer, pairs, batch_size):
 
 
 def _encode(scorer, prompt, response, end) -> Comparison:
-    """A prompt with one response, in the scorer's tokens. end: loading.end_of_scored."""
+    """Encode a prompt with one response in the scorer's tokens. A response that is too long is cut.
+
+    end: token ids that follow a response (pretrained.end_of_scored).
+    Raises InputError if the prompt leaves no room for a response."""
     room = models.n_positions(scorer.model.config)
     eos = scorer.tokenizer.eos_token_id
     if scorer.same_tokens:
         prompt_ids = prompt.ids
-        ended = response.finished or response.ids[-1:] == [eos]  # a row of a pool says no more of it
+        ended = response.finished or response.ids[-1:] == [eos]  # Pool stores finished and clean as one
         ids = response.ids[:-1] if ended else response.ids
-        if len(prompt_ids) + len(response.ids) <= room:  # where the end does not fit, the text gives way
+        if len(prompt_ids) + len(response.ids) <= room:  # if only the end does not fit, shorten the text
             ids = ids[: room - len(prompt_ids) - len(end)]
         ids = [*ids, *end]
     else:
         prompt_ids, ids = _in_its_tokens(scorer, prompt, response.text)
-        end = end if eos in end else []  # else the text has all of the template
+        end = end if eos in end else []  # without eos, the encoded text already has the template's end
         if len(prompt_ids) + len(ids) + len(end) > room:
             progress.note(f"{scorer.name} has {room} positions: of longer responses it scores the beginning")
             ids = ids[: max(1, room - len(prompt_ids) - len(end))]
@@ -183,15 +199,15 @@ def _encode(scorer, prompt, response, end) -> Comparison:
     if n > room:
         where = prompt.row.where
         raise InputError(f"{where}: prompt and response have {n} tokens, {scorer.name} has {room} positions")
-    ids = ids or [eos]  # to an empty response a template may add nothing
+    ids = ids or [eos]  # the score is read at a token, and a template may add nothing to an empty response
     prompt_ids = torch.tensor(prompt_ids)
     ids = torch.tensor(ids)
     return Comparison(prompt.turns, [response.text], prompt_ids, [ids], torch.zeros(1), "", prompt.row)
 
 
 def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
-    """Encode a prompt and a response's text for a scorer with another tokenizer or template. An answer that
-    its template rewrites, as some do with thoughts, is taken as the template writes it."""
+    """Encode a prompt and a response's text for a scorer with another tokenizer or chat template. If the
+    template rewrites the response, as some templates do with thoughts, the rewritten text is scored."""
     tokenizer = scorer.tokenizer
     plain = chat.special_tokens(scorer.tokenizer).sub
     messages = [{**m, "content": plain("", m["content"])} for m in prompt.turns]
@@ -203,15 +219,15 @@ def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
         why = "its chat template rewrites some answers, which it scores as they stand there"
         progress.note(f"{scorer.name}: {why}")
         dialogue = chat.render(tokenizer, [*messages, {"role": "assistant", "content": text}])
-    except ValueError as error:  # its template refuses a role, for one
+    except ValueError as error:  # for example, the template refuses a role
         raise InputError(f"{prompt.row.where}: {scorer.name}: {error}") from None
     before, end, after = dialogue.rpartition(tokenizer.eos_token)
     ids = tokenizer(before if end else after, add_special_tokens=False)["input_ids"]
-    return ids[:1], ids[1:]  # of both together: nothing depends on where one ends
+    return ids[:1], ids[1:]  # the split is arbitrary: only the whole sequence is scored
 
 
 def check_prompts(scorer, prompts):
-    """InputError for a prompt that a scorer with other tokens cannot read: before sampling, not after it."""
+    """Raise InputError, before any sampling, for a prompt that a scorer with other tokens cannot encode."""
     if scorer and scorer.model and not scorer.same_tokens:
         end = pretrained.end_of_scored(scorer.model, scorer.tokenizer)
         for prompt in prompts:
@@ -219,8 +235,11 @@ def check_prompts(scorer, prompts):
 
 
 def load_value_model(gated, tokenizer, prompts, args, device):
-    """The value model: the reward model, body and head; of an advantage model row r of its head, with bias
-    -mean e(x) over some prompts; for a function, or other tokens, the first policy's body and a head of 0."""
+    """Load the value model of ppo.py, initialised from the scorer.
+
+    Reward model: its body and head. Advantage model: its body and the row of its head that gives r, with bias
+    -mean e(x) over some prompts. Function, or model with other tokens: the first policy's body and a head of
+    zeros."""
     scorer = gated.scorer
     checkpointing = args.gradient_checkpointing
     if scorer.function or not scorer.same_tokens:
@@ -240,7 +259,7 @@ def load_value_model(gated, tokenizer, prompts, args, device):
 
 @torch.no_grad()
 def mean_expected_reward(scorer, prompts, args, device):
-    """Mean of an advantage model's e(x), over all ranks."""
+    """Compute the mean of an advantage model's e(x) over all prompts, shared among the ranks."""
     total = 0.0
     for batch in dist.my_batches([torch.tensor(p.ids) for p in prompts], args.score_batch_size):
         ids = pad_sequence(batch or [torch.zeros(1, dtype=torch.long)], batch_first=True).to(device)
