@@ -1,4 +1,4 @@
-"""What rejection sampling and iterative DPO measure of each version of their policy on held-out prompts."""
+"""Evaluate each version of the policy of rejection sampling and iterative DPO on held-out prompts."""
 
 from functools import partial
 
@@ -12,13 +12,16 @@ from common.scoring.evaluation import SAMPLE_METRICS, describe_samples, kl_of
 
 
 def comparable(evaluations, version) -> dict:
-    """{version: its samples} of those that one scorer scored, for --resume may bring another."""
+    """Return {version: samples} of the versions that were scored by the same scorer as `version`. --resume
+    may have changed the scorer, and scores of different scorers cannot be compared."""
     scorer = evaluations[version].get("scorer")
     return {version: x["samples"] for version, x in evaluations.items() if x.get("scorer") == scorer}
 
 
 def gains_over(evaluations, version, names: dict) -> dict[str, float]:
-    """The paired differences of score and true reward to other versions. names: {name: version}."""
+    """Compute the paired differences of score and true reward between `version` and other versions.
+
+    names: {name for the metric: other version}. Versions that are missing or not comparable are left out."""
     same = comparable(evaluations, version)
     samples = evaluations[version]["samples"]
     metrics = {}
@@ -30,9 +33,14 @@ def gains_over(evaluations, version, names: dict) -> dict[str, float]:
 
 
 class RejectionSamplingEvaluation:
-    """What rejection_sampling.py finds out of a version on held-out prompts: {"samples": one response to each
-    at temperature 1, "curves": the expected largest and median score among N responses at each temperature,
-    and the best of K to select, "temperature": the one where that is highest, "scorer": its version}."""
+    """The evaluation of rejection_sampling.py. Calling it with a version of the policy returns, for held-out
+    prompts:
+
+    samples: one response to each prompt at temperature 1.
+    curves: for each temperature, the expected largest and median score among N responses, N = 1..K, and
+      `best`, the expected score of the response that would be selected from K.
+    temperature: the one with the highest `best`.
+    scorer: the version of the scorer."""
 
     def __init__(self, held_out, scorer, tokenizer, args):
         self.scorer = scorer
@@ -50,14 +58,14 @@ class RejectionSamplingEvaluation:
         seed = partial(dist.seed_of, args.seed, "study", version)
         rounds = []
         first = 1 if self.prompts else 0
-        with dist.consolidated(policy):  # the weights are gathered once
+        with dist.consolidated(policy):  # gathers the weights once for all sampling
             pairs = sample(self.prompts, seed=seed(0)) if self.prompts else []
             for i, t in enumerate(args.temperatures if self.swept else (), first):
                 rounds.append(sample(self.swept, n=k, temperature=t, top_p=args.top_p, seed=seed(i)))
         samples = describe_samples(pairs, args.eval_dataset or args.dataset, score=score(pairs))
         curves = []
         scored = [torch.tensor(score(answers)).view(-1, k) for answers in rounds]
-        # A response that would not be selected counts, for the choice, as the worst of all
+        # To choose the temperature, a response that could not be selected gets the lowest score of all
         lowest = min((scores.min().item() for scores in scored), default=0.0)
         for temperature, answers, scores in zip(args.temperatures, rounds, scored):
             largest, median = measures.best_of_n(scores)
@@ -75,8 +83,8 @@ class RejectionSamplingEvaluation:
         return {**evaluation, "scorer": self.scorer.version}
 
     def metrics_of(self, evaluations, version) -> dict[str, float]:
-        """Means of a version's samples, its sweep at the temperature taken, and paired differences to the
-        first version and to the one before."""
+        """Compute the metrics of a version: means of its samples, its sweep at the chosen temperature, and
+        paired differences to the first version and to the previous one."""
         evaluation = evaluations[version]
         metrics = measures.means(evaluation["samples"], SAMPLE_METRICS)
         for curve in [curve for curve in evaluation["curves"] if curve["chosen"]]:
@@ -87,12 +95,15 @@ class RejectionSamplingEvaluation:
 
 
 class DPOEvaluation:
-    """What dpo_iterative.py finds out of a version: {"samples": one response at temperature 1 to each
-    held-out prompt, "pairs": what `pair_metrics`(policy, held_out_pairs, args) says, "scorer": its version}.
-    A pairwise oracle's score is the probability that a response beats version 0's."""
+    """The evaluation of dpo_iterative.py. Calling it with a version of the policy returns:
+
+    samples: one response at temperature 1 to each held-out prompt. With a pairwise oracle, its score is the
+      probability that it beats the response of version 0.
+    pairs: the result of pair_metrics(policy, held_out_pairs, args).
+    scorer: the version of the scorer."""
 
     def __init__(self, held_out, held_out_pairs, pair_metrics, scorer, tokenizer, args):
-        """scorer: None where there are no --eval-prompts."""
+        """scorer: None if --eval-prompts is 0."""
         self.prompts = random_subset(held_out, args.eval_prompts)
         self.held_out_pairs = held_out_pairs
         self.pair_metrics = pair_metrics
@@ -109,7 +120,7 @@ class DPOEvaluation:
 
     def answer(self, policy, version, evaluations) -> list[dict]:
         args = self.args
-        seed = dist.seed_of(args.seed, "eval")  # the same at each evaluation of a run
+        seed = dist.seed_of(args.seed, "eval")  # the same in all evaluations of a run: less noise in gains
         size = args.score_batch_size
         pairs = responses.answers(policy, self.tokenizer, self.prompts, args, seed)
         first = evaluations[0]["samples"] if version else []
@@ -122,11 +133,11 @@ class DPOEvaluation:
         return describe_samples(pairs, args.eval_dataset or args.dataset, score=scores, kl=kl)
 
     def metrics_of(self, evaluations, version) -> dict[str, float]:
-        """Means of a version's samples, its metrics on the held-out pairs, and its samples against those of
-        the first version and of the one before."""
+        """Compute the metrics of a version: means of its samples, metrics on the held-out pairs, and
+        comparisons of its samples with those of the first and the previous version."""
         samples = evaluations[version]["samples"]
         metrics = {**evaluations[version]["pairs"], **measures.means(samples, SAMPLE_METRICS)}
-        losses = metrics.pop("losses", None)  # of each pair
+        losses = metrics.pop("losses", None)  # one per pair
         if version and losses:
             metrics.update(measures.change("pairs/loss_change", evaluations[0]["pairs"]["losses"], losses))
         same = comparable(evaluations, version)
