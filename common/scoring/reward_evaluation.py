@@ -175,8 +175,8 @@ def expected_reward_metrics(model, policy_name, held_out, tokenizer, args):
 
 
 def with_policy_answers(train, name, tokenizer, args, device):
-    """Add the ratios and samples that the losses of advantage_model.py need (arXiv:2309.10202) to its training
-    comparisons, with the policy `name`. Returns (comparisons, metrics).
+    """Add the ratios and samples that the losses of the Advantage Model (arXiv:2309.10202) need to its
+    training comparisons, using the policy `name`. Returns (comparisons, metrics).
 
     ratios: for eq. 8, pi / pi'_k of each response, for the K policies that wrote the data.
     samples: for eq. 7, responses of the policy, whose mean reward e(x) learns.
