@@ -1,4 +1,4 @@
-"""Checkpoints, which any number of ranks can resume from, and the export of a trained model."""
+"""Save and load checkpoints, which can be resumed on any number of ranks, and export a trained model."""
 
 import copy
 import json
@@ -13,23 +13,24 @@ from common.dist import barrier, gather, is_main, world_size
 from common.errors import InputError
 from common.data import files
 
-LAYOUT = 2  # version of a checkpoint's contents; raise it when older ones cannot be resumed
+LAYOUT = 2  # version of the format; increase it if older checkpoints can no longer be resumed
 
 
 def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | None = None):
-    """Write `root`/step_N whole or not at all, point `root`/latest at it, drop others, but that of the step
-    `keep`. Any ranks load it.
+    """Save a checkpoint as `root`/step_N, point `root`/latest at it, and remove all others except that of the
+    step `keep`. A crash leaves either the old checkpoint or the new one, never a partial one.
 
-    modules: {name: (model, its AdamW)}. state: what else resuming needs, as JSON (counters, positions).
-      Random numbers have no state to keep: a generator is made from a seed where it is used."""
+    modules: {name: (model, its AdamW)}. state: counters and positions that resuming needs, as JSON. There is
+      no random state to save, because every generator is made from a seed where it is used.
+    Raises OSError if the disk is full."""
     import torch.distributed.checkpoint as dcp
 
     root = Path(root)
     final, temporary = root / f"step_{step}", root / f"step_{step}.tmp"
     try:
-        with warnings.catch_warnings(action="ignore"):  # it warns that a single process is a single process
+        with warnings.catch_warnings(action="ignore"):  # torch warns that there is only one process
             dcp.save(_tensors(modules), checkpoint_id=str(temporary / "tensors"), no_dist=world_size() == 1)
-    except dcp.CheckpointException as error:  # a write that failed on some rank, or a bug
+    except dcp.CheckpointException as error:  # a failed write on some rank, or a bug
         causes = [cause for cause, *_ in error.failures.values()]
         if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise
@@ -41,15 +42,17 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
         temporary.rename(final)
         files.sync_folder(root)
         files.replace(root / "latest", final.name)
-        for old in root.glob("step_*"):  # only now, when the new one is on the disk
+        for old in root.glob("step_*"):  # only after the new checkpoint is on disk
             if old.name not in (final.name, f"step_{keep}"):
                 shutil.rmtree(old, ignore_errors=True)
     barrier()
 
 
 def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
-    """Fill `modules` from the checkpoint that `root`/latest names, or that of `step`, and return the `state`
-    of the latest. Learning rate, weight decay and their like stay as the optimisers have them now."""
+    """Load the latest checkpoint, or that of `step`, into `modules`, and return the `state` of the latest.
+    Learning rate, weight decay and the other settings of the optimisers are not loaded.
+
+    Raises InputError if the checkpoint is damaged or does not fit the models."""
     import torch.distributed.checkpoint as dcp
 
     folder, state = _latest(root)
@@ -64,12 +67,14 @@ def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
 
 
 def checkpoint_state(root) -> dict:
-    """The `state` of the checkpoint that `root`/latest names, {} if there is none; the same on every rank."""
+    """Return the `state` of the latest checkpoint, on every rank; {} if there is no checkpoint.
+
+    Raises InputError if `latest` names no checkpoint, or one in another format."""
     return _latest(root)[1]
 
 
 def _latest(root) -> tuple[Path | None, dict]:
-    """(folder, state) of the last checkpoint, (None, {}) if there is none: as rank 0 sees it."""
+    """Return (folder, state) of the latest checkpoint, or (None, {}) without one. Rank 0 reads for all."""
     folder = None
     state = {}
     latest = Path(root) / "latest"
@@ -88,8 +93,8 @@ def _latest(root) -> tuple[Path | None, dict]:
 
 
 def _tensors(modules):
-    """{name: weights and AdamW's moments} by parameter names: the very tensors, which a load fills. An
-    optimiser that took no step yet gets the moments that it would begin with."""
+    """Return {name: weights and AdamW's moments, by parameter name}. They are the tensors themselves, not
+    copies, so that loading fills them. An optimiser without a step so far gets its initial moments."""
     tensors = {}
     for name, (model, optimizer) in modules.items():
         learning = {key: p for key, p in model.named_parameters() if p.requires_grad}
@@ -103,8 +108,9 @@ def _tensors(modules):
 
 
 def skeleton(model, dtype):
-    """The model without content, each weight in the dtype that transformers reads it in where it loads the
-    model in `dtype`: integers stay integers, and what a family keeps in fp32 (routers, recurrences) does."""
+    """Build the model without storage, each weight in the dtype that it has when transformers loads the model
+    in `dtype`. Integers stay integers, and weights that a family keeps in fp32 (routers, recurrences) stay in
+    fp32."""
     with torch.device("meta"):
         empty = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     kept = {*empty._keep_in_fp32_modules_strict} if dtype != torch.float32 else set()
@@ -116,7 +122,8 @@ def skeleton(model, dtype):
 
 
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
-    """Export with save_pretrained to `path`, whole or not at all: written beside it, then renamed."""
+    """Export a model and its tokenizer to `path` with save_pretrained. The folder is written under another
+    name and then renamed, so that it is never partial."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     if hasattr(model, "merge_adapters"):  # see lora.py
@@ -126,13 +133,13 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         temporary = Path(f"{path}.tmp")
         path = Path(path)
         shutil.rmtree(temporary, ignore_errors=True)
-        empty = skeleton(model, dtype)  # to save from: no second copy of the weights, and not sharded
+        empty = skeleton(model, dtype)  # saving from this needs no second copy of the weights, and no shards
         empty.generation_config = getattr(model, "generation_config", None)
-        tied = empty.all_tied_weights_keys  # by now copies of others, that need no place in the file
+        tied = empty.all_tied_weights_keys  # equal to other weights, so they are not saved
         kinds = {name: x.dtype for name, x in empty.state_dict().items() if name not in tied}
-        weights = {name: weights[name].to(kind) for name, kind in kinds.items()}  # without lora.py's
+        weights = {name: weights[name].to(kind) for name, kind in kinds.items()}  # leaves out LoRA's adapters
         empty.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)
-    barrier()  # a large model takes rank 0 longer to write than a collective may last
+    barrier()  # writing a large model can take longer than the timeout of a collective
