@@ -1,8 +1,8 @@
-"""What a run began with: recorded once, in args.json, and compared in one place when the run is resumed.
+"""Record the inputs of a run in args.json, and compare them when the run is resumed.
 
-A model is known by the content of its files, so that a folder may move; a function by its name, and by the
-content of its file; data by their content; a held-out set by its messages. Of the models that scripts take
---model for, None and `sft`, the content is that of --model.
+Inputs are identified by content, so that folders can move: a model by its files, a function by its name and
+its file, data by their content, a held-out set by its messages. --policy and --reference, if they are not
+given or `sft`, stand for --model and have its content.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from common.data import mixtures
 from common.loading import pretrained
 from common.scoring import scorers
 
-REFUSED = (  # patterns of "script: what it began with": another one is refused, of all else a line is printed
+REFUSED = (  # patterns of "script: input". A change of these is refused; a change of any other is printed
     ".*: script",
     ".*: (held-out set|content of --(model|policy|behavior-policies|reference|other-models|chat-template))",
     "ppo: (content|function) of --(safety-)?scorer",
@@ -26,31 +26,36 @@ REFUSED = (  # patterns of "script: what it began with": another one is refused,
 
 
 def of_run(args, held_out) -> dict:
-    """Fingerprint what a run begins with: {name in the table of docs/use/runs.md: fingerprint}. It reads
-    whole files, so only rank 0 calls it."""
+    """Fingerprint the inputs of a run: {name as in the table of docs/use/runs.md: fingerprint}. Only rank 0 calls
+    it, because it reads whole files.
+
+    held_out: fingerprint of the held-out set (`fingerprint` of an evaluation)."""
     messages = json.dumps(held_out, default=str).encode()
     fingerprints = {"held-out set": hashlib.sha256(messages).hexdigest()}
     for name, value in vars(args).items():
         if name in ("policy", "reference") and value in (None, "sft"):
-            value = getattr(args, "model", value)  # of common.programs.evaluate the name of a policy
+            value = getattr(args, "model", value)  # evaluate has no --model; its --reference is a name
         values = value if isinstance(value, tuple) else [value]
         for text in (x for x in values if isinstance(x, str) and name != "output_dir"):
-            with contextlib.suppress(InputError, OSError, ValueError):  # a word, which names nothing
+            with contextlib.suppress(InputError, OSError, ValueError):  # a word that is no file or model
                 for kind, x in _behind(name, text, getattr(args, "seed", 0)).items():
                     fingerprints.setdefault(f"{kind} of --{name.replace('_', '-')}", []).append(x)
     return fingerprints
 
 
 def _behind(name, text, seed) -> dict:
-    if name.endswith(("dataset", "_data")):  # of a name on the hub the name itself
+    """Identify the data, file, model or function that one value of a flag names: {kind: identity}."""
+    if name.endswith(("dataset", "_data")):  # data on the hub are identified by their name
         sources = [source for source, *_ in mixtures.sources(text)]
         return {"content": [pretrained.sha256(x) if Path(x).is_file() else x for x in sources]}
     return {"content": pretrained.sha256(text)} if Path(text).is_file() else scorers.identity(text, seed)
 
 
 def changes(before: dict, now: dict, folder) -> list[str]:
-    """What has changed since a run began, as lines to print. before, now: contents of its args.json, then and
-    now. InputError where another one is refused."""
+    """List the settings and inputs that have changed since a run started, as lines to print.
+
+    before, now: contents of args.json at the start, and of the command that resumes.
+    Raises InputError for a change in REFUSED."""
     old, new = _settings(before), _settings(now)
     names = [x for x in sorted(old.keys() & new.keys()) if x not in ("resume", "overwrite", "output_dir")]
     lines = {x: f"{x}: {old[x]!r} -> {new[x]!r}" for x in names if old[x] != new[x]}
@@ -66,6 +71,7 @@ def changes(before: dict, now: dict, folder) -> list[str]:
 
 
 def _settings(begun) -> dict:
+    """Collect flags, package versions, number of ranks and machine from the contents of args.json."""
     values = {"ranks": begun.get("world_size"), **begun.get("args", {}), **begun.get("versions", {})}
     machine = {name: begun[name] for name in ("device", "compute_dtype", "attention") if name in begun}
     return {"script": begun["stage"], **values, **machine} if begun else {}
