@@ -1,4 +1,4 @@
-"""metrics.jsonl, and the results that a run prints at its end. docs/use/runs.md defines every key."""
+"""Write metrics.jsonl, and print the results at the end of a run. docs/use/runs.md defines every key."""
 
 import math
 import time
@@ -9,10 +9,10 @@ from common.data import files
 
 
 class Metrics:
-    """Appends one JSON object a logged step to `folder`/metrics.jsonl, on rank 0.
+    """Append one JSON object per logged step to `folder`/metrics.jsonl, on rank 0.
 
-    keep_rows: when a run resumes, how many rows were there at its checkpoint (`n_rows` then). Later ones will
-      be written again, so they are cut; the clock goes on from the last one kept."""
+    keep_rows: for a resumed run, the number of rows (`n_rows`) at the time of its checkpoint. Later rows are
+      removed, because they will be logged again; `time_s` continues from the last row that is kept."""
 
     def __init__(self, folder, keep_rows: int | None = None):
         self.path = Path(folder) / "metrics.jsonl"
@@ -38,19 +38,19 @@ class Metrics:
 
 
 def finite(metrics: dict) -> dict:
-    """The metrics that are finite numbers: a mean of nothing, for example, is left out."""
+    """Leave out metrics that are NaN or infinite, such as the mean of an empty list."""
     return {key: x for key, x in metrics.items() if not isinstance(x, float) or math.isfinite(x)}
 
 
-WORSE = [  # a figure, and the end of its paired difference's interval that says it ended worse
+WORSE = [  # (metric, end of the interval of its paired difference that shows that it became worse)
     ("eval/nll", "eval/nll_change_low"), ("pairs/loss", "pairs/loss_change_low"),
     ("eval/score", "sft/score_gain_high"), ("eval/score", "eval/score_over_first_high"),
 ]  # fmt: skip
 
 
 def print_results(before: dict, after: dict, shown, samples: list[dict]):
-    """Three samples, the metrics `shown` before -> after, and the held-out ones that ended worse: what a
-    person wants to read, the rest is in the run's summary.json."""
+    """Print the last three samples, the metrics `shown` before and after training, and a warning for each
+    held-out metric that became worse. All other results are in summary.json."""
     for sample in [sample for sample in samples if "response" in sample][-3:]:
         gold = f"  gold {sample['gold']:.1f} of {sample['perfect']:.1f}" if "gold" in sample else ""
         print(f"  {sample['prompt'][-1]['content'][:60]!r} -> {sample['response'][:80]!r}{gold}")
