@@ -1,4 +1,5 @@
-"""Pictures of a run: functions of its folder, which return the figure, or None of nothing."""
+"""Draw the plots of a run. Each function takes the run's folder, and returns the figure, or None if there is
+nothing to draw."""
 
 import itertools
 import math
@@ -18,7 +19,7 @@ STYLE = {
 
 
 def figure(panels=1, size=(4.8, 3.2)):
-    """A figure of `panels` axes side by side, each of `size` inches, and these axes."""
+    """Make a figure with `panels` axes side by side, each of `size` inches: (figure, axes)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -28,27 +29,29 @@ def figure(panels=1, size=(4.8, 3.2)):
 
 
 def save(drawing, path):
-    """Write a figure, which grows by the legends: each stands below its axes, where it covers no curve."""
+    """Save a figure with its legends below the axes, where they cover no curve; the figure grows in height to
+    make room for them."""
     labels = [axis.get_legend_handles_labels()[1] for axis in drawing.axes]
     for axis in [axis for axis, texts in zip(drawing.axes, labels) if texts]:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the ticks' label
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), borderaxespad=5)  # below the x axis's label
     drawing.set_figheight(drawing.get_figheight() + 0.18 * max(map(len, labels)))
     drawing.savefig(path)
     return drawing
 
 
 def draw(picture):
-    """Call picture(). No error of it ends a run, for results count more: it becomes a printed line."""
+    """Call picture(), and print any error instead of raising it: a plot must not end a run whose results are
+    already there."""
     try:
         picture()
     except Exception as error:
         print(f"a picture could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
-# -- of training -----------------------------------------------------------------------------------
+# -- plots of training -----------------------------------------------------------------------------
 def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: str = "step"):
-    """`folder`/`name` from metrics.jsonl: one panel for each {title: [metric keys]}, against `x` (step,
-    iteration or another metric) in the order in which they were logged."""
+    """Draw `folder`/`name` from metrics.jsonl, with one panel per {title: [metric keys]}. Rows are connected
+    in the order in which they were logged. x: step, iteration or another metric."""
     rows = [row for row in files.read_jsonl(Path(folder) / "metrics.jsonl") if x in row]
     if not rows:
         return None
@@ -64,15 +67,16 @@ def curves(folder, panels: dict[str, list[str]], name: str = "metrics.png", x: s
 
 
 def frontier(folder):
-    """`folder`/frontier.png: a scorer and the true reward against the KL, which show over-optimisation."""
+    """Draw `folder`/frontier.png: score and true reward against the KL. If the first rises while the second
+    falls, the scorer is over-optimised."""
     panels = {"reward against the KL": ["eval/score", "gold/score"]}
     return curves(folder, panels, name="frontier.png", x="eval/kl")
 
 
 def best_of_n(folder):
-    """`folder`/best_of_n.png from curves.jsonl, of the first and the last version (of one scorer, the last):
-    the largest and the median score among N samples at the temperature that was taken (Llama 2,
-    arXiv:2307.09288, figure 7), and the largest at each temperature (figure 8)."""
+    """Draw `folder`/best_of_n.png from curves.jsonl, for the first and the last version that the last scorer
+    scored. Left: largest and median score among N samples at the chosen temperature (Llama 2,
+    arXiv:2307.09288, figure 7). Right: largest score at each temperature (figure 8)."""
     curves = files.read_jsonl(Path(folder) / "curves.jsonl")
     curves = [curve for curve in curves if curve["scorer"] == curves[-1]["scorer"]]
     if not curves:
@@ -94,22 +98,23 @@ def best_of_n(folder):
     return save(drawing, Path(folder) / "best_of_n.png")
 
 
-# -- of scorers ------------------------------------------------------------------------------------
+# -- plots of scorers ------------------------------------------------------------------------------
 def scorer(folder):
-    """The pictures of a reward or advantage model."""
+    """Draw metrics.png and scores.png of a reward or advantage model."""
     loss, accuracy = ["loss/reward", "loss/advantage", "eval/nll"], ["train/accuracy", "eval/accuracy"]
     curves(folder, {"loss": loss, "accuracy": accuracy, "norm": ["optim/grad_norm"]})
     scores(folder, {str(folder): files.read_jsonl(Path(folder) / "samples.jsonl")})
 
 
 def scores(folder, scorers: dict[str, list[dict]]):
-    """`folder`/scores.png: accuracy against score difference; for each scorer, on an axis of its own, the
-    scores of better and worse responses; and all scorers' scores by category (arXiv:2309.10202, figures 2 to
-    4). scorers: {name: rows of pair_metrics}; one without labelled pairs is left out."""
+    """Draw `folder`/scores.png: accuracy against score difference; per scorer, a panel with the scores of
+    better and worse responses; and scores by category (arXiv:2309.10202, figures 2 to 4).
+
+    scorers: {name: rows, as for measures.pair_metrics}. A scorer without labelled pairs is left out."""
     scorers = {name[-40:]: rows for name, rows in scorers.items() if measures.pairs_of(rows)}
     if not scorers:
         return None
-    # a scorer that compares sees two responses at once, which then have no scores of their own
+    # A scorer that compares gives no score to a single response
     with_scores = {name: rows for name, rows in scorers.items() if "differences" not in rows[0]}
     categories = sorted({str(row["category"]) for rows in with_scores.values() for row in rows})
     by_category = len(categories) > 1
@@ -117,7 +122,7 @@ def scores(folder, scorers: dict[str, list[dict]]):
     drawing, (left, *axes) = figure(n_panels, (4.4, max(3.2, 0.2 * len(categories))))
     for label, rows in scorers.items():
         pairs = [(abs(d), (d > 0) + (d == 0) / 2) for d, *_ in measures.pairs_of(rows)]
-        pairs.sort(key=lambda pair: pair[0])  # by the difference alone: of equal ones no order is theirs
+        pairs.sort(key=lambda pair: pair[0])  # not by correctness where differences are equal
         size = math.ceil(len(pairs) / 10)
         mean_difference = lambda tenth: fmean(d for d, _ in tenth)
         accuracy = lambda tenth: fmean(right for _, right in tenth)
@@ -134,12 +139,12 @@ def scores(folder, scorers: dict[str, list[dict]]):
 
 
 def better_and_worse(axis, name, rows):
-    """Histograms of a scorer's scores of the better and of the worse responses of pairs, in the same bins."""
+    """Draw histograms, with the same bins, of a scorer's scores of the better and the worse responses."""
     pairs = measures.pairs_of(rows)
     scores = {"better": [a["score"] for _, _, a, _ in pairs], "worse": [b["score"] for _, _, _, b in pairs]}
     low = min(map(min, scores.values()))
     high = max(map(max, scores.values()))
-    room = 1e-6 * max(1, abs(low), abs(high))  # between equal scores not even a float64 has room for 40 bins
+    room = 1e-6 * max(1, abs(low), abs(high))  # if all scores are equal, 40 bins still need some width
     for side, values in scores.items():
         options = {"bins": 40, "range": (low - room, high + room), "alpha": 0.5, "density": True}
         axis.hist(values, **options, label=f"{side} responses, {name}")
@@ -147,7 +152,7 @@ def better_and_worse(axis, name, rows):
 
 
 def scores_by_category(axis, scorers, categories):
-    """Mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
+    """Draw mean and standard deviation of each category's scores (arXiv:2309.10202, figures 1a and 4)."""
     for i, (label, rows) in enumerate(scorers.items()):
         means = []
         places = []
@@ -161,21 +166,22 @@ def scores_by_category(axis, scorers, categories):
         if means:
             axis.errorbar(means, places, xerr=deviations, fmt="o", capsize=2, label=label)
     axis.set_yticks(range(len(categories)), [name[:24] for name in categories], fontsize=8)
-    axis.invert_yaxis()  # from top to bottom
+    axis.invert_yaxis()  # first category at the top
     axis.set(title="scores by category", xlabel="mean and standard deviation")
 
 
-# -- of policies that are compared -----------------------------------------------------------------
+# -- plots that compare policies -------------------------------------------------------------------
 def compared(folder, results, without=()):
-    """`folder`/frontier.png: rewards against the KL, at the first temperature where it is known, of the
-    policies of which it is; dpo/0.1 and dpo/0.3 are points of a curve dpo. Of fewer than two policies None.
+    """Draw `folder`/frontier.png: rewards against the KL, for the policies whose KL is known, at the
+    temperature at which most are known. Policies named dpo/0.1 and dpo/0.3 are points of one curve, dpo.
+    Returns None for fewer than two policies.
 
-    results: temperature -> policy -> figures of programs/evaluate.py. without: policies that are left out."""
+    results: {temperature: {policy: metrics of programs/evaluate.py}}. without: policies to leave out."""
     is_drawn = lambda name, r: "kl" in r and name not in without  # noqa: E731
     drawn = []
     for of_t in results.values():
         drawn.append({name: r for name, r in of_t.items() if is_drawn(name, r)})
-    policies = max(drawn, key=len)  # of equally long ones the first
+    policies = max(drawn, key=len)  # the first temperature, if several have the same number
     if len(policies) < 2:
         return None
     kinds = [kind for kind in measures.JUDGES if all(kind in r for r in policies.values())]
@@ -189,9 +195,9 @@ def compared(folder, results, without=()):
             [line] = axis.plot([x for x, _, _ in points], [y for _, y, _ in points], "o-", markersize=6)
             for x, y, name in points[:-1]:
                 labels.append((x, y, name.partition("/")[2], line.get_color()))
-            labels.append((*points[-1], line.get_color()))  # the curve's name stands at its end
+            labels.append((*points[-1], line.get_color()))  # the last point has the curve's name
         axis.set(title=f"{measures.JUDGES[kind]} against the KL", xlabel="KL (nats)", ymargin=0.15)
-        axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear to 1; its own labels are TeX
+        axis.set_xscale("symlog", linthresh=1, subs=(1, 2, 5))  # linear up to 1; default labels would be TeX
         axis.xaxis.set_major_formatter("{x:g}")
         axis.xaxis.set_minor_formatter("{x:g}")
         label_points(axis, labels)
@@ -199,11 +205,11 @@ def compared(folder, results, without=()):
 
 
 def label_points(axis, labels: list[tuple]):
-    """Write each (x, y, text, color) beside its point, where it covers no point and no other text, if such a
-    place is near."""
+    """Write each (x, y, text, color) next to its point. Of some places nearby, the first one is taken where
+    the text covers no point and no other text."""
     from matplotlib.transforms import Bbox
 
-    axis.figure.draw_without_rendering()  # now each point has a place
+    axis.figure.draw_without_rendering()  # computes the layout, and with it the points' pixels
     places = axis.transData.transform([label[:2] for label in labels])
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in places]
     for x, y, text, color in labels:
