@@ -1,11 +1,15 @@
-"""The pool of rejection sampling and iterative DPO: scored responses that outlive a crash, and their metrics.
+"""The pool of rejection sampling and iterative DPO: all sampled responses with their scores, in a file that
+survives a crash, and the metrics of the pool.
 
-It is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl:
+The pool is a list of rows, the same on every rank, and the file `output_dir`/pool.jsonl. A row is:
 
-    {"prompt": messages, "response": text, "response_ids": [...], "finished": it ended, and holds no special
-     token before its end, "iteration", "model", "temperature": what it was drawn from, "chunk": number,
-     "score", "scorer": the version that gave it, null before; "written": the text with its special tokens, if
-     it holds any before its end}
+    prompt                           list of messages
+    response, response_ids           text, and token ids
+    finished                         true if it ended, and has no special token before its end
+    iteration, model, temperature    source of the response
+    chunk                            number of the chunk of prompts that it was sampled in
+    score, scorer                    score, and version of the scorer; null until it is scored
+    written                          text with special tokens, only if there are any before the end
 """
 
 import collections
@@ -19,15 +23,18 @@ from common.data import chat, files, formats, mapping
 from common.scoring import measures, scorers
 
 
-TYPES = {  # of a row's values
+TYPES = {  # column -> type of its values
     "prompt": list, "response": str, "response_ids": list, "finished": bool, "iteration": int, "model": str,
     "temperature": int | float, "chunk": int, "score": int | float | None, "scorer": str | None,
 }  # fmt: skip
 
 
 def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
-    """The rows of an earlier run's pool that answer one of these prompts, with it in at most max_length
-    tokens; others are counted and named. Ids that do not stand for their text here are encoded anew."""
+    """Load rows of an earlier run's pool (--pool) that answer one of these prompts, and with it have at most
+    max_length tokens. Other rows are dropped, and reported with their number and the reason.
+
+    If the ids are not those of the text with this tokenizer, the text is encoded again. Raises InputError if
+    there is no such file or no row is left."""
     if not Path(path).is_file():
         raise InputError(f"--pool {path}: there is no such file")
     lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
@@ -43,7 +50,7 @@ def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
         if tokenizer.decode(ids, skip_special_tokens=True) != values["response"]:
             ids = chat.encode_responses(tokenizer, values["prompt"], [values["response"]])[1][0]
             values["response_ids"] = ids if values["finished"] else ids[:-1]
-        elif values["finished"]:  # a teacher may end with another token
+        elif values["finished"]:  # the model that wrote it may have another end-of-sequence token
             values["response_ids"] = [*ids[:-1], tokenizer.eos_token_id]
         if lengths[key] + len(values["response_ids"]) > max_length:
             raise ValueError(f"longer than {max_length} tokens (--max-length)")
@@ -54,13 +61,13 @@ def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
 
 
 def rows_of(run) -> list[dict]:
-    """The pool of a run that is resumed, rank 0's on every rank, up to a line that a crash cut."""
+    """Read the pool of a resumed run, without a last line that a crash cut short. Rank 0 reads for all."""
     reads = run.resumed and dist.is_main()
     return dist.gather(files.read_jsonl(run.folder / "pool.jsonl", check=check_row) if reads else [])
 
 
 def check_row(row):
-    """Raise ValueError if a row holds values of other types, or a prompt that is no list of messages."""
+    """Raise ValueError if a value of a row has another type, or the prompt is not a list of messages."""
     wrong = [name for name, kind in TYPES.items() if not isinstance(row[name], kind)]
     if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
         raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
@@ -70,33 +77,33 @@ def check_row(row):
 
 
 class Pool:
-    """Every response that a run sampled, with its scores: `rows` and the file pool.jsonl."""
+    """All responses that a run has sampled, with their scores: `rows`, and the file pool.jsonl."""
 
     def __init__(self, run, rows):
-        """rows: those of an earlier run, or of this one, which is resumed."""
+        """rows: first rows, from an earlier run (--pool) or from this run before it was interrupted."""
         self.args = run.args
         self.path = f"{run.folder}/pool.jsonl"
         self.rows = list(rows)
         self.write()
 
     def write(self):
-        """Replace the file, whole or not at all. Every rank must call it."""
+        """Replace the file; a crash leaves the old file or the new one. All ranks must call it together."""
         if dist.is_main():
             files.write_jsonl(self.path, self.rows)
         dist.barrier()
 
     def sample(self, samplers, prompts, iteration, versions):
-        """Responses to each prompt, from each of the samplers [(model name, temperature, number of
-        responses)], appended to the pool chunk by chunk; what is there already is not sampled again. What has
-        scores was sampled whole: this stays, also where the flags are others by now."""
+        """Sample responses to each prompt from each sampler, (model name, temperature, number of responses),
+        and append them to the pool chunk by chunk. Chunks that are in the pool are not sampled again."""
         args = self.args
+        # Scores come after all of an iteration is sampled. Keep it then, even if the flags have changed
         if any(row["iteration"] == iteration and row["scorer"] for row in self.rows):
             return
         for (name, temperature, n), chunks in zip(samplers, self.missing(samplers, prompts, iteration)):
             if not chunks:
                 continue
             policy = versions.load(name)
-            with dist.consolidated(policy):  # the weights are gathered once for all chunks
+            with dist.consolidated(policy):  # gathers the weights once for all chunks
                 for number, chunk in chunks:
                     seed = dist.seed_of(args.seed, "sample", iteration, number)
                     options = {"n": n, "temperature": temperature, "top_p": args.top_p}
@@ -114,8 +121,9 @@ class Pool:
                         files.append_jsonl(self.path, rows)
 
     def missing(self, samplers, prompts, iteration) -> list[list[tuple[int, list]]]:
-        """For each sampler [(number, prompts)] of the chunks of --chunk-prompts prompts that the pool does
-        not hold whole. Rows of such a chunk, which a crash cut, are left out: a chunk is sampled whole."""
+        """Find the chunks of --chunk-prompts prompts that are still to be sampled: for each sampler a list of
+        (chunk number, prompts). Rows of a chunk that a crash cut short are removed from the pool, because a
+        chunk is always sampled as a whole."""
         keys_of_chunk = collections.defaultdict(list)
         counter = itertools.count()
         for row in self.rows:
@@ -137,18 +145,18 @@ class Pool:
         return missing
 
     def n_prompts_before(self, iteration) -> int:
-        """How many prompts the iterations before had, all together."""
+        """Count the prompts of all earlier iterations together."""
         before = [row for row in self.rows if row["iteration"] < iteration]
         return len({(row["iteration"], turns_key(row["prompt"])) for row in before})
 
     def score(self, scorer, prompts):
-        """Score the rows that another scorer scored or none has: scores of different ones cannot be compared.
-        The file is replaced whole. `parts` are then the means of the parts of these scores."""
+        """Score the rows of these prompts that have no score, or one of another scorer, which could not be
+        compared, and replace the file. Sets `parts`, the means of the parts of the new scores."""
         self.parts = {}
         keys = {prompt.key for prompt in prompts}
         unscored = (row for row in self.rows if row["scorer"] != scorer.version)
         old = [row for row in unscored if turns_key(row["prompt"]) in keys]
-        if not old:  # a resumed run may have scored all of them before it was killed
+        if not old:  # a resumed run may have scored all rows before it was interrupted
             self.parts = self.rows[-1].get("parts", {}) if self.rows else {}
             return
         pairs = pairs_of(old, prompts)
@@ -162,7 +170,9 @@ class Pool:
 
 
 def candidates(rows, prompts, iteration=None) -> list[dict]:
-    """The rows that answer one of the prompts, in the prompts' order. iteration: only rows of this one."""
+    """Return the rows that answer one of the prompts, in the order of the prompts.
+
+    iteration: if given, only rows of this iteration."""
     places = {prompt.key: place for place, prompt in enumerate(prompts)}
     rows = [row for row in rows if iteration in (None, row["iteration"])]
     placed = [(places.get(turns_key(row["prompt"])), row) for row in rows]
@@ -171,7 +181,7 @@ def candidates(rows, prompts, iteration=None) -> list[dict]:
 
 
 def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]:
-    """The (prompt, response) of each row; every row answers one of the prompts."""
+    """Turn rows into (prompt, response) pairs; every row must answer one of the prompts."""
     by_key = {prompt.key: prompt for prompt in prompts}
     pairs = []
     for row in rows:
@@ -182,8 +192,8 @@ def pairs_of(rows, prompts) -> list[tuple[responses.Prompt, responses.Response]]
 
 
 def write_pairs(folder, pairs, iteration):
-    """pairs.jsonl: the pairs that are new in an iteration, in a format that reward.py and --offline-data
-    read; those of the iterations before stay."""
+    """Add the new pairs of an iteration to pairs.jsonl, in a format that reward.py and --offline-data read.
+    Pairs of earlier iterations are kept; those of this iteration are replaced."""
     if not dist.is_main():
         return
     rows = files.read_jsonl(folder / "pairs.jsonl")
@@ -202,7 +212,8 @@ def write_pairs(folder, pairs, iteration):
 
 # -- metrics of an iteration -----------------------------------------------------------------------
 def pool_metrics(rows) -> dict[str, float]:
-    """Of an iteration's responses, means: over them, and over their prompts of the best and the worst."""
+    """Compute means over the responses of an iteration, and over its prompts the mean best and mean worst
+    score."""
     by_prompt = {}
     for row in rows:
         by_prompt.setdefault(turns_key(row["prompt"]), []).append(row["score"])
@@ -218,7 +229,8 @@ def pool_metrics(rows) -> dict[str, float]:
 
 
 def selection_metrics(rows, selected, iteration) -> dict[str, float]:
-    """Of a pool's rows, of this iteration's responses, and of the rows to train on."""
+    """Compute the metrics of rejection sampling: of all rows of the pool, of this iteration's responses, and
+    of the rows that are selected for training."""
     new = [row for row in rows if row["iteration"] == iteration and row["score"] is not None]
     metrics = {"pool/rows": len(rows), "pool/new": len(new), "pool/selected": len(selected)}
     if selected:
@@ -227,7 +239,9 @@ def selection_metrics(rows, selected, iteration) -> dict[str, float]:
 
 
 def pairing_metrics(rows, pairs, dropped, iteration) -> dict[str, float]:
-    """Of an iteration's responses, and of the pairs made of them."""
+    """Compute the metrics of iterative DPO: of an iteration's responses, and of the pairs made from them.
+
+    dropped: {reason: number of prompts without a pair}."""
     rows = [row for row in rows if row["iteration"] == iteration]
     metrics = {"pool/responses": len(rows), "pairs/kept": len(pairs), **pool_metrics(rows)}
     metrics.update({f"pairs/{reason}": n for reason, n in dropped.items()})
