@@ -1,4 +1,4 @@
-"""The versions of a policy that rejection sampling and iterative DPO make, one an iteration."""
+"""The versions of the policy in rejection sampling and iterative DPO: one per iteration."""
 
 import gc
 from functools import partial
@@ -15,18 +15,18 @@ EVALUATE_AGAIN = "Remove it: the version is then evaluated again."
 
 
 class Versions:
-    """The versions of a policy that a run makes, one an iteration: versions/N is the model, versions/N.json
-    its evaluation, what `evaluate` found that it does. Version `first` is the model that all began from.
+    """The versions of the policy that a run makes, one per iteration. versions/N is the model of version N,
+    versions/N.json its evaluation. Version `first` is the model that the run starts from.
 
-    What a resumed run does again is decided here: no version or evaluation that is there. The last checkpoint
-    holds the policy, its optimiser and, as JSON, {"iteration": the version that is trained, "step": of its
-    steps, "first_step": all steps before, "logged_rows"}.
+    A resumed run repeats no version and no evaluation that is on disk. The last checkpoint holds the policy,
+    its optimiser and the state {"iteration": the version in training, "step": its steps so far, "first_step":
+    the steps of all earlier versions, "logged_rows": rows of metrics.jsonl}.
 
-    evaluate: a RejectionSamplingEvaluation or DPOEvaluation (version_evaluation.py). step: the optimiser
-      steps of all versions so far."""
+    evaluate: a RejectionSamplingEvaluation or DPOEvaluation (version_evaluation.py), set by the script.
+    step: optimiser steps of all versions so far."""
 
     def __init__(self, run, tokenizer, start: str):
-        """start: the name of the model that is the first version."""
+        """start: name of the model that is the first version."""
         self.run = run
         self.args = run.args
         self.tokenizer = tokenizer
@@ -36,8 +36,8 @@ class Versions:
         self.policy = None
 
     def begin(self, first: int = 0):
-        """After run.begin: look what is there, and cut from metrics.jsonl what will be done again. first: the
-        number of the first version; a resumed run has one already."""
+        """Find the versions and evaluations on disk, and remove the rows of metrics.jsonl that will be logged
+        again. Call it after run.begin. first: number of the first version in a new run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         evaluations = {}
         made = []
@@ -52,7 +52,7 @@ class Versions:
         self.first = min(self.evaluations, default=first)
         newest = max([*evaluations, *self.made], default=-1)
         kept = [row for row in rows if row["iteration"] <= newest]
-        if newest not in evaluations:  # all of the newest version but its evaluation's row
+        if newest not in evaluations:  # keep the newest version's rows, but not that of an evaluation
             kept = [r for r in kept if r["iteration"] < newest or r.keys() & {"optim/lr", "pool/score"}]
         self.step = kept[-1]["step"] if kept else 0
         saved = checkpoints.checkpoint_state(self.run.checkpoint)
@@ -62,7 +62,7 @@ class Versions:
         self.run.metrics = logs.Metrics(self.run.folder, keep_rows=len(kept))
 
     def read_evaluation(self, path):
-        """A versions/N.json. InputError for one that cannot be."""
+        """Read a versions/N.json. Raises InputError if it is not an evaluation."""
         def check(evaluation):
             self.evaluate.metrics_of({0: evaluation, 1: evaluation}, 1)
             evaluation["step"] + sum(sample["tokens"] for sample in evaluation["samples"])
@@ -70,8 +70,8 @@ class Versions:
         return files.read_json(path, EVALUATE_AGAIN, check)
 
     def iterations(self, n: int):
-        """first + 1, first + 2, ...: the iterations whose version is not there yet, after a evaluation of the
-        version before each of them. The last version is studied by finish."""
+        """Yield the iterations first + 1, ..., first + n whose version is not on disk yet. Before each one, the
+        previous version is evaluated; `finish` evaluates the last version."""
         self.last = self.first + n
         for iteration in range(self.first + 1, self.last + 1):
             self.evaluate_version(iteration - 1)
@@ -80,13 +80,15 @@ class Versions:
                 yield iteration
 
     def path(self, version: int) -> str:
+        """Return the folder, or for the first version the name, of a version's model."""
         return self.start if version == self.first else str(self.folder / str(version))
 
     def load(self, name: str):
-        """The policy of this name, sharded. Hold the one before it no more: its memory is let go first."""
+        """Load the policy of this name, sharded, unless it is the one in memory. The previous policy is freed
+        first, so callers must not keep a reference to it."""
         if self.loaded != name:
             self.loaded = self.policy = None
-            gc.collect()  # a model's methods are bound to it, a cycle that holds its weights
+            gc.collect()  # bound methods make a reference cycle, which would keep the weights alive
             args = self.args
             rank = getattr(self.args, "lora_rank", 0)
             checkpointing = args.gradient_checkpointing
@@ -96,19 +98,20 @@ class Versions:
         return self.policy
 
     def ask(self, name: str, forward, items, args) -> list:
-        """forward(model, items, args) for the policy of this name, which is loaded and freed again unless it
-        is the one in memory. Without items nothing is loaded."""
+        """Return forward(model, items, args) for the policy of this name. If it is not in memory, load it for
+        the call and free it again. Without items nothing is loaded."""
         if items and name != self.loaded:
             answer = lambda policy: forward(policy, items, args)
             return pretrained.ask_policy(name, self.tokenizer, args, self.run.device, answer)
         return forward(self.policy, items, args) if items else []
 
     def evaluate_version(self, version: int):
-        """Write what evaluate(policy, version, evaluations) returns; log and print the version's metrics."""
+        """Evaluate a version, save the evaluation and log its metrics, unless that was done before. Print the
+        metrics in any case."""
         if version not in self.evaluations:
             policy = self.load(self.path(version))
             evaluate = partial(self.evaluate, version=version, evaluations=self.evaluations)
-            if version == self.last:  # its metrics are those of the exported model
+            if version == self.last:  # evaluate the weights as they will be exported
                 def metrics_of(evaluation):
                     return self.evaluate.metrics_of({**self.evaluations, version: evaluation}, version)
 
@@ -125,15 +128,17 @@ class Versions:
             print(f"version {version}: {shown}")
 
     def metrics_of(self, version: int) -> dict[str, float]:
+        """Compute a version's metrics from the evaluations so far."""
         return self.evaluate.metrics_of(self.evaluations, version)
 
     def began_training(self, version: int) -> bool:
-        """Whether the last checkpoint is of this version: then what led to it is logged already."""
+        """Return whether the last checkpoint is of this version. Its sampling and scoring are then logged
+        already."""
         return checkpoints.checkpoint_state(self.run.checkpoint).get("iteration") == version
 
     def train(self, version: int, n_steps: int, optimizer):
-        """run.steps for the policy that is loaded, from the last checkpoint on if it is of this version; then
-        it becomes versions/N, in float32 whatever is exported in the end."""
+        """Yield run.steps for the loaded policy, from the last checkpoint if that is of this version. Then
+        save the policy as versions/N, in float32 whatever the dtype of the export."""
         run = self.run
         run.modules = {"policy": (self.policy, optimizer)}
         run.state = {"iteration": version, "step": 0, "first_step": self.step}
@@ -142,16 +147,18 @@ class Versions:
         yield from run.steps(n_steps)
         self.step += n_steps
         checkpoints.save_model(self.policy, self.tokenizer, self.path(version))
-        self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)  # see lora.py
-        run.modules = {}  # the optimiser's memory
+        # With LoRA, load the saved model again: the next version starts with new adapters, as after --resume
+        self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)
+        run.modules = {}  # frees the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:
-        """run.skip of an iteration, whose version is then the one before."""
+        """Skip an iteration (run.skip): its version is then the same as the previous one."""
+        # Versions of skipped iterations have the same number of steps as the current one
         in_a_row = sum(evaluation["step"] == self.step for evaluation in self.evaluations.values())
         return self.run.skip(why, in_a_row)
 
     def finish(self, summary: dict):
-        """Study the last version, and write what a finished run holds (run.write_results)."""
+        """Evaluate the last version, and write the results of the finished run (run.write_results)."""
         self.evaluate_version(self.last)
         rows = [{"version": v, **row} for v, x in self.evaluations.items() for row in x["samples"]]
         curves = [curve for evaluation in self.evaluations.values() for curve in evaluation.get("curves", ())]
