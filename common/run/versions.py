@@ -70,8 +70,8 @@ class Versions:
         return files.read_json(path, EVALUATE_AGAIN, check)
 
     def iterations(self, n: int):
-        """Yield the iterations first + 1, ..., first + n whose version is not on disk yet. Before each one, the
-        previous version is evaluated; `finish` evaluates the last version."""
+        """Yield the iterations first + 1, ..., first + n whose version is not on disk yet. Before each one,
+        evaluate the previous version; `finish` evaluates the last version."""
         self.last = self.first + n
         for iteration in range(self.first + 1, self.last + 1):
             self.evaluate_version(iteration - 1)
