@@ -1,4 +1,4 @@
-"""The command line of a script: a recipe, flags that change it, and the limits of its numbers."""
+"""Parse the command line of a script: a recipe, and flags that change it; check the limits of numbers."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from common.errors import InputError
 from common.data import files, mixtures, splits, tiny
 from common.loading import tensor_parallel
 
-LIMITS = {  # what a number may be -> the test, and the names of arguments; all others: 0 or more
+LIMITS = {  # limit -> (its test, names of the arguments that have it); all other numbers: 0 or more
     "0 or more": (lambda x: x >= 0, ""),
     "1 or more": (
         lambda x: x >= 1,
@@ -31,13 +31,14 @@ LIMITS = {  # what a number may be -> the test, and the names of arguments; all 
     "0 to 2^63 - 1": (lambda x: 0 <= x < 2**63, "seed"),
     "any": (lambda x: True, "threshold"),
 }
-# Names of one flag here and elsewhere; a script has one of a set, which an error names
+# Each set holds the names of one flag, here and in other libraries. If a user gives one that the script does
+# not have, the error names the one that it has
 SYNONYMS = """model model_name_or_path; reference ref ref_model reference_model; lr learning_rate;
     scorer reward_fn reward_funcs reward_model reward_model_path; dataset dataset_name train_dataset;
     epochs num_train_epochs num_ppo_epochs; batch_size minibatch_size; n_samples n num_generations;
     micro_batch_size per_device_train_batch_size; max_new_tokens max_completion_length response_length;
     kl_coef beta kl; clip_ratio cliprange epsilon; eval_every eval_steps; save_every save_steps""".split(";")
-FOREIGN_FLAGS = {  # a flag that is none here and has no synonym -> what does it
+FOREIGN_FLAGS = {  # flag of other libraries without a synonym here -> hint
     "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
     "max_steps": "--iterations are rounds, of several optimiser steps each",
     "warmup_steps": "--warmup-ratio is a share of all steps",
@@ -48,23 +49,21 @@ FOREIGN_FLAGS = {  # a flag that is none here and has no synonym -> what does it
 @dataclasses.dataclass
 class EveryCommand:
     columns: str | None = None
-    """Columns of your data under the names that are read: question=prompt,answer_a=chosen."""
+    """Columns of your data, renamed to those that are read: question=prompt,answer_a=chosen."""
     preview: int = 0
-    """Print so many examples as they are trained on, and stop before a model is loaded."""
+    """Number of examples to print, as they are trained on; the command then stops before loading a model."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
-    """Of forward and backward. None: bfloat16 where an accelerator has it, else float32."""
-    attention: str = "default"
-    """Implementation of attention, by transformers' name; default: sdpa, or eager (docs/use/gpus.md)."""
+    """Dtype of forward and backward. Default: bfloat16 on an accelerator that has it, else float32."""
     deterministic: bool = False
-    """Kernels whose results repeat bit for bit, where torch has such; slower (docs/use/gpus.md)."""
+    """Use deterministic kernels if torch has them: results repeat bit for bit, but slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
-    """Ranks of a node that hold one copy of a model together while it generates (docs/use/gpus.md)."""
+    """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
 
 
 def check_flags(args, *more):
-    """InputError that names the first number of the arguments that is out of its limits.
+    """Raise InputError for the first argument that is out of its limits.
 
-    more: (name, whether it is right, what is wanted): limits of one script, or of several arguments."""
+    more: further checks of a script, (name of the argument, whether it is valid, valid values as text)."""
     limits = []
     for name, value in vars(args).items():
         if isinstance(value, (int, float)):
@@ -77,11 +76,13 @@ def check_flags(args, *more):
 
 
 def parse(recipes, argv=None):
-    """The script's Args from the command line: `ppo.py [recipe] [--flag value ...]`. A command that names no
-    recipe takes the first of `recipes`, {name: (description, Args(...))}; where there is a recipe `base`,
-    not_tiny decides between them, and what was taken is printed. What EveryCommand asks for is done."""
+    """Parse the command line `ppo.py [recipe] [--flag value ...]` and return the script's Args. The flags of
+    EveryCommand are not part of Args; they are put into effect here.
+
+    recipes: {name: (description, Args(...))}. Without a recipe, the command uses the first one, or `base`, if
+      there is one, for a model or data that are not the tiny world's (not_tiny). The choice is printed."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    helps = [word for word in argv if word in ("-h", "--help")]  # printed last: of the recipe that is taken
+    helps = [word for word in argv if word in ("-h", "--help")]  # printed once the recipe is chosen
     argv = [word for word in argv if word not in helps]
     named = bool(argv) and not argv[0].startswith("-")
     first = next(iter(recipes))
@@ -96,7 +97,7 @@ def parse(recipes, argv=None):
         args, every = _parse_flags(recipes, name, argv)
     if helps:
         _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
-    if not named or name != first:  # who names tiny means it
+    if not named or name != first:  # a user who names tiny means it
         check_own_data(strange, args, argv)
     if "base" in recipes and dist.is_main():
         always = "model lr value_lr max_length max_new_tokens batch_size minibatch_size epochs"
@@ -116,9 +117,9 @@ def parse(recipes, argv=None):
     dist.ranks_per_copy = n
     dist.split_layers = tensor_parallel.split
     if every.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it starts
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)
-        for kind in ("flash", "mem_efficient", "cudnn"):  # attention that would only warn
+        for kind in ("flash", "mem_efficient", "cudnn"):  # they only warn if not deterministic
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
     for key, spec in vars(args).items() if every.columns else ():
         if spec and key.endswith(("dataset", "_data")) and not mixtures.is_tiny(spec):
@@ -128,8 +129,8 @@ def parse(recipes, argv=None):
 
 
 def check_own_data(strange, args, argv):
-    """InputError if a command names a model or data of the user's own (`strange`), but would take its prompts
-    or rows from the tiny world because it does not name --dataset: such a run looks like any other."""
+    """Raise InputError if a command names the user's own model or data (`strange`), but would take prompts or
+    rows from the tiny world because --dataset is missing. Such a run would look like any other."""
     names = [word.split("=")[0] for word in argv]
     reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO may read none
     if strange and reads_prompts and mixtures.is_tiny(args.dataset) and "--dataset" not in names:
@@ -138,14 +139,14 @@ def check_own_data(strange, args, argv):
 
 
 def not_tiny(args, defaults):
-    """The first flag, with its value, whose data set, or model to train or to sample from, is not the tiny
-    world's, whose numbers ruin a pretrained model; None if there is none."""
+    """Return the first flag, with its value, that names data or a model outside the tiny world, or None. The
+    tiny world's hyperparameters would ruin a pretrained model."""
     for name, value in vars(args).items():
         of_model = name in ("model", "policy", "policies")
         of_data = name.endswith(("dataset", "_data"))
         words = [word.split("=")[-1] for word in value] if name == "policies" else [value]
         for word in words:
-            # A default that is not there has an error of its own
+            # A default that does not exist is reported elsewhere
             missing = value == getattr(defaults, name) and not Path(str(word)).exists()
             if missing or not word:
                 continue
@@ -155,14 +156,17 @@ def not_tiny(args, defaults):
 
 
 def _is_tiny_model(name):
-    """Whether it is the tiny model or was trained from it, which its vocabulary tells; `dataset` is none."""
+    """Return whether a model is tiny, or was trained from it (by the size of its vocabulary). True for
+    `dataset`, which evaluate takes as a policy, too."""
     folders = [Path(name), Path(name, "model")]
     sizes = [files.read_json(folder / "config.json").get("vocab_size") for folder in folders]
     return name in ("tiny", "dataset") or len(tiny.WORDS) in sizes
 
 
 def _parse_flags(recipes, name, argv):
-    """(the recipe's Args, EveryCommand) with the flags of argv."""
+    """Apply the flags of argv to a recipe and return (Args, EveryCommand).
+
+    Raises InputError for an unknown flag, with the name of a similar one, or for an invalid value."""
     import tyro
 
     defaults = recipes[name][1]
