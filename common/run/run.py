@@ -1,7 +1,7 @@
-"""What surrounds an algorithm and is the same in all scripts: how it starts and ends, its run directory.
+"""Start and end a script, and manage its run directory. This is the same in all scripts.
 
-A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and,
-written last, summary.json: a run that has a summary is finished, one without is not, whatever else it has.
+A run directory (`output_dir`) holds args.json, metrics.jsonl, samples.jsonl, *.png, checkpoint/, model/ and
+summary.json. The summary is written last: a run is finished if and only if it has one.
 """
 
 import contextlib
@@ -33,25 +33,26 @@ from common.run import checkpoints, identity, logs, plots
 from common.run.cli import check_flags, parse
 
 RESUMABLE = ("checkpoint/latest", "pool.jsonl", "rows.jsonl")  # a run that has one of these can be resumed
-OUTPUTS = (  # what a new run removes of an old one, beside *.png
+OUTPUTS = (  # files and folders of an old run that a new run removes, in addition to *.png
     "summary.json model model.tmp checkpoint versions metrics.jsonl samples.jsonl pool.jsonl curves.jsonl "
     "rehearsal.jsonl best pairs.jsonl rows.jsonl failed.jsonl"
 )
-SAVE_AFTER_S = 600  # since the last checkpoint: then one is due whatever --save-every says
-DTYPES = re.compile("same dtype|scalar type")  # what torch says of a matrix product of two dtypes
-# What torch says where another rank is gone
+SAVE_AFTER_S = 600  # seconds after the last checkpoint at which one is due regardless of --save-every
+DTYPES = re.compile("same dtype|scalar type")  # torch's message for a matrix product of two dtypes
+# torch's messages when another rank is gone
 PEER_LOST = re.compile(
     "gloo.*(closed|reset|timed? ?out)|ncclRemoteError|wait timeout|likely closed|by peer", re.I
 )
 
 
 def launch(main, recipes):
-    """Run a script's main to its end: one clear line for an error to be mended, a traceback for a bug."""
+    """Run a script's main. Errors that the user can fix end in one clear line and exit status 2, bugs in a
+    traceback and status 1."""
     code = 0
-    sys.stdout.reconfigure(errors="replace")  # a console that lacks a character must not end a run
+    sys.stdout.reconfigure(errors="replace")  # a character that the console lacks must not end a run
     try:
         main(parse(recipes))
-    except (InputError, OSError) as error:  # OSError: a full disk, no permission, no such model on the hub
+    except (InputError, OSError) as error:  # OSError: full disk, no permission, no such model on the hub
         message = " ".join(str(error).split())
         where = ""
         if isinstance(error, NotFinite) and Run.current:
@@ -61,7 +62,8 @@ def launch(main, recipes):
         if isinstance(error, Diverged) and Run.current:
             message = f"{message}; {Run.current.last_checkpoint}"
         if dist.rank() > 0:
-            time.sleep(5)  # if all ranks fail alike, rank 0 speaks, and torchrun ends the others meanwhile
+            # If all ranks fail with the same error, rank 0 prints it, and torchrun ends the others meanwhile
+            time.sleep(5)
             where = f" [rank {dist.rank()}]"
         _say(f"error{where}: {message}")
         code = 2
@@ -86,31 +88,32 @@ def launch(main, recipes):
 
 
 def _what_is_saved():
-    """How the run that was interrupted can continue."""
+    """Return a sentence on how to continue the interrupted run."""
     if Run.current and any((Run.current.folder / name).exists() for name in RESUMABLE):
         return f"--resume continues from what is saved in {Run.current.folder}"
     return "nothing is saved yet, the same command starts from the beginning"
 
 
 def _say(text):
-    """Print to stderr below the progress bars, which would be drawn again after it."""
+    """Print to stderr. Progress bars are closed first, because they would be drawn again after the text."""
     for bar in list(getattr(tqdm, "_instances", ())):
         bar.close()
     print(text, file=sys.stderr, flush=True)
 
 
 class Run:
-    """A script's run directory, from the first look at it to summary.json: what is the same in all scripts
-    and no part of an algorithm. It is no trainer: the loop, the models and the losses are the script's.
+    """A script's run directory, from the first check to summary.json, with everything that all scripts share.
+    It is not a trainer: the loop, the models and the losses belong to the script.
 
-    finished: there is nothing left to do. device: this rank's. state: what a checkpoint holds beside weights
-    and optimisers, as JSON; its `step` counts the rounds of `steps` that are done."""
+    finished: whether there is nothing left to do. device: the device of this rank.
+    state: content of a checkpoint besides weights and optimisers, as JSON. state["step"] is the number of
+      finished rounds of `steps`."""
 
-    current = None  # the run that this process is in: `launch` says where it stopped
+    current = None  # the run of this process; `launch` uses it for error messages
 
     def __init__(self, args, stage: str, check=None, plots=()):
-        """check: raises an InputError for args that cannot be right, after their limits (cli.LIMITS). plots:
-        functions of the run's folder that draw in it."""
+        """check: function that raises InputError for invalid args, called after cli.LIMITS have been checked.
+        plots: functions that draw in the run's folder."""
         self.device = dist.setup()
         self.args = args
         self.stage = stage
@@ -120,7 +123,7 @@ class Run:
         mixtures.sources_of(args)
         if check:
             check(args)
-        self.status = None if splits.n_shown else find_run(args)  # --preview looks at nothing else
+        self.status = None if splits.n_shown else find_run(args)  # --preview touches no run directory
         self.finished = self.status == "finished"
         self.resumed = self.status == "resume"
         begun = _args_of(Path(args.output_dir)).get("began") if self.resumed else None
@@ -136,9 +139,11 @@ class Run:
         Run.current = self
 
     def begin(self, *, plan: str, held_out, modules: dict | None = None, state: dict | None = None) -> dict:
-        """Replace an old run or, with --resume, load the last checkpoint into `modules`, {name: (model,
-        optimizer)}, and into `state`, which is returned. When to call it, and held_out: see start_run. plan:
-        how many steps, rows or prompts the run will see; it is printed."""
+        """Start the run: replace an old one or, with --resume, load the last checkpoint into `modules` and
+        `state`. Returns the state. start_run says when to call this.
+
+        plan: number of steps, rows or prompts that the run will see; it is printed. held_out: see start_run.
+        modules: {name: (model, optimizer)}. state: initial values of a new run."""
         if dist.is_main():
             print(f"plan: {plan}")
         start_run(self.args, self.stage, self.status, held_out)
@@ -151,11 +156,12 @@ class Run:
         return self.state
 
     def log_before(self, evaluate, model, keep_samples=False):
-        """The metrics that `evaluate`(model) gives before training; a resumed run has them in its checkpoint.
-        keep_samples: its `samples` stand in samples.jsonl, with those after training behind them."""
+        """Log the metrics evaluate(model) before training. A resumed run has them in its checkpoint.
+
+        keep_samples: write evaluate.samples to samples.jsonl; `finish` appends those after training."""
         if "before" not in self.state:
             self.state["before"] = evaluate(model)
-            self.state["losses"] = getattr(evaluate, "losses", [])  # of each held-out item
+            self.state["losses"] = getattr(evaluate, "losses", [])  # one per held-out item
             self.log(self.state["before"], step=0)
             if keep_samples:
                 self.state["samples"] = [{"when": "before", **sample} for sample in evaluate.samples]
@@ -163,8 +169,8 @@ class Run:
                 files.write_jsonl(self.folder / "samples.jsonl", self.state["samples"])
 
     def steps(self, total: int):
-        """Counts to `total` from where a checkpoint was, behind a progress bar. When a round's body is done,
-        and only then, the checkpoint that --save-every asks for is written, or that the time asks for."""
+        """Yield the numbers of the rounds up to `total`, from the checkpoint on, with a progress bar. After
+        the body of each round, save a checkpoint if one is due."""
         self.total = total
         with progress.progress(total, self.state["step"], self.stage) as self.bar:
             while self.state["step"] < total:
@@ -181,42 +187,46 @@ class Run:
                     self.saving_s = self.saved - began
 
     def must_save(self) -> bool:
-        """Whether a checkpoint is due: by --save-every, or because much would be lost by now. By rank 0's
-        clock, and so rarely that at most a twentieth of the time goes to it."""
+        """Return whether a checkpoint is due: by --save-every, or because the last one is more than ten
+        minutes old. Checkpoints by time take at most a twentieth of the run; rank 0's clock decides."""
         is_late = time.monotonic() - self.saved > max(SAVE_AFTER_S, 20 * self.saving_s)
         return self.state["step"] % self.args.save_every == 0 or dist.gather([is_late])[0]
 
     def begin_round(self):
+        """Start the clock of a round."""
         self.began = time.time()
         self.laps = {}
         self.peaks = {}
 
     # inside a round of `steps`
     def seconds(self) -> float:
-        """Since the round began."""
+        """Return the seconds since the round started."""
         return time.time() - self.began
 
     def lap(self, name: str):
-        """The seconds since the last lap, or since the round began, become time/NAME_s of its row; on an
-        accelerator the largest memory of tensors since then memory/NAME_gb."""
+        """Record the seconds since the last lap, or since the start of the round, as time/NAME_s of the next
+        logged row; on an accelerator also the peak memory of tensors since then, as memory/NAME_gb."""
         self.laps[f"time/{name}_s"] = self.seconds() - sum(self.laps.values())
         self.peaks.update(dist.peak_memory(self.device, name))
 
     def due(self, every: int) -> bool:
-        """Whether the round is one of every so many; the last one is not, for what follows it."""
+        """Return whether the current round is a multiple of `every`. The last round never counts, because the
+        script evaluates after it anyway."""
         step = self.state["step"] + 1
         return every > 0 and step % every == 0 and step < self.total
 
     def log(self, row: dict, step: int, iteration: int = 0, shown=()):
-        """A row of metrics.jsonl; `shown`: the keys of at most three metrics beside the progress bar."""
+        """Write a row of metrics.jsonl. shown: keys of up to three metrics for the progress bar."""
         self.peaks.update(dist.peak_memory(self.device, "rest" if self.laps else "step"))
         self.metrics.log(step, iteration, **row, **self.laps, **self.peaks)
         if shown:
             self.bar.set_postfix({key.split("/")[-1]: f"{row[key]:.3g}" for key in shown}, refresh=False)
 
     def skip(self, why: str, in_a_row: int | None = None) -> dict[str, int]:
-        """The figure of a round that is left out, for it gives nothing to learn from. InputError after five
-        of them in a row, or where the run has no others. in_a_row: None: the state counts them."""
+        """Skip a round that gives nothing to learn from: print why, and return its metric.
+
+        in_a_row: number of rounds skipped in a row, this one included; by default, counted in the state.
+        Raises InputError after five in a row, or once all iterations of a shorter run are skipped."""
         if in_a_row is None:
             in_a_row = self.state["skipped"] = self.state.get("skipped", 0) + 1
         if in_a_row >= min(5, self.args.iterations):
@@ -227,9 +237,9 @@ class Run:
 
     # after the last round
     def evaluate_export(self, model, evaluate, metrics_of=lambda result: result):
-        """Give the model the weights that model/ will have (round_weights), and return evaluate(model): the
-        metrics are then of the exported model. If --save-dtype rounds, evaluate before that too, and print
-        in one line which held-out metrics it changed. metrics_of: evaluate's result -> {name: number}."""
+        """Give the model the weights that model/ will have (round_weights), and return evaluate(model), so
+        that the metrics are those of the exported model. metrics_of: evaluate's result -> {name: number}."""
+        # If --save-dtype rounds, evaluate before that too, and print what rounding does to held-out metrics
         full = {} if self.dtype == torch.float32 else metrics_of(evaluate(model))
         self.round_weights(model)
         result = evaluate(model)
@@ -245,18 +255,19 @@ class Run:
 
     @torch.no_grad()
     def round_weights(self, model):
-        """Round to the dtype of model/, in place; LoRA's adapters are merged first."""
+        """Round the weights to the dtype of model/, in place. LoRA adapters are merged first."""
         weights = model.state_dict()
-        if hasattr(model, "merge_adapters"):  # LoRA's: merged first, for their sum is what is rounded
+        if hasattr(model, "merge_adapters"):  # first, because the sum is rounded, not its parts
             model.merge_adapters(weights)
         for name, empty in checkpoints.skeleton(model, self.dtype).state_dict().items():
             weights[name].copy_(weights[name].to(empty.dtype))
 
     def finish(self, model, tokenizer, after, samples, *, summary, shown):
-        """write_results of a script that trains one model.
+        """Write the results (write_results) of a script that trains one model.
 
-        after, samples: metrics and rows of samples.jsonl after training. summary: what else summary.json
-        says. shown: the metrics that are printed, before and after."""
+        after, samples: metrics, and rows of samples.jsonl, after training. summary: further content of
+        summary.json. shown: metrics to print, before and after training.
+        Raises InputError if the held-out loss is not finite; the model is then not exported."""
         if not math.isfinite(after.get("eval/nll", 0.0)):
             raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
         before = self.state.get("before", {})
@@ -269,7 +280,8 @@ class Run:
         self.write_results(model, tokenizer, samples, summary, before, after, shown)
 
     def write_results(self, model, tokenizer, samples, summary, before, after, shown=()):
-        """What a finished run holds, its summary.json last, and what is printed of it."""
+        """Write the files of a finished run and print its results. summary.json follows model/, so that a
+        run with a summary is complete; plots come after it."""
         checkpoints.save_model(model, tokenizer, self.folder / "model", self.dtype)
         if dist.is_main():
             files.write_jsonl(self.folder / "samples.jsonl", samples)
@@ -283,8 +295,11 @@ class Run:
 
 
 def find_run(args) -> str | None:
-    """What `args.output_dir` holds for this command: "finished" (nothing is left to do), "resume", or None:
-    begin anew. Changes nothing. InputError for a run in the way without --overwrite or --resume."""
+    """Decide what to do with `args.output_dir`: "finished" (nothing is left to do), "resume", or None (start
+    a new run). Changes nothing.
+
+    Raises InputError if a run is there and neither --overwrite nor --resume is given, or if the files to be
+    replaced are not those of a run, or are inputs of this one."""
     if not args.output_dir:
         raise InputError("--output-dir is empty: name a folder")
     folder = Path(args.output_dir)
@@ -295,7 +310,7 @@ def find_run(args) -> str | None:
     if outputs and not before:
         raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
-    finished, has_model, *begun = dist.gather([there])[0]  # what rank 0 sees decides for all
+    finished, has_model, *begun = dist.gather([there])[0]  # rank 0 decides for all
     if finished and args.resume:
         if dist.is_main():
             print(f"{folder} is finished already, by {before.get('stage', 'another program')}")
@@ -305,11 +320,12 @@ def find_run(args) -> str | None:
         what = "a finished run" if finished else what
         raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
     if args.resume and any(begun):
-        checkpoints.checkpoint_state(folder / "checkpoint")  # refuses one that another version wrote
+        checkpoints.checkpoint_state(folder / "checkpoint")  # raises for one of another version
         return "resume"
     for path in _removed(args):
         if path.is_symlink():
             raise InputError(f"{path} is a link, and what it names stays: remove it, or another --output-dir")
+    # Replacing the old run must not remove a model or data that this command reads
     removed = [path.resolve() for path in _removed(args)]
     inputs = {name: value for name, value in vars(args).items() if removed and name != "output_dir"}
     for name, text in [(name, text) for name, value in inputs.items() for text in _paths_in(value)]:
@@ -320,7 +336,7 @@ def find_run(args) -> str | None:
 
 
 def _args_of(folder) -> dict:
-    """What args.json says; {} if there is none. InputError for one that no run wrote."""
+    """Read args.json of a folder; {} without one. Raises InputError if it was not written by a run."""
     def check(begun):
         begun["stage"].split()
         dict(**begun["args"], **begun.get("began_with", {}))
@@ -330,8 +346,8 @@ def _args_of(folder) -> dict:
 
 
 def _paths_in(value) -> list[str]:
-    """Each text in a flag's value that may be a path: of several values in each; in name=path, a:0.5,b?x=y or
-    module:function=path what stands between such signs. A path may hold such signs itself."""
+    """List all texts in a flag's value, or values, that may be paths. In name=path, a:0.5,b?x=y or
+    module:function=path that is any text between two of these signs, since a path may contain signs too."""
     paths = []
     for text in value if isinstance(value, list | tuple) else [value]:
         signs = re.finditer("[?:,=]|$", text) if isinstance(text, str) else ()
@@ -341,16 +357,16 @@ def _paths_in(value) -> list[str]:
 
 
 def start_run(args, stage: str, state: str | None, held_out=None):
-    """Make `args.output_dir` ready for what find_run gave as `state`, and write args.json. Call it when
-    nothing that a user can have mistyped is left to be read: with state None an old run is removed.
+    """Prepare `args.output_dir` for the `state` that find_run returned, and write args.json. With state None
+    an old run is removed, so call it only after everything that a user can mistype has been read.
 
-    held_out: what tells the held-out set, on which before and after are compared, from others: InputError
-      for a run that is gone on with on another one."""
+    held_out: fingerprint of the held-out set. Resuming with a different set raises InputError, because
+      metrics before and after training would not be comparable."""
     folder = Path(args.output_dir)
     resume = state == "resume"
     if splits.n_shown:
         raise InputError("--preview shows what a script trains on: give its command the data")
-    dist.barrier()  # data were tokenised and models downloaded
+    dist.barrier()  # ranks may take unequal time to tokenise data and download models
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
     _lock(folder)
@@ -364,13 +380,13 @@ def start_run(args, stage: str, state: str | None, held_out=None):
         "python": sys.version.split()[0], "command": sys.argv,
         "began_with": identity.of_run(args, held_out) if dist.is_main() else {},
     }  # fmt: skip
-    dist.barrier()  # models were read once more
-    # What rank 0 sees decides for all, and every rank has looked before it changes anything
+    dist.barrier()  # rank 0 has hashed the files of models, which takes time
+    # Rank 0 decides for all; gather also waits until every rank has looked, before anything changes
     before, current = dist.gather([_args_of(folder), json.loads(json.dumps(begun))])[:2]
     changed = identity.changes(before, current, folder) if resume else []
     if dist.is_main():
         if not resume:
-            # These first: what is left then is neither a finished run nor one to resume
+            # Remove these first: after a crash, the remains must look neither finished nor resumable
             for name in ("summary.json", *RESUMABLE):
                 (folder / name).unlink(missing_ok=True)
             for old in _removed(args):
@@ -382,32 +398,35 @@ def start_run(args, stage: str, state: str | None, held_out=None):
 
 
 def _outputs(folder) -> list[Path]:
-    """What is there of what a run writes."""
+    """List the outputs of a run that are in its folder."""
     paths = [*(folder / name for name in OUTPUTS.split()), *folder.glob("*.png")]
     return [path for path in paths if os.path.lexists(path)]
 
 
 def _removed(args) -> list[Path]:
-    """What a run that begins anew removes: the old one's outputs. After a crash without a checkpoint --resume
-    begins anew, too: a model that is there then stays until the new one replaces it."""
+    """List the outputs of an old run that a new run removes. --resume after a crash without a checkpoint is a
+    new run too; a model that is there then stays until the new one replaces it."""
     outputs = _outputs(Path(args.output_dir))
     return [path for path in outputs if path.name != "model" or args.overwrite or not args.resume]
 
 
 def _git_head() -> str | None:
+    """Return the commit of this repository; None without git or outside a clone."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--verify", "HEAD"]
-    with contextlib.suppress(OSError):  # there is no git
+    with contextlib.suppress(OSError):  # git is not installed
         head = subprocess.run(command, capture_output=True, text=True)
         return head.stdout.strip() if head.returncode == 0 else None
 
 
-_locks = {}  # path -> the open file of the run that this process is in
+_locks = {}  # path -> open lock file of this process's run
 
 
 def _lock(folder):
-    """Keep other processes out of a run's folder, until this one ends or begins another run: InputError, on
-    every rank, if one is in it. The system forgets a lock with its process, however that ends. Where it has
-    none (Windows, some network file systems) nobody is kept out."""
+    """Lock a run's folder against other processes, until this process ends or starts another run. Raises
+    InputError on every rank if another process holds the lock.
+
+    The system releases a lock when its process ends in any way. On systems without locks (Windows, some
+    network file systems) there is no protection."""
     path = folder.resolve() / "lock"
     is_locked = False
     if dist.is_main():
@@ -420,7 +439,7 @@ def _lock(folder):
             except BlockingIOError:
                 is_locked = True
             else:
-                _locks.clear()  # which closes the file of the run before
+                _locks.clear()  # closes, and so unlocks, the file of the previous run
                 _locks[path] = file
     if dist.gather([is_locked])[0]:
         raise InputError(f"{folder} is in use by another process: wait for its end, or another --output-dir")
