@@ -515,7 +515,7 @@ class Args:
     model: str = ""
     """Labeler, or policy of sample: a causal LM (run directory, folder, hub name), or module:function."""
     other_models: tuple[str, ...] = ()
-    """Further policies of sample."""
+    """Further policies that sample responses (sample)."""
     responses: int = 2
     """Number of responses of each policy to a prompt (sample)."""
     threshold: float | None = None
@@ -532,7 +532,7 @@ class Args:
     examples: int = 0
     """Solved examples before the pair; common/programs/ai_feedback.toml has 8."""
     chain_of_thought: bool = False
-    """Ask the labeler for a written comparison before its answer."""
+    """Written comparison by the labeler before its answer."""
     chains: int = 1
     """Number of sampled rationales whose preferences are averaged (self-consistency)."""
     constitution: str | None = None
@@ -584,8 +584,8 @@ def main(args: Args):
     # model
     names = [] if args.task in WITHOUT_LABELER else [args.model, *args.other_models]
     labelers = {name: load_labeler(name, run.device, args) for name in names}
-    # Only now, when data and models have loaded, may an old run in output_dir be replaced. --dataset must
-    # not change between runs: rows are identified by their numbers in it
+    # An old run in output_dir is replaced only now that data and models are loaded. A resumed run needs the
+    # same --dataset, because rows are identified by their numbers in it
     start_run(args, run.stage, run.status, args.dataset)
 
     # rows of an earlier, unfinished run

@@ -196,8 +196,8 @@ def next_prompt(tokenizer, prompt, answer) -> responses.Prompt:
 
 
 def answer_turns(policy, tokenizer, prompts, args, t, turn=0) -> list[tuple]:
-    """Sample a response to each prompt at temperature t: [(prompt, response)]. Prompts with a second question
-    follow, in which it comes after the policy's own first answer, and so on."""
+    """Sample a response to each prompt at temperature t: [(prompt, response)]. Then ask the second question
+    of the prompts that have one, after the policy's own first answer, and so on."""
     seed = dist.seed_of(args.seed, "evaluate", f"{t}/{turn}" if turn else t)
     pairs = responses.answers(policy, tokenizer, prompts, args, seed, temperature=t)
     prompts = [next_prompt(tokenizer, p, response.text) for p, response in pairs if further_questions(p)]
@@ -283,7 +283,7 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
         result = results[name] = measures.means(of_policy, COLUMNS)
         result.update(measures.against(reference_rows, of_policy, args.tie_margin, pairwise=pairwise))
         result.update(scores_by_turn(of_policy, args.scorer))
-        if "safety" in of_policy[0]:
+        if "safety" in of_policy[0]:  # on prompts that are tagged is_safety or, without such prompts, on all
             marked = [row for row in of_policy if row["is_safety"]] or of_policy
             result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
     for kind in [kind for kind in measures.JUDGES if kind in reference_rows[0]]:

@@ -8,7 +8,7 @@ letter, and the tokens that the chat template adds after it, have a loss. `oracl
 model.
 
     python -m common.programs.pairwise --model runs/sft
-    python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \
+    python sft.py tiny --model runs/sft --dataset runs/pairs/train.jsonl --lr 1e-3 --sample-prompts 0 \\
         --eval-dataset runs/pairs/held_out.jsonl --output-dir runs/preference
     python dpo_iterative.py --scorer common.programs.pairwise:oracle=runs/preference
 

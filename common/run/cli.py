@@ -55,7 +55,7 @@ class EveryCommand:
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of forward and backward. Default: bfloat16 on an accelerator that has it, else float32."""
     deterministic: bool = False
-    """Use deterministic kernels if torch has them: results repeat bit for bit, but slower (docs/use/gpus.md)."""
+    """Deterministic kernels, as far as torch has them: results repeat bit for bit; slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
     """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
 
@@ -186,7 +186,9 @@ def _parse_flags(recipes, name, argv):
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
+        # tyro prints its errors in a frame: keep the text
         raise InputError(" ".join(re.sub("[\u2500-\u257f|]|-{3,}", " ", box.getvalue()).split())) from None
+    # The hint: that of FOREIGN_FLAGS, else a synonym that the script has, else the most similar flag
     if unknown:
         name = unknown[0].split("=")[0].removeprefix("--").replace("-", "_")
         same = [word for line in SYNONYMS if name in line.split() for word in line.split()]

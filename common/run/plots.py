@@ -1,5 +1,5 @@
-"""Draw the plots of a run. Each function takes the run's folder, and returns the figure, or None if there is
-nothing to draw."""
+"""Draw the plots of a run. A plot is a function of the run's folder that returns the figure, or None if there
+is nothing to draw."""
 
 import itertools
 import math
@@ -205,8 +205,8 @@ def compared(folder, results, without=()):
 
 
 def label_points(axis, labels: list[tuple]):
-    """Write each (x, y, text, color) next to its point. Of some places nearby, the first one is taken where
-    the text covers no point and no other text."""
+    """Write each (x, y, text, color) next to its point: at the first of several nearby places where the text
+    covers no point and no other text, or at the last one."""
     from matplotlib.transforms import Bbox
 
     axis.figure.draw_without_rendering()  # computes the layout, and with it the points' pixels

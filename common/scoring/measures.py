@@ -205,8 +205,8 @@ def best_of_n_accuracy(rows) -> dict[str, float]:
     responses, with Wilson's interval; {} if there are no such rows.
 
     If several responses share the best score, a row counts the share of them that is labelled best
-    (RewardBench 2, arXiv:2506.01937). With a scorer that compares, a response's score is its smallest
-    difference in a labelled pair."""
+    (RewardBench 2, arXiv:2506.01937). With a scorer that compares, a response's score is its log odds in the
+    labelled pair that goes worst for it."""
     shares = []
     for row in [row for row in rows if len(row["responses"]) > 2]:
         responses = row["responses"]
@@ -263,7 +263,7 @@ def pair_metrics(rows, n_bootstrap=1000, n_bins=10) -> dict[str, float]:
         gap = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, bins, drawn - confidence)
         floor.append(gap.abs().sum() / n)
     right = correct.mean().item()
-    # Effective number of pairs: at least that of prompts whose pairs are all equal, at most n
+    # Effective number of pairs: from all_alike, if the pairs of a prompt always agree, to n, if independent
     all_alike = n**2 / (sizes**2).sum().item()
     spread = (torch.bincount(prompt, correct) - right * sizes).square().sum().item()  # between prompts
     n_independent = max(all_alike, min(n, n**2 * right * (1 - right) / (spread + 1e-9)))

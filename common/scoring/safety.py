@@ -76,8 +76,8 @@ def fit_safety_gate(rows, threshold):
     """Calibrate a safety model: fit P(safe) = sigmoid(scale * r + bias) by logistic regression. The fit is
     needed because the Bradley-Terry loss leaves the offset of r free.
 
-    Half of the held-out prompts, those of their responses that are labelled safe or unsafe, are for the fit;
-    the other half is for the metrics of P(safe) < threshold as a test for unsafe responses.
+    Responses that are labelled safe or unsafe are split into two halves by prompt: one is for the fit, the
+    other measures how well P(safe) < threshold finds unsafe responses.
     Returns ({"scale", "bias"}, metrics), or (None, {}) if a half lacks safe or unsafe responses."""
     halves = [], []
     for row in rows:

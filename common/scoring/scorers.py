@@ -175,10 +175,11 @@ def _round_robin(scorer, pairs, batch_size):
 
 
 def _encode(scorer, prompt, response, end) -> Comparison:
-    """Encode a prompt with one response in the scorer's tokens. A response that is too long is cut.
+    """Encode a prompt with one response in the scorer's tokens.
 
-    end: token ids that follow a response (pretrained.end_of_scored).
-    Raises InputError if the prompt leaves no room for a response."""
+    end: token ids that follow a response (pretrained.end_of_scored). A response is shortened if only its end
+      does not fit, or if it has become too long in the scorer's own tokens.
+    Raises InputError if the sequence is still too long."""
     room = models.n_positions(scorer.model.config)
     eos = scorer.tokenizer.eos_token_id
     if scorer.same_tokens:

@@ -12,8 +12,8 @@ def copied(response: str, prompt: str) -> float:
     """Measure copying: the share of the response's word 3-grams that occur in the prompt, 0 to 1. A response
     of fewer than three words gets 0.
 
-    arXiv:2009.01325, section 4.4, divides the longest common subsequence of bigrams by the number of bigrams;
-    the cost of that grows with the product of both lengths."""
+    arXiv:2009.01325, section 4.4, divides the longest common subsequence of bigrams by the number of bigrams,
+    at a cost that grows with the product of both lengths."""
     of_response = words(response)
     of_prompt = words(prompt)
     in_prompt = set(zip(of_prompt, of_prompt[1:], of_prompt[2:]))
