@@ -127,7 +127,7 @@ def test_mass_below_the_least_in_either_order_is_no_answer():
             return super().probabilities(questions, options) * torch.tensor([[1.0], [0.2]])
 
     assert labels(Lopsided(), [item()], min_mass=0.2)[0]["ai"]["mass"] == pytest.approx(0.2)
-    failed = {"human": 1.0, "failed": "neither 1 nor 2"}
+    failed = {"human": 1.0, "failed": "the labeler chose neither 1 nor 2"}
     assert labels(Lopsided(), [item()], min_mass=0.21) == [failed]
     assert labels(gold_labeler.mute(), [item(), item()]) == [failed] * 2
     assert labels(GoldLabeler(), []) == []
@@ -157,7 +157,7 @@ def test_alignment_counts_ties_half_and_has_wilsons_interval():
     assert twice["alignment_low"] == pytest.approx(0.396773, abs=2e-4)
     assert twice["alignment_high"] == pytest.approx(0.892211, abs=2e-4)
     assert measures.wilson(1.0, 10) == pytest.approx((10 / (10 + 1.96**2), 1), abs=1e-3)
-    found = ai.metrics_of(ROWS, [{"human": 1.0, "failed": "neither 1 nor 2"}])
+    found = ai.metrics_of(ROWS, [{"human": 1.0, "failed": "the labeler chose neither 1 nor 2"}])
     assert found["alignment_n"] == 5 and "alignment_low" not in found
     assert found["alignment"] == 0.7 and found["alignment/n"] == 5
     # single orders: 2 + 2 + 1 + 1 + 0 of 10
@@ -240,7 +240,7 @@ def test_a_row_that_fails_is_in_failed_jsonl_and_counted_and_never_in_rows_jsonl
     path = write_rows(tmp_path / "pairs.jsonl", rows)
     found = run(tmp_path / "run", path, model="gold_labeler:shy")
     assert [r["row"] for r in found.rows] == [0, 2] and found.summary["rows"] == 2
-    assert [(r["row"], r["failed"]) for r in found.failed] == [(1, "neither 1 nor 2")]
+    assert [(r["row"], r["failed"]) for r in found.failed] == [(1, "the labeler chose neither 1 nor 2")]
     assert found.summary["failed"] == 1 and found.summary["mass"] == pytest.approx(1)
     assert "preference" not in found.failed[0]
     low = run(tmp_path / "low", path, model="gold_labeler:shy", min_mass=0.03)
@@ -308,7 +308,7 @@ def test_each_pair_is_judged_by_one_principle_that_the_seed_draws(pairs, constit
 
 
 @pytest.mark.parametrize(
-    "text, words", [("", ": no principle"), ("\n  \n", ": no principle"), (None, "No such file")]
+    "text, words", [("", ": no principle found"), ("\n  \n", ": no principle found"), (None, "No such file")]
 )
 def test_a_constitution_without_principles_is_an_error(text, words, pairs, tmp_path):
     path = tmp_path / "principles.txt"
@@ -405,7 +405,7 @@ def test_a_pair_with_an_empty_rationale_in_one_order_fails_alone():
     text = lambda q: "" if q.values["first"] == "cat" else "hm"
     items = [item(), item(texts=("ant", "cat")), item()]
     found = labels(Thinker([text], {":": 0.8}), items, chain_of_thought=True)
-    assert found[1]["failed"] == "neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
+    assert found[1]["failed"] == "the labeler chose neither 1 nor 2" and "preference" in found[0] and "preference" in found[2]
 
 
 def test_every_chain_counts_alike_however_little_it_leaves_to_the_options():
@@ -423,7 +423,7 @@ def test_a_chain_without_an_answer_does_not_count():
         assert label["ai"]["orders"] == pytest.approx([0.9, 0.1])
     labeler = Thinker(["one", "two"], {"one": 0.9, "two": 0.1}, mass={"one": 0.04, "two": 0.04})
     (label,) = labels(labeler, [item()], chain_of_thought=True, chains=2)
-    assert label["failed"] == "neither 1 nor 2"
+    assert label["failed"] == "the labeler chose neither 1 nor 2"
 
 
 def test_several_chains_average_the_preferences_of_sampled_rationales():
@@ -549,9 +549,9 @@ def test_where_10_is_one_token_it_is_an_option_like_any_other(kind, start, ten, 
 
 def test_a_tokenizer_that_cannot_write_the_options_is_an_input_error(pairs, tmp_path):
     smaller_model(tmp_path / "model")  # the tiny world's words, in which 1 and 2 are unknown
-    with pytest.raises(InputError, match="tokenizer cannot write 1, 2 apart"):
+    with pytest.raises(InputError, match="tokenizer has no distinct tokens for 1, 2"):
         run(tmp_path / "run", pairs, model=str(tmp_path / "model"))
-    with pytest.raises(InputError, match="tokenizer cannot write 1, 2, .*, 10 apart"):
+    with pytest.raises(InputError, match="tokenizer has no distinct tokens for 1, 2, .*, 10"):
         language_model(tmp_path / "model").probabilities(ASKED, TEN)
 
 
@@ -695,7 +695,7 @@ def test_different_answers_of_all_policies_share_a_row_and_the_others_are_counte
     assert policies["b"].asked == [(system, "copy ant bear")] * 3 + [("copy ant bear",)] * 3
     x, y, z = ({"text": text, "model": model} for text, model in (("x", "a"), ("y", "a"), ("z", "b")))
     assert one == {"responses": [x, y, z], "ai": {"dropped": 3}}
-    assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "no two different responses"}
+    assert two == {"responses": [x], "ai": {"dropped": 5}, "failed": "fewer than two different responses"}
     assert ai.metrics_of([one, one], [two]) == {"rows": 2, "failed": 1, "dropped": (3 + 3 + 5) / 3}
     values = {"prompt": "copy ant bear", **one}  # what label makes of it
     assert comparisons.pair_of(values, "")[1:] == (["x", "y"], None)
@@ -760,7 +760,7 @@ def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_p
     }  # fmt: skip
     assert found.rows[-1] == {**rows[13], "row": 13}  # as it was, by its tags
     failed = collections.Counter(row["failed"] for row in found.failed)
-    assert failed == {"neither a list of tags nor a category": 3, "other rows with its tags come first": 4}
+    assert failed == {"no list of tags and no category": 3, "its tags are in chosen rows already": 4}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):
@@ -1003,7 +1003,7 @@ def test_a_row_that_never_gets_a_response_fails():
     for first in (("", True), ("cut", False)):
         labeler = Reviser(["c"], [("cut", False)], first=first)
         found = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
-        assert list(found) == [{"failed": "no response"}]
+        assert list(found) == [{"failed": "no finished response"}]
     labeler = Reviser(["c"], [("mended", True)], first=("", True))
     (found,) = ai.revise([item(texts=())], labeler, DEFAULT_PRINCIPLES, args)
     assert found["completion"] == "mended" and found["ai"]["first"] == ""
@@ -1132,7 +1132,7 @@ def test_two_ranks_give_the_rows_of_one(task, chunk_rows, max_rows, pairs, promp
 # -- bad input -----------------------------------------------------------------------------------
 def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs, tmp_path):
     """The command as a user gives it. What else there is to mistake is tested in this process, below."""
-    assert_error(script(tmp_path / "run", pairs, model=None), "--model", "the labeler's name")
+    assert_error(script(tmp_path / "run", pairs, model=None), "--model", "the name of a labeler")
     make_scorer(tmp_path / "scorer")
     words = "SequenceClassification", "not a causal language model"
     assert_error(script(tmp_path / "run", pairs, model=tmp_path / "scorer"), *words)
@@ -1142,11 +1142,11 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"min_mass": 0}, "--min-mass 0: wanted more than 0, at most 1"),
-        ({"min_mass": 1.1}, "--min-mass 1.1: wanted more than 0, at most 1"),
-        ({"examples": 9}, "--examples 9: wanted 0 to 8"),
-        ({"other_models": ("gold_labeler:exact",)}, "--other-models .*none but with sample"),
-        ({"chains": 2}, "--chains 2: wanted 1 without --chain-of-thought"),
+        ({"min_mass": 0}, "--min-mass 0: expected more than 0, at most 1"),
+        ({"min_mass": 1.1}, "--min-mass 1.1: expected more than 0, at most 1"),
+        ({"examples": 9}, "--examples 9: expected 0 to 8"),
+        ({"other_models": ("gold_labeler:exact",)}, "--other-models .*no names except with sample"),
+        ({"chains": 2}, "--chains 2: expected 1 without --chain-of-thought"),
         ({"chains": 0, "chain_of_thought": True}, "--chains 0"),
         ({"task": "revise", "revisions": 0}, "--revisions 0"),
         ({"task": "sample", "responses": 0}, "--responses 0"),
@@ -1154,9 +1154,9 @@ def test_a_mistake_on_the_command_line_ends_with_one_clear_line_and_code_2(pairs
         ({"chunk_rows": 0}, "--chunk-rows 0"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"temperature": -1.0}, "--temperature -1"),
-        ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*wanted module:function"),
+        ({"model": "gold_labeler:none"}, "--model gold_labeler:none: .*expected module:function"),
         ({"model": "no_such_module:none"}, "No module named"),
-        ({"model": "gold_labeler:nothing"}, "no object with `probabilities` and `generate`"),
+        ({"model": "gold_labeler:nothing"}, "lacks `probabilities` or `generate`"),
         ({"model": "/nowhere/model"}, "there is no /nowhere/model"),
         ({"output_dir": ""}, "--output-dir is empty"),
     ],

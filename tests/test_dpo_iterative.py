@@ -635,7 +635,7 @@ def test_adapters_begin_anew_in_each_iteration_also_of_a_killed_run(small, tmp_p
     succeeds(run(small, folder, moment="copy version 1", **options))
     as_killed(folder, "version 1", killed)
     other_rank = run(small, killed, "--resume", **{**options, "lora_rank": 8})
-    assert_error(other_rank, "began with another lora_rank: 4 -> 8")
+    assert_error(other_rank, "was started with another lora_rank: 4 -> 8")
     succeeds(run(small, killed, "--resume", **options))
     assert_same_result(killed, folder)
 

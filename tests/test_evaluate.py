@@ -350,14 +350,14 @@ def test_mistaken_policies_are_named(small, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "args.json").write_text("{}")
     for specs, options, words in (
-        (["tiny", "tiny"], {}, "two are named 'untrained': give other names, name=path"),
-        ([small / "a", f"a={small}/b"], {}, "two are named 'a'"),
-        (["tiny", small / "a"], {"reference": "sft"}, "sft: no such policy; there are untrained, a"),
+        (["tiny", "tiny"], {}, "two entries are named 'untrained'. Use name=path"),
+        ([small / "a", f"a={small}/b"], {}, "two entries are named 'a'"),
+        (["tiny", small / "a"], {"reference": "sft"}, "sft: not one of the policies untrained, a"),
         (["tiny", tmp_path / "none"], {}, "there is no .*none"),
         (["tiny", tmp_path / "reward"], {}, "ForSequenceClassification, not a causal language model"),
         (["tiny", tmp_path / "run"], {}, "a run that has not finished"),
         (["tiny", tmp_path], {}, "has no config.json"),
-        (["tiny", small / "wordy"], {}, "wordy has other tokens or another chat template than tiny"),
+        (["tiny", small / "wordy"], {}, "wordy has different tokens or a different chat template than tiny"),
     ):
         with pytest.raises(InputError, match=words):
             policies(*specs, **options)
@@ -371,7 +371,7 @@ def test_of_the_quickstarts_runs_those_that_are_there_are_compared(small, tmp_pa
         if finished:
             (tmp_path / "runs" / name / "summary.json").write_text("{}")
     assert policies(reference="sft") == {"untrained": "tiny", "sft": "runs/sft"}
-    with pytest.raises(InputError, match="--reference ppo: no such policy; there are untrained, sft"):
+    with pytest.raises(InputError, match="--reference ppo: not one of the policies untrained, sft"):
         policies(reference="ppo")
 
 
@@ -518,7 +518,7 @@ def test_sampled_answers_are_the_policys_own_at_that_temperature(world):
 
 def test_a_run_prints_a_line_for_each_temperature_and_policy(world):
     _, first, head, *rows, last = world.out.splitlines()
-    assert first.startswith("16 prompts, against again") and last == f"wrote {world.folder}/summary.json"
+    assert first.startswith("16 prompts, compared with again") and last == f"wrote {world.folder}/summary.json"
     names = "T,policy,gold,score,gold gain,win / tie / lose,win rate,LC win,Elo,KL,tokens,ended,harmless"
     places = [re.search(rf"(^|  ){name}( |$)", head).start() for name in names.split(",")]
     assert places == sorted(places)
@@ -537,7 +537,7 @@ def test_a_finished_run_is_not_replaced_and_resuming_it_does_nothing(world, smal
     with pytest.raises(InputError, match="a finished run"):
         evaluate.main(args_of(policies=policies, output_dir=world.folder))
     evaluate.main(args_of(policies=policies, output_dir=world.folder, resume=True))
-    assert "is finished already, by evaluate" in capsys.readouterr().out
+    assert "is already finished, by evaluate" in capsys.readouterr().out
     for bad in (
         {"policies": ("tiny", "/nowhere/run")}, {"scorer": "common.data.tiny:none"}, {"dataset": "none.jsonl"},
         {"safety_scorer": "/nowhere/run"}, {"reference": "sft"}, {"temperatures": (-1.0,)},
@@ -643,20 +643,20 @@ def test_overwrite_does_not_remove_a_policy_before_it_is_read(asked, small, tmp_
         (["--temperatures", "1", "-0.5"], "--temperatures .*0 or more"),
         (["--temperatures", "1", "nan"], "--temperatures .*0 or more"),
         (["--max-length", "300"], "--max-length 300: tiny has only 128 positions"),
-        (["--eval-prompts", "1"], "--eval-prompts 1: wanted 2 or more"),
-        (["--max-length", "24"], "--max-length 24: wanted more than --max-new-tokens"),
+        (["--eval-prompts", "1"], "--eval-prompts 1: expected 2 or more"),
+        (["--max-length", "24"], "--max-length 24: expected more than --max-new-tokens"),
         (["--max-length", "26"], "no usable row among its 1000.*longer than 2 tokens"),
-        (["--tie-margin", "-1"], "--tie-margin -1.0: wanted 0 or more"),
+        (["--tie-margin", "-1"], "--tie-margin -1.0: expected 0 or more"),
         (["--slots", "0"], "--slots 0"),
         (["--output-dir", ""], "--output-dir is empty"),
         (["--scorer", "tiny"], "tiny is a causal language model"),
-        (["--scorer", "common.data.tiny:nothing"], "wanted module:function"),
-        (["--reference", "ppo"], "--reference ppo: no such policy"),
+        (["--scorer", "common.data.tiny:nothing"], "expected module:function"),
+        (["--reference", "ppo"], "--reference ppo: not one of the policies"),
         (["--policy", "tiny"], "unknown argument .*--polic"),
-        (["--scorers", GOLD], "--scorers .*: wanted none beside --policies"),
-        (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two are named 'a'"),
+        (["--scorers", GOLD], "--scorers .*: expected nothing together with --policies"),
+        (["--policies", "--scorers", f"a={GOLD}", f"a={SAFETY}"], "--scorers: two entries are named 'a'"),
         (["--policies", "--scorers", "/nowhere/run"], "there is no /nowhere/run"),
-        (["--edits", "5"], "--edits 5: wanted 0 without --scorers"),
+        (["--edits", "5"], "--edits 5: expected 0 without --scorers"),
         (["everything"], "unknown recipe"),
     ],
 )
@@ -1009,20 +1009,20 @@ def test_turns_that_cannot_be_asked_are_dropped_and_named(two_turns, small, tmp_
     ]  # fmt: skip
     dataset = str(write_rows(tmp_path / "rows.jsonl", rows))
     found = run(tmp_path / "run", [small / "a"], **{**two_turns.options, "dataset": dataset})
-    assert "with all answers it may exceed 64 tokens (--max-length) (rows.jsonl:3)" in found.out
-    assert "turns is no list of texts without special tokens (rows.jsonl:4, rows.jsonl:5)" in found.out
+    assert "the answers may not all fit in 64 tokens (--max-length) (rows.jsonl:3)" in found.out
+    assert "turns must be a list of texts without special tokens (rows.jsonl:4, rows.jsonl:5)" in found.out
     assert "(rows.jsonl:7)" in found.out
     assert [row["turn"] for row in found.rows] == [1, 1, 1, 1, 2, 2]
     answered = [{**TWO_TURNS[0], "completion": "ant bear"}, *({"prompt": x, "completion": "ant"} for x in PROMPTS[:2])]
     dataset = str(write_rows(tmp_path / "rows.jsonl", answered))
     options = {**two_turns.options, "dataset": dataset, "reference": "dataset"}
     found = run(tmp_path / "answered", [small / "a", "dataset"], **options)
-    assert "it asks several questions, and a row holds one answer (rows.jsonl:1)" in found.out
+    assert "the row has several questions, but only one answer (rows.jsonl:1)" in found.out
     assert len(found.rows) == 4 and "turn" not in found.rows[0]
 
 
 def test_second_answers_want_a_judge_that_scores(two_turns, small, judges, tmp_path):
     spec = judges[1].partition("=")[2]
-    with pytest.raises(InputError, match="longer_of_two compares answers.*take one that scores"):
+    with pytest.raises(InputError, match="longer_of_two compares answers.*use one that scores"):
         run(tmp_path / "run", [small / "a"], **{**two_turns.options, "scorer": spec})
     assert not (tmp_path / "run").exists()

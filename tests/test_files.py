@@ -96,11 +96,11 @@ def test_a_bad_line_in_the_middle_is_an_error_and_loses_no_row_behind_it(tmp_pat
 def test_a_checkpoint_that_lacks_its_state_or_its_folder_names_those_that_are_there(tmp_path):
     checkpoints.save_checkpoint(tmp_path, 3, {}, {"step": 3})
     (tmp_path / "latest").write_text("step_7")
-    with pytest.raises(InputError, match="latest names 'step_7', which is no checkpoint. There are: step_3"):
+    with pytest.raises(InputError, match="latest names 'step_7', which is not a checkpoint. Checkpoints: step_3"):
         checkpoints.checkpoint_state(tmp_path)
     (tmp_path / "latest").write_text("step_3")
     shutil.rmtree(tmp_path / "step_3")
-    with pytest.raises(InputError, match="There are: none"):
+    with pytest.raises(InputError, match="Checkpoints: none"):
         checkpoints.load_checkpoint(tmp_path, {})
 
 
@@ -160,5 +160,5 @@ def test_a_seed_may_be_a_time_in_nanoseconds_and_small_ones_stay_what_they_were(
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 10**30])
 def test_a_seed_that_no_generator_takes_is_named(seed):
-    with pytest.raises(InputError, match=f"^--seed {seed}: wanted 0 to 2"):
+    with pytest.raises(InputError, match=f"^--seed {seed}: expected 0 to 2"):
         check_flags(SimpleNamespace(seed=seed))

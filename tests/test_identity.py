@@ -125,7 +125,7 @@ def test_of_what_has_changed_a_line_is_printed_or_the_run_is_refused(world, case
     if isinstance(said, list):
         assert identity.changes(before, now, "run") == said
     else:
-        with pytest.raises(InputError, match=re.escape(f"--resume: run began with another {said}")):
+        with pytest.raises(InputError, match=re.escape(f"--resume: run was started with another {said}")):
             identity.changes(before, now, "run")
 
 

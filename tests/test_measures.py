@@ -57,7 +57,7 @@ def test_a_held_out_figure_that_ended_worse_is_said_if_its_paired_interval_says_
     logs.print_results({}, figures, (), [])  # nothing before: nothing to compare with
     out = capsys.readouterr().out
     assert out.count("\n") == bool(words)
-    assert not words or f"held-out {key} ended worse than it began: {words}" in out
+    assert not words or f"held-out {key} became worse: {words}" in out
 
 
 # -- pairs ---------------------------------------------------------------------------------------

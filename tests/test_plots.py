@@ -140,7 +140,7 @@ def test_accuracy_is_drawn_by_tenths_of_the_pairs_a_tie_half_right(tmp_path):
 
 def test_a_picture_that_cannot_be_drawn_is_a_printed_line(capsys):
     plots.draw(lambda: 1 / 0)
-    assert capsys.readouterr().out == "a picture could not be drawn: ZeroDivisionError: division by zero\n"
+    assert capsys.readouterr().out == "a plot could not be drawn: ZeroDivisionError: division by zero\n"
 
 
 

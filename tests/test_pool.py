@@ -83,7 +83,7 @@ def test_a_row_without_a_column_is_left_out_and_named(tmp_path, capsys, name):
     bare = {key: value for key, value in row(A, "ant").items() if key != name}
     path = write_rows(tmp_path / "pool.jsonl", [row(A, "ant"), bare])
     assert pool.load_pool(path, [A], TOKENIZER, 64) == [row(A, "ant")]
-    why = f"1: the row: cannot be read ({name!r} is missing). A pool is pool.jsonl of a run ({path}:2)"
+    why = f"1: the row: cannot be read ({name!r} is missing). A pool is the pool.jsonl of a run ({path}:2)"
     assert why in capsys.readouterr().out
 
 
@@ -142,6 +142,6 @@ def test_a_scorer_that_fails_changes_no_row(tmp_path):
         return [math.nan if text == "bear" else 1.0 for text in responses]
 
     held = pool_of(tmp_path, [row(A, "ant", None, scorer=None), row(B, "bear", None, scorer=None)])
-    with pytest.raises(InputError, match="b gives nan for 'bear', to 'first bear cat'"):
+    with pytest.raises(InputError, match="b returned nan for 'bear', the response to 'first bear cat'"):
         held.score(scorers.Scorer("b", "b@1", functions.Term(score)), [A, B])
     assert [(r["score"], r["scorer"]) for r in held.rows] == [(None, None)] * 2

@@ -1084,7 +1084,7 @@ def foreign(small):
 
 def test_a_scorer_with_other_tokens_is_refused_unless_it_may_encode_anew(small, foreign, tmp_path):
     ended = run(small, tmp_path, scorer=foreign, **SHORT | {"iterations": 1})
-    assert_error(ended, "foreign has other tokens or another chat template than", "--retokenize")
+    assert_error(ended, "foreign has different tokens or a different chat template than", "--retokenize")
     assert not (tmp_path / "args.json").exists()
     succeeds(run(small, tmp_path, "--retokenize", scorer=foreign, **SHORT | {"iterations": 1}))
 

@@ -268,9 +268,9 @@ def test_its_rows_are_those_that_ppo_made_of_its_first_policy(files, written):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"clusters": 0}, "--clusters 0: wanted 1 or more"),
+        ({"clusters": 0}, "--clusters 0: expected 1 or more"),
         ({"output": "/nowhere/rows.jsonl"}, "--output /nowhere/rows.jsonl: no such folder"),
-        ({"output": __file__}, "--output .*test_rehearsal.py: is there already"),
+        ({"output": __file__}, "--output .*test_rehearsal.py: already exists"),
     ],
 )
 def test_a_mistake_is_named_before_anything_is_sampled(options, words, files, tmp_path, monkeypatch):

@@ -605,7 +605,7 @@ def test_a_run_with_thresholds_and_sft_rows_resumes_to_the_same_bits(small, tmp_
 
 # -- bad input ---------------------------------------------------------------------------
 def test_a_scorer_that_fails_is_one_line_the_pool_is_kept_and_another_one_goes_on(small, whole, tmp_path):
-    assert_error(run(small, tmp_path, scorer="mine:nan"), "mine:nan gives nan for")
+    assert_error(run(small, tmp_path, scorer="mine:nan"), "mine:nan returned nan for")
     rows = pool_of(tmp_path)
     assert len(rows) == 48 and all(r["score"] is r["scorer"] is None for r in rows)
     assert not (tmp_path / "versions" / "1").exists()

@@ -127,7 +127,7 @@ def test_a_finished_run_is_neither_done_again_nor_overwritten_unasked(small, und
     folder = undisturbed(name).folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     ended = succeeds(run(name, small, folder, "--resume"))
-    assert f"{folder} is finished" in ended.out and ended.err == ""
+    assert f"{folder} is already finished" in ended.out and ended.err == ""
     assert_error(run(name, small, folder), "a finished run", "--overwrite", "--output-dir")
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -263,7 +263,7 @@ def test_no_run_goes_on_with_another_held_out_set(small, stopped, tmp_path, name
     others = write_rows(tmp_path / "others.jsonl", tiny.rows(kind, "test")[8:16])
     changed = {"eval_dataset": others, "eval_prompts": 2}[flag]
     message = error_of(name, small, tmp_path / "run", resume=True, **{flag: changed})
-    assert "began with another held-out set" in message and f"{flag}: " in message and str(changed) in message
+    assert "was started with another held-out set" in message and f"{flag}: " in message and str(changed) in message
     assert (tmp_path / "run" / "args.json").read_text() == before
 
 

@@ -67,9 +67,9 @@ def test_the_first_word_names_a_recipe_and_flags_change_it():
         (["--max-step", "3"], ["'--max-step'", "did you mean --max-steps"]),
         (["large", "--max-step=3"], ["--max-step", "did you mean --max-steps"]),
         (["--zzz", "3", "--lr-max=1"], ["unknown argument '--zzz': see --help"]),
-        (["--gradient-accumulation-steps", "3"], ["': --batch-size (ppo.py: --minibatch-size) is all rows"]),
+        (["--gradient-accumulation-steps", "3"], ["': --batch-size (ppo.py: --minibatch-size) is the total"]),
         (["tiny", "large"], ["'large'"]),
-        (["--packing", "False"], ["'False': a flag that is on or off has no value"]),
+        (["--packing", "False"], ["'False': a flag that is on or off takes no value"]),
     ],
 )
 def test_what_is_unknown_is_named_with_the_flag_that_it_is_nearly(argv, words):
@@ -152,7 +152,7 @@ def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     parse(RECIPES, "--compute-dtype bfloat16 --attention flex_attention".split())
     assert (dist.compute_dtype_of(torch.device("cpu")), dist.attention) == (torch.bfloat16, "flex_attention")
     for n in (0, 3, 16):
-        with pytest.raises(InputError, match=f"{n}: wanted a divisor of the 8 process"):
+        with pytest.raises(InputError, match=f"{n}: expected a divisor of the 8 process"):
             parse(RECIPES, ["--generate-tensor-parallel", str(n)])
 
 
@@ -226,7 +226,7 @@ def test_every_flag_of_data_and_of_what_is_trained_counts_and_a_default_that_is_
     "name, argv, says",
     [
         *((name, "--model other", "--model other together with the tiny world's") for name in processes.SCRIPTS),
-        *((name, "base --model other", "give --dataset your data") for name in processes.SCRIPTS),
+        *((name, "base --model other", "Name your data with --dataset") for name in processes.SCRIPTS),
         ("dpo_iterative", "--offline-data pairs.jsonl --iterations 1", "--offline-data pairs.jsonl"),
         ("dpo_iterative", "--offline-data pairs.jsonl --iterations 0 --eval-prompts 0", None),
         ("ppo", "tiny --rehearsal-data rows.jsonl", None),
@@ -311,14 +311,14 @@ def test_a_number_out_of_its_limits_is_named_with_what_is_wanted(name, right, wr
     check_flags(SimpleNamespace(**{name: None}))  # not given, for prompts_per_iteration: all
     with pytest.raises(InputError) as error:
         check_flags(SimpleNamespace(**{name: wrong}))
-    assert str(error.value) == f"--{name.replace('_', '-')} {wrong}: wanted {wanted}"
+    assert str(error.value) == f"--{name.replace('_', '-')} {wrong}: expected {wanted}"
 
 
 def test_limits_of_a_script_come_after_those_of_all():
     args = SimpleNamespace(top_p=2.0, slots=4)
     check_flags(args, ("top_p", True, "at most 1"))
     check_flags(SimpleNamespace(threshold=-1, name="-1", flag=False))  # no limits
-    with pytest.raises(InputError, match="^--top-p 2.0: wanted at most 1$"):
+    with pytest.raises(InputError, match="^--top-p 2.0: expected at most 1$"):
         check_flags(args, ("slots", True, "x"), ("top_p", False, "at most 1"))
 
 
@@ -569,7 +569,7 @@ def test_a_run_without_pool_or_checkpoint_is_begun_anew(tmp_path, left, resume):
 def test_a_model_without_a_summary_is_replaced_by_overwrite_alone(tmp_path):
     """Somebody removed summary.json, or a crash came just before it and there was no checkpoint."""
     leave(tmp_path, *OUTPUT)
-    with pytest.raises(InputError, match="holds a model, and no summary.json: --overwrite"):
+    with pytest.raises(InputError, match="holds a model but no summary.json. Use --overwrite"):
         begin(tmp_path)
     assert (tmp_path / "samples.jsonl").exists()
     assert begin(tmp_path, resume=True) is None  # which replaces it at its end
@@ -586,13 +586,13 @@ def test_a_checkpoint_of_another_layout_is_refused_before_anything_is_loaded(tmp
         lambda: begin(tmp_path, resume=True),
         lambda: checkpoints.load_checkpoint(tmp_path / "checkpoint", {}),
     ):
-        with pytest.raises(InputError, match="step_1/state.json is of another version of these scripts.*--overwrite"):
+        with pytest.raises(InputError, match="step_1/state.json is from another version of these scripts.*--overwrite"):
             load()
     assert begin(tmp_path, overwrite=True) is None
 
 
 @pytest.mark.parametrize(
-    "ranks, line", [(1, "Traceback"), (2, "error [rank 0]: another rank is gone or stuck")]
+    "ranks, line", [(1, "Traceback"), (2, "error [rank 0]: another rank has ended or is stuck")]
 )
 @pytest.mark.parametrize(
     "said",
@@ -630,7 +630,7 @@ def test_resuming_another_scripts_run_is_an_error_before_anything_is_written(tmp
     before = sorted(["lock", *(path.name for path in tmp_path.rglob("*"))])
     args = Args(output_dir=str(tmp_path), resume=True)
     assert find_run(args) == "resume"
-    with pytest.raises(InputError, match="began with another script: 'ppo' -> 'sft'"):
+    with pytest.raises(InputError, match="was started with another script: 'ppo' -> 'sft'"):
         start_run(args, "sft", "resume")
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
     assert '"stage": "ppo"' in (tmp_path / "args.json").read_text()
@@ -654,7 +654,7 @@ def test_a_folder_whose_args_json_no_run_wrote_loses_nothing(tmp_path, content, 
     for names in (["args.json"], ["args.json", "model/config.json", "versions/1", "a.png", "summary.json"]):
         leave(tmp_path, *names)
         (tmp_path / "args.json").write_text(content)
-        with pytest.raises(InputError, match="args.json: .*another --output-dir$"):
+        with pytest.raises(InputError, match=r"args.json: .*another --output-dir\.$"):
             begin(tmp_path, **options)
         assert all((tmp_path / name).exists() for name in names)
         assert (tmp_path / "args.json").read_text() == content
@@ -704,10 +704,10 @@ def test_a_run_that_began_and_ended_while_this_one_was_loading_is_not_removed(tm
     args = Args(output_dir=str(tmp_path))
     state = find_run(args)
     leave(tmp_path, *FINISHED)  # the other one
-    with pytest.raises(InputError, match="holds a finished run: --overwrite"):
+    with pytest.raises(InputError, match="holds a finished run. Use --overwrite"):
         start_run(args, "sft", state)
     args.resume = True
-    with pytest.raises(InputError, match="has changed since this command began"):
+    with pytest.raises(InputError, match="another command changed .* after this one started"):
         start_run(args, "sft", state)
     assert all((tmp_path / name).exists() for name in FINISHED)
 

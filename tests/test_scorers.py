@@ -145,7 +145,7 @@ def test_a_response_beyond_the_scorers_positions_is_an_error_that_says_where(rew
 
 def test_a_score_that_is_not_finite_names_the_response(reward_model, pairs):
     reward_model.model.score.weight.data.fill_(float("nan"))
-    with pytest.raises(InputError, match="gives nan for 'ant cat', to 'copy ant cat'"):
+    with pytest.raises(InputError, match="returned nan for 'ant cat', the response to 'copy ant cat'"):
         scorers.score(reward_model, pairs, 2)
 
 
@@ -354,7 +354,7 @@ def test_an_answer_that_the_scorers_template_rewrites_is_scored_as_it_stands_the
     whole = scorers.score(scorer, [(prompt, response("pig so dog eel")) for prompt in prompts], 2)
     text = scorers.score(scorer, [(prompt, response("dog eel")) for prompt in prompts], 2)
     assert whole == pytest.approx(text, abs=1e-5) and whole[0] != pytest.approx(whole[1], abs=1e-3)
-    assert capsys.readouterr().out.count("its chat template rewrites some answers") == 1
+    assert capsys.readouterr().out.count("its chat template rewrites some responses") == 1
 
 
 def test_prompts_that_a_scorer_cannot_read_are_named_before_anything_is_sampled(tmp_path, load):
@@ -450,24 +450,24 @@ def test_what_a_function_does_to_a_dialogue_reaches_neither_the_next_response_no
 @pytest.mark.parametrize(
     "code, says",
     [
-        ("return [1.0] * (len(rows) - 1)", r"gave \[1.0\], wanted 2 numbers or .*: of lengths \[1\];"),
-        ("return [1.0] * 3", r"gave \[1.0, 1.0, 1.0\], wanted 2 numbers .*: of lengths \[3\]"),
-        ("return {'a': [1.0] * len(rows), 'b': [1.0]}", r"gave {'a': .*: of lengths \[2, 1\]"),
-        ("return {}", r"gave {}, wanted 2 numbers"),
-        ("return [{'a': 1.0}] * len(rows)", r"gave \[{'a': 1.0}, .*wanted 2 numbers or {part: 2 numbers}"),
-        ("return None", r"gave None, wanted 2 numbers"),
-        ("return ['high'] * len(rows)", r"gave \['high', 'high'\], wanted 2 numbers"),
-        ("return ['1'] * len(rows)", r"gave \['1', '1'\], wanted 2 numbers.*not text"),
-        ("return '1' * len(rows)", r"gave '11', wanted 2 numbers.*wanted a list, not a str"),
-        ("return b'1' * len(rows)", r"gave b'11', wanted 2 numbers.*wanted a list, not a bytes"),
-        ("return {1.0 * i for i in range(len(rows))}", r"gave {0.0, 1.0}, wanted .*a list, not a set"),
-        ("return dict.fromkeys(range(len(rows)), 1.0).keys()", r"gave dict_keys.*a list, not a dict_keys"),
-        ("return {'a': {0: 1.0, 1: 2.0}}", r"gave {'a': .*wanted a list, not a dict"),
-        ("return {'a': '12'}", r"gave {'a': .*wanted a list, not a str"),
-        ("return 1j, 2", r"gave \(1j, 2\), wanted 2 numbers"),
-        ("return True", r"gave True, wanted 2 numbers"),
-        ("import numpy\n    return numpy.float64(1)", r"gave np.float64\(1.0\), wanted 2 numbers"),
-        ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; asked .*p.jsonl:1"),
+        ("return [1.0] * (len(rows) - 1)", r"returned \[1.0\], expected 2 numbers or .*: the lengths are \[1\];"),
+        ("return [1.0] * 3", r"returned \[1.0, 1.0, 1.0\], expected 2 numbers .*: the lengths are \[3\]"),
+        ("return {'a': [1.0] * len(rows), 'b': [1.0]}", r"returned {'a': .*: the lengths are \[2, 1\]"),
+        ("return {}", r"returned {}, expected 2 numbers"),
+        ("return [{'a': 1.0}] * len(rows)", r"returned \[{'a': 1.0}, .*expected 2 numbers or {part: 2 numbers}"),
+        ("return None", r"returned None, expected 2 numbers"),
+        ("return ['high'] * len(rows)", r"returned \['high', 'high'\], expected 2 numbers"),
+        ("return ['1'] * len(rows)", r"returned \['1', '1'\], expected 2 numbers.*not text"),
+        ("return '1' * len(rows)", r"returned '11', expected 2 numbers.*expected a list, not a str"),
+        ("return b'1' * len(rows)", r"returned b'11', expected 2 numbers.*expected a list, not a bytes"),
+        ("return {1.0 * i for i in range(len(rows))}", r"returned {0.0, 1.0}, expected .*a list, not a set"),
+        ("return dict.fromkeys(range(len(rows)), 1.0).keys()", r"returned dict_keys.*a list, not a dict_keys"),
+        ("return {'a': {0: 1.0, 1: 2.0}}", r"returned {'a': .*expected a list, not a dict"),
+        ("return {'a': '12'}", r"returned {'a': .*expected a list, not a str"),
+        ("return 1j, 2", r"returned \(1j, 2\), expected 2 numbers"),
+        ("return True", r"returned True, expected 2 numbers"),
+        ("import numpy\n    return numpy.float64(1)", r"returned np.float64\(1.0\), expected 2 numbers"),
+        ("return [row['answer'] for row in rows]", r"raised KeyError: 'answer'; called with .*p.jsonl:1"),
     ],
 )
 def test_what_a_function_gives_is_checked_and_tried_before_anything_is_loaded(
@@ -498,7 +498,7 @@ def test_what_is_made_of_a_text_is_not_tried_for_it_may_hold_a_model(load):
     for spec, why in (
         (args.scorer, "runs/no_such"),
         (f"{args.scorer}{'x' * 300}", "runs/no_such"),
-        ("common.data.tiny:gold_scorer=ant", "wanted a function of one text"),
+        ("common.data.tiny:gold_scorer=ant", "expected a function of one text"),
     ):
         with pytest.raises(InputError, match=why):
             scorers.load_scorer(spec, TOKENIZER, CPU)
@@ -520,7 +520,7 @@ def test_files_modules_texts_and_models_are_told_apart(monkeypatch):
      "runs/reward*0.5+m:f", "a.py:f*2+m:g=text"],
 )  # fmt: skip
 def test_a_sum_of_functions_is_refused_and_the_line_says_what_does_the_same(spec):
-    says = f"--scorer {spec}: wanted module:function or FILE.py:function, one function only: let it return "
+    says = f"--scorer {spec}: expected module:function or FILE.py:function, one function only: it may return "
     with pytest.raises(InputError, match=re.escape(says + "{part: numbers}, which are summed") + "$"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
@@ -569,7 +569,7 @@ def test_an_unknown_module_or_function_is_an_error_that_names_the_form(spec, mon
     monkeypatch.setattr(sys, "path", list(sys.path))
     why = {"lacks.py:f": ": .*named 'no_such_package';", "broken.py:f": ": SyntaxError: .*line 1.;"}
     why = why.get(spec, "(: .*(no|No such file).*;| is float,|:)")
-    with pytest.raises(InputError, match=f"--scorer {re.escape(spec)}{why} wanted module:function"):
+    with pytest.raises(InputError, match=f"--scorer {re.escape(spec)}{why} expected module:function"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
 
@@ -621,10 +621,10 @@ def test_a_response_scores_its_mean_probability_to_beat_the_prompts_other_ones(l
 @pytest.mark.parametrize(
     "odds, says",
     [
-        ([math.nan], "gives nan for 'ant', to"),
-        ([1e39], "gives 1e.39 for 'ant', to"),  # infinite in float32
-        ([None], "wanted 1 numbers"),
-        ([1, 1], "of lengths .2."),
+        ([math.nan], "returned nan for 'ant', the response to"),
+        ([1e39], "returned 1e.39 for 'ant', the response to"),  # infinite in float32
+        ([None], "expected 1 numbers"),
+        ([1, 1], "the lengths are .2."),
     ],
 )
 def test_log_odds_that_cannot_be_are_an_input_error_that_names_the_oracle(odds, says, load):
@@ -644,7 +644,7 @@ def test_a_function_that_compares_is_tried_and_refused_where_one_is_scored_alone
     assert scorer.pairwise
     duels = [(prompt, response("ant bear"), response("ant")), (prompt, response("ant"), response("owl"))]
     assert scorers.log_odds(scorer, duels, 8) == [-0.5, 0.0]
-    with pytest.raises(InputError, match="compares two responses, and scores none"):
+    with pytest.raises(InputError, match="compares two responses and cannot score one"):
         scorers.load_scorer(spec, TOKENIZER, CPU)
 
 

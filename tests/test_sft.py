@@ -247,7 +247,7 @@ def test_a_run_that_ends_worse_than_it_began_says_so(trained, default, small, tm
     ended = run(small, tmp_path, model=trained.folder, lr=0.1, max_steps=3)
     summary = json.loads((tmp_path / "summary.json").read_text())
     before, after = (summary[when]["eval/nll"] for when in ("before", "after"))
-    line = f"held-out eval/nll ended worse than it began: {before:.8g} -> {after:.8g}"
+    line = f"held-out eval/nll became worse: {before:.8g} -> {after:.8g}"
     assert after > before and ended.out.splitlines()[-2].startswith(line)
     assert "worse" not in default.ended.out
 

@@ -69,7 +69,7 @@ def load_principles(args) -> list[str]:
     text = Path(args.constitution).read_text("utf-8") if args.constitution else TEXTS["principles"]
     principles = [line.strip() for line in text.splitlines() if line.strip()]
     if not principles:
-        raise InputError(f"--constitution {args.constitution}: no principle, wanted one on each line")
+        raise InputError(f"--constitution {args.constitution}: no principle found. Write one per line.")
     return principles
 
 
@@ -169,7 +169,7 @@ class LanguageModel:
         longest = max(paths, key=len)
         apart = len(set(paths)) == len(paths) and self.tokenizer.unk_token_id not in sum(paths, ())
         if not apart or not all(path and path[:-1] == longest[: len(path) - 1] for path in paths):
-            raise InputError(f"{self.name}: its tokenizer cannot write {', '.join(options)} apart")
+            raise InputError(f"{self.name}: the tokenizer has no distinct tokens for {', '.join(options)}")
         ids = self.encode(question._replace(opening=f"{question.opening} {options[0]}"), reserve=4)
         return ids and [*ids[: len(ids) - len(paths[0])], *longest[:-1]], len(longest), paths
 
@@ -179,7 +179,7 @@ class LanguageModel:
 
         Raises InputError if max_new_tokens leaves no room for a question."""
         if max_new_tokens >= self.room:
-            raise InputError(f"--max-new-tokens {max_new_tokens}: {self.name} has {self.room} positions")
+            raise InputError(f"--max-new-tokens {max_new_tokens}: {self.name} has only {self.room} positions")
         prompts = [self.encode(question, max_new_tokens) for question in questions]
         responses = my_responses(
             self.model, self.tokenizer, [ids for ids in prompts if ids], max_new_tokens=max_new_tokens,
@@ -201,9 +201,9 @@ def load_labeler(spec, device, args, flag="--model"):
         labeler = functions.named_function(flag, spec)()
     except Exception as error:  # whatever a user's function raises
         why = f"{type(error).__name__}: {error}"
-        raise InputError(f"{flag} {spec}: {why}; wanted a function without arguments") from error
+        raise InputError(f"{flag} {spec}: {why}; expected a function without arguments") from error
     if not (hasattr(labeler, "probabilities") and hasattr(labeler, "generate")):
-        raise InputError(f"{flag} {spec}: it gives no object with `probabilities` and `generate`")
+        raise InputError(f"{flag} {spec}: the result lacks `probabilities` or `generate`")
     return labeler
 
 
@@ -228,7 +228,7 @@ def sample(rows, policies, principles, args):
             responses = [{"text": text, "model": name} for text, name in model_of_text.items()]
             dropped = args.responses * len(policies) - len(responses)
             result = {"responses": responses, "ai": {"dropped": dropped}}
-            yield result if len(responses) > 1 else {**result, "failed": "no two different responses"}
+            yield result if len(responses) > 1 else {**result, "failed": "fewer than two different responses"}
 
 
 def preamble_and_examples(args):
@@ -282,7 +282,7 @@ def label(rows, labeler, principles, args):
     of_orders = zip(rows, preferences.view(-1, 2).tolist(), mass.mean(0).view(-1, 2).tolist())
     for i, (row, (first, second), masses) in enumerate(of_orders):
         if math.isnan(first + second):  # 0 / 0: no chain gave an answer in one of the orders
-            yield {"human": row.human, "failed": "neither 1 nor 2"}
+            yield {"human": row.human, "failed": "the labeler chose neither 1 nor 2"}
             continue
         ai = {"orders": [first, 1 - second], "mass": min(masses)}
         if args.chain_of_thought:
@@ -364,7 +364,7 @@ def revise(rows, labeler, principles, args):
     for talk, result, (_, ended) in zip(talks, results, firsts):
         whole = ended or any(step["used"] for step in result["steps"])
         text = talk["response"] if whole else ""
-        yield {"completion": text, "ai": result} if text else {"failed": "no response"}
+        yield {"completion": text, "ai": result} if text else {"failed": "no finished response"}
 
 
 # -- tasks without a labeler, which need all rows at once ----------------------------------------------
@@ -388,7 +388,7 @@ def select(rows, labeler, principles, args):
     n = args.max_rows or list(pass_of.values()).count(0)
     taken = set(sorted(pass_of, key=pass_of.get)[:n])  # the sort is stable: most tags first in each pass
     for i in range(len(rows)):
-        why = "other rows with its tags come first" if tags_of[i] else "neither a list of tags nor a category"
+        why = "its tags are in chosen rows already" if tags_of[i] else "no list of tags and no category"
         yield {} if i in taken else {"failed": why}
 
 
@@ -461,7 +461,7 @@ def read_items(args) -> list[Item]:
             for name in [name for name in names if name in values][:1]:
                 texts = [turn["content"] for turn in message_columns.turns(values[name], "assistant")]
             if len(texts) > 1:
-                raise ValueError("the response is several messages")
+                raise ValueError("the response has several messages")
             if texts and args.task == "hindsight":
                 human = formats.number(values.get("score"))
         for text in texts:
@@ -563,8 +563,8 @@ class Args:
 def check(args):
     check_flags(
         args,
-        ("model", args.model or args.task in WITHOUT_LABELER, "the labeler's name"),
-        ("other_models", args.task == "sample" or not args.other_models, "none but with sample"),
+        ("model", args.model or args.task in WITHOUT_LABELER, "the name of a labeler"),
+        ("other_models", args.task == "sample" or not args.other_models, "no names except with sample"),
         ("chains", args.chains == 1 or args.chain_of_thought, "1 without --chain-of-thought"),
         ("examples", args.examples <= len(TEXTS["examples"]), f"0 to {len(TEXTS['examples'])}"),
         ("preamble", args.preamble == "base" or not args.constitution, "base with --constitution"),
@@ -629,10 +629,10 @@ def main(args: Args):
 
 
 RECIPES = {
-    "label": ("soft labels of pairs, for reward.py", Args()),
-    "revise": ("answers, criticised and revised, for sft.py", Args(task="revise")),
-    "sample": ("different responses to a prompt, for label", Args(task="sample")),
-    "select": ("complex rows of diverse tags", Args(task="select")),
+    "label": ("soft labels for pairs of responses, for reward.py", Args()),
+    "revise": ("responses that are criticised and revised, for sft.py", Args(task="revise")),
+    "sample": ("different responses to each prompt, for label", Args(task="sample")),
+    "select": ("complex rows with diverse tags", Args(task="select")),
     "hindsight": ("responses under an instruction that they fulfil, for sft.py", Args(task="hindsight")),
 }
 

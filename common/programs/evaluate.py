@@ -99,7 +99,7 @@ def check(args):
     warm = bool(args.temperatures) and all(0 <= t < math.inf for t in args.temperatures)
     check_flags(
         args,
-        ("scorers", not (args.scorers and args.policies), "none beside --policies"),
+        ("scorers", not (args.scorers and args.policies), "nothing together with --policies"),
         ("edits", args.scorers or not args.edits, "0 without --scorers"),
         ("temperatures", warm, "one or more, each 0 or more"),
         ("eval_prompts", args.eval_prompts >= 2, "2 or more"),
@@ -119,7 +119,7 @@ def named(specs, flag) -> dict[str, str]:
             name = "untrained" if spec == "tiny" else Path(spec).name
             path = spec
         if name in paths:
-            raise InputError(f"{flag}: two are named {name!r}: give other names, name=path")
+            raise InputError(f"{flag}: two entries are named {name!r}. Use name=path to rename one.")
         paths[name] = path
     return paths
 
@@ -133,15 +133,15 @@ def read_policies(args) -> tuple[dict[str, str], object]:
     there = [path for path in QUICKSTART if path == "tiny" or Path(path, "summary.json").exists()]
     paths = named(args.policies or there, "--policies")
     if args.reference not in paths:
-        raise InputError(f"--reference {args.reference}: no such policy; there are {', '.join(paths)}")
+        raise InputError(f"--reference {args.reference}: not one of the policies {', '.join(paths)}")
     models = [path for path in paths.values() if path != "dataset"] or ["tiny"]
     tokenizers = []
     for path in models:
         pretrained.check_policy(path, None, args)
         tokenizers.append(pretrained.load_tokenizer(path, args.chat_template, quiet=True))
         if not scorers.same_tokens(tokenizers[0], tokenizers[-1]):
-            why = f"{path} has other tokens or another chat template than {models[0]}"
-            raise InputError(f"--policies: {why}: leave it out, or give all a --chat-template")
+            why = f"{path} has different tokens or a different chat template than {models[0]}"
+            raise InputError(f"--policies: {why}. Leave it out, or give all one --chat-template.")
     return paths, tokenizers[0]
 
 
@@ -155,15 +155,15 @@ def read_prompts(args, tokenizer, answered) -> list[tuple]:
     def with_answer(prompt):
         further = further_questions(prompt)
         if answered and further:
-            raise ValueError("it asks several questions, and a row holds one answer")
+            raise ValueError("the row has several questions, but only one answer")
         if not all(isinstance(x, str) and not chat.special_tokens(tokenizer).search(x) for x in further):
-            raise ValueError("turns is no list of texts without special tokens")
+            raise ValueError("turns must be a list of texts without special tokens")
         if not answered:
             last = prompt
             while further_questions(last):
                 last = next_prompt(tokenizer, last, "")
             if len(last.ids) + len(further) * args.max_new_tokens > room:
-                raise ValueError(f"with all answers it may exceed {args.max_length} tokens (--max-length)")
+                raise ValueError(f"the answers may not all fit in {args.max_length} tokens (--max-length)")
             return prompt, None
         text = message_columns.sft_messages(prompt.row.data)[0][-1]["content"]
         _, [ids] = chat.encode_responses(tokenizer, prompt.turns, [text])
@@ -334,8 +334,8 @@ def compare_policies(args, run):
     oracle = scorers.load_scorer(args.scorer, **options, pairwise=True)
     has_turns = any(map(further_questions, prompts))
     if has_turns and oracle.pairwise:
-        why = "compares answers, of which second ones follow different first ones"
-        raise InputError(f"--scorer {args.scorer} {why}: for rows with turns take one that scores")
+        why = "compares answers, but second answers follow different first ones"
+        raise InputError(f"--scorer {args.scorer} {why}. For rows with turns use one that scores.")
     of_tiny = "common.data.tiny:safety_scorer" if mixtures.is_tiny(args.dataset) else None
     safety_spec = args.safety_scorer or of_tiny
     safety_scorer = safety_spec and scorers.load_scorer(safety_spec, **options, safety=True)
@@ -379,8 +379,8 @@ def compare_policies(args, run):
         results[f"{temperature:g}"] = metrics_of(rows, args, oracle.pairwise)
     summary = {"reference": args.reference, "prompts": len(prompts), "scorer": args.scorer}
     if dist.is_main():
-        greedy = "; no KL at T = 0, where answers are drawn from no distribution" * (0 in args.temperatures)
-        print(f"{len(prompts)} prompts, against {args.reference}; T: temperature{greedy}")
+        greedy = "; no KL at T = 0, because greedy answers are not samples" * (0 in args.temperatures)
+        print(f"{len(prompts)} prompts, compared with {args.reference}; T: temperature{greedy}")
         lines = []
         for t, of_policy in results.items():
             lines += [{"T": t, **table_line(name, result)} for name, result in of_policy.items()]
@@ -493,7 +493,7 @@ def compare_scorers(args, run):
             percent = lambda scores: dict(zip(scores, map("{:.1%}".format, scores.values())))
             progress.print_table([{"RewardBench": name, **percent(x)} for name, x in sections.items()])
         if "category Ties" in results[name]:
-            print("RewardBench 2 scores its subset Ties by another rule, which is left out here")
+            print("RewardBench 2 scores its subset Ties by another rule, which is not implemented")
     return samples, summary, partial(plots.scores, run.folder, rows)
 
 
@@ -511,7 +511,7 @@ def main(args: Args):
         print(f"wrote {run.folder}/summary.json")
 
 
-RECIPES = {"tiny": ("the runs that the quickstart makes", Args())}
+RECIPES = {"tiny": ("the runs of the quickstart", Args())}
 
 if __name__ == "__main__":
     launch(main, RECIPES)

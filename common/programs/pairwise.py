@@ -66,7 +66,7 @@ def letters_of(tokenizer) -> tuple[list[int], int]:
     write a space or empty thoughts before it. Raises ValueError if A and B have the same tokens."""
     a, b = (encode(tokenizer, "a question", letter) for letter in "AB")
     if a == b:
-        raise ValueError("its tokenizer cannot write A and B apart")
+        raise ValueError("the tokenizer has no distinct tokens for A and B")
     place = len(os.path.commonprefix([a, b]))
     return [a[place], b[place]], len(a) - place
 
@@ -86,7 +86,7 @@ def oracle(name):
             texts = [without_special(question(prompt, a, b)) for prompt, a, b in order]
             prompts = [torch.tensor(encode(judge.tokenizer, text, "A")[:-n_after]) for text in texts]
             if max(map(len, prompts)) > judge.room:
-                raise ValueError(f"a prompt with two responses is longer than {judge.room} tokens")
+                raise ValueError(f"a prompt with two responses has more than {judge.room} tokens")
             ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(judge.device)
             where = torch.tensor([(i, len(prompt) - 1) for i, prompt in enumerate(prompts)]).T
             logprobs = models.next_token_logprobs(judge.model, ids, where.to(judge.device))[:, letters]
@@ -122,7 +122,7 @@ def main(args: Args):
     check_flags(args)
     folder = Path(args.output_dir)
     if folder.exists():
-        raise InputError(f"--output-dir {folder} is there already")
+        raise InputError(f"--output-dir {folder}: the folder already exists. Choose another one.")
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     limits = {"max_length": args.max_length, "min_score_gap": args.min_score_gap}
     load = partial(comparisons.load, tokenizer=tokenizer, **limits)

@@ -175,7 +175,7 @@ def main(args: Args):
     check_flags(args, ("max_length", args.max_length > args.max_new_tokens, "more than --max-new-tokens"))
     output = Path(args.output)
     if output.exists() or not output.absolute().parent.is_dir():
-        raise InputError(f"--output {output}: {'is there already' if output.exists() else 'no such folder'}")
+        raise InputError(f"--output {output}: {'already exists' if output.exists() else 'no such folder'}")
     tokenizer = pretrained.load_tokenizer(args.model, args.chat_template)
     pretrained.check_policy(args.model, tokenizer, args)
     room = args.max_length - args.max_new_tokens

@@ -35,7 +35,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
         if not any(isinstance(cause, OSError) or "inline_container" in str(cause) for cause in causes):
             raise
         reason = str(causes[0]).split("\n")[0][:120]
-        raise OSError(f"{temporary} cannot be written ({reason}): make room, then --resume") from error
+        raise OSError(f"{temporary} cannot be written ({reason}). Make room, then use --resume.") from error
     if is_main():
         files.replace(temporary / "state.json", json.dumps({**state, "layout": LAYOUT}))
         shutil.rmtree(final, ignore_errors=True)
@@ -62,7 +62,7 @@ def load_checkpoint(root, modules: dict, step: int | None = None) -> dict:
             dcp.load(_tensors(modules), checkpoint_id=str(folder / "tensors"), no_dist=world_size() == 1)
     except dcp.CheckpointException as error:
         reason = str(next(iter(error.failures.values()))[0]).split("\n")[0][:160]
-        raise InputError(f"{folder} is broken, or of another --model ({reason}): try --overwrite") from None
+        raise InputError(f"{folder} is damaged, or of another --model ({reason}). Try --overwrite.") from None
     return state
 
 
@@ -83,11 +83,11 @@ def _latest(root) -> tuple[Path | None, dict]:
         folder = latest.parent / name
         if not re.fullmatch(r"step_\d+", name) or not (folder / "state.json").is_file():
             there = ", ".join(sorted(path.name for path in latest.parent.glob("step_*"))) or "none"
-            why = f"names {name[:40]!r}, which is no checkpoint. There are: {there}"
-            raise InputError(f"{latest} {why}. Write one of them into it, or begin anew with --overwrite.")
+            why = f"names {name[:40]!r}, which is not a checkpoint. Checkpoints: {there}"
+            raise InputError(f"{latest} {why}. Write one of them into it, or start again with --overwrite.")
         state = files.read_json(folder / "state.json")
         if state.pop("layout", None) != LAYOUT:
-            why = "is of another version of these scripts: use that, or --overwrite"
+            why = "is from another version of these scripts. Use that version, or --overwrite."
             raise InputError(f"{folder}/state.json {why}")
     return gather([(folder, state)])[0]
 

@@ -39,10 +39,10 @@ SYNONYMS = """model model_name_or_path; reference ref ref_model reference_model;
     micro_batch_size per_device_train_batch_size; max_new_tokens max_completion_length response_length;
     kl_coef beta kl; clip_ratio cliprange epsilon; eval_every eval_steps; save_every save_steps""".split(";")
 FOREIGN_FLAGS = {  # flag of other libraries without a synonym here -> hint
-    "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is all rows of an optimiser step",
-    "max_steps": "--iterations are rounds, of several optimiser steps each",
-    "warmup_steps": "--warmup-ratio is a share of all steps",
-    **dict.fromkeys(["true", "false"], "a flag that is on or off has no value: --packing or --no-packing"),
+    "gradient_accumulation_steps": "--batch-size (ppo.py: --minibatch-size) is the total per optimiser step",
+    "max_steps": "use --iterations, the number of rounds of several optimiser steps",
+    "warmup_steps": "use --warmup-ratio, a share of all steps",
+    **dict.fromkeys(["true", "false"], "a flag that is on or off takes no value: --packing or --no-packing"),
 }
 
 
@@ -72,7 +72,7 @@ def check_flags(args, *more):
             limits.append((name, LIMITS[wanted][0](value), wanted))
     for name, right, wanted in [*limits, *more]:
         if not right:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: wanted {wanted}")
+            raise InputError(f"--{name.replace('_', '-')} {getattr(args, name)}: expected {wanted}")
 
 
 def parse(recipes, argv=None):
@@ -86,14 +86,14 @@ def parse(recipes, argv=None):
     argv = [word for word in argv if word not in helps]
     named = bool(argv) and not argv[0].startswith("-")
     first = next(iter(recipes))
-    name, why = (argv.pop(0), "as named") if named else (first, "the tiny world alone")
+    name, why = (argv.pop(0), "as named") if named else (first, "model and data of the tiny world")
     if name not in recipes:
-        raise InputError(f"unknown recipe {name!r}: there are {', '.join(recipes)}; flags start with --")
+        raise InputError(f"unknown recipe {name!r}. Recipes: {', '.join(recipes)}. Flags start with --.")
     args, every = _parse_flags(recipes, name, argv)
     strange = not_tiny(args, recipes[first][1])
     if strange and "base" in recipes and not named:
         name = "base"
-        why = f"{strange} is not of the tiny world; for another one, name it first"
+        why = f"{strange} is not from the tiny world; to use another recipe, name it first"
         args, every = _parse_flags(recipes, name, argv)
     if helps:
         _parse_flags(recipes, name, [*argv, "--help"])  # ends the process
@@ -112,7 +112,7 @@ def parse(recipes, argv=None):
     n = every.generate_tensor_parallel
     of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if n < 1 or of_node % n:
-        wanted = f"wanted a divisor of the {of_node} process(es) that torchrun starts on a node"
+        wanted = f"expected a divisor of the {of_node} process(es) that torchrun starts on a node"
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
     dist.ranks_per_copy = n
     dist.split_layers = tensor_parallel.split
@@ -134,8 +134,8 @@ def check_own_data(strange, args, argv):
     names = [word.split("=")[0] for word in argv]
     reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO may read none
     if strange and reads_prompts and mixtures.is_tiny(args.dataset) and "--dataset" not in names:
-        mend = "give --dataset your data (--dataset tiny, if you do want that)"
-        raise InputError(f"{strange} together with the tiny world's data, the default of --dataset: {mend}")
+        mend = "Name your data with --dataset, or use --dataset tiny if you mean that."
+        raise InputError(f"{strange} together with the tiny world's data, the default of --dataset. {mend}")
 
 
 def not_tiny(args, defaults):
@@ -175,8 +175,8 @@ def _parse_flags(recipes, name, argv):
     script = Path(sys.argv[0]).name
     base_help = ""
     if "base" in recipes and name != "base":
-        base_help = f" With a model or data of your own it is base: {script} base --help."
-    description = f"Recipes, first word. The defaults below are those of {name}.{base_help}\n{listing}"
+        base_help = f" For your own model or data the recipe is base: {script} base --help."
+    description = f"First word: a recipe. The defaults below are those of {name}.{base_help}\n{listing}"
     options = {"prog": f"{script} {name}", "description": description}
     options.update(default=all_flags(defaults, EveryCommand()), config=[tyro.conf.OmitArgPrefixes])
     box = io.StringIO()

@@ -65,8 +65,8 @@ def changes(before: dict, now: dict, folder) -> list[str]:
     script = now["stage"].split()[0]
     for name in (x for pattern in REFUSED for x in lines if re.fullmatch(pattern, f"{script}: {x}")):
         what = lines[name] + why * (name == lines[name])
-        mend = "resume with the one that it began with, or begin anew with --overwrite"
-        raise InputError(f"--resume: {folder} began with another {what}: {mend}")
+        mend = "Resume with the original one, or start again with --overwrite."
+        raise InputError(f"--resume: {folder} was started with another {what}. {mend}")
     return list(lines.values())
 
 

@@ -21,7 +21,7 @@ class Metrics:
             kept = files.read_jsonl(self.path)[:keep_rows]
             files.write_jsonl(self.path, kept)
             if len(kept) < keep_rows:
-                print(f"{self.path} holds {len(kept)} of the {keep_rows} rows that were logged")
+                print(f"{self.path} has only {len(kept)} of the {keep_rows} rows that were logged")
         last = kept[-1] if kept else {"step": 0, "iteration": 0, "time_s": 0.0}
         with files.reading(self.path):
             self.start = time.time() - last["time_s"]
@@ -60,4 +60,4 @@ def print_results(before: dict, after: dict, shown, samples: list[dict]):
     for key, end in WORSE:
         if key in before and after.get(end, 0) * (1 if end.endswith("_high") else -1) < 0:
             change = f"{before[key]:.8g} -> {after[key]:.8g}"
-            print(f"held-out {key} ended worse than it began: {change}; try a lower --lr or fewer steps")
+            print(f"held-out {key} became worse: {change}; try a lower --lr or fewer steps")

@@ -45,7 +45,7 @@ def draw(picture):
     try:
         picture()
     except Exception as error:
-        print(f"a picture could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        print(f"a plot could not be drawn: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
 
 
 # -- plots of training -----------------------------------------------------------------------------

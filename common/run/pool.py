@@ -36,12 +36,12 @@ def load_pool(path, prompts, tokenizer, max_length) -> list[dict]:
     If the ids are not those of the text with this tokenizer, the text is encoded again. Raises InputError if
     there is no such file or no row is left."""
     if not Path(path).is_file():
-        raise InputError(f"--pool {path}: there is no such file")
+        raise InputError(f"--pool {path}: no such file")
     lengths = {prompt.key: len(prompt.ids) for prompt in prompts}
 
     def fitting(row):
         values = row.data
-        with files.reading("the row", "A pool is pool.jsonl of a run"):
+        with files.reading("the row", "A pool is the pool.jsonl of a run"):
             check_row(values)
         key = turns_key(values["prompt"])
         if key not in lengths:
@@ -70,10 +70,10 @@ def check_row(row):
     """Raise ValueError if a value of a row has another type, or the prompt is not a list of messages."""
     wrong = [name for name, kind in TYPES.items() if not isinstance(row[name], kind)]
     if wrong or not all(type(token) is int and token >= 0 for token in row["response_ids"]):
-        raise ValueError(f"values of another type in {', '.join(wrong) or 'response_ids'}")
+        raise ValueError(f"values of the wrong type in {', '.join(wrong) or 'response_ids'}")
     for message in row["prompt"]:
         if not isinstance(message, dict) or {type(message.get(x)) for x in ("role", "content")} != {str}:
-            raise ValueError("the prompt is no list of messages")
+            raise ValueError("the prompt is not a list of messages")
 
 
 class Pool:

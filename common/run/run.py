@@ -75,10 +75,10 @@ def launch(main, recipes):
     except BaseException as error:
         code = 1
         if dist.world_size() > 1 and PEER_LOST.search(str(error)):
-            _say(f"error [rank {dist.rank()}]: another rank is gone or stuck, {_what_is_saved()}")
+            _say(f"error [rank {dist.rank()}]: another rank has ended or is stuck; {_what_is_saved()}")
         elif DTYPES.search(str(error)) and dist.machine()["compute_dtype"] == "bfloat16":
-            why = f"a layer of the model mixes bfloat16 with other numbers ({error})"
-            _say(f"error: {why}: --compute-dtype float32")
+            why = f"a layer of the model mixes bfloat16 with another dtype ({error})"
+            _say(f"error: {why}. Use --compute-dtype float32.")
         elif dist.attention != "default" and "attention" in str(error).lower():  # no backward, say
             _say(f"error: --attention {dist.attention}: {error}")
         else:
@@ -91,7 +91,7 @@ def _what_is_saved():
     """Return a sentence on how to continue the interrupted run."""
     if Run.current and any((Run.current.folder / name).exists() for name in RESUMABLE):
         return f"--resume continues from what is saved in {Run.current.folder}"
-    return "nothing is saved yet, the same command starts from the beginning"
+    return "nothing is saved yet; the same command starts from the beginning"
 
 
 def _say(text):
@@ -269,7 +269,7 @@ class Run:
         summary.json. shown: metrics to print, before and after training.
         Raises InputError if the held-out loss is not finite; the model is then not exported."""
         if not math.isfinite(after.get("eval/nll", 0.0)):
-            raise InputError(f"eval/nll {after['eval/nll']} after training: no export; lower --lr")
+            raise InputError(f"eval/nll {after['eval/nll']} after training: not exported. Lower --lr.")
         before = self.state.get("before", {})
         after = logs.finite(after)
         kept = self.state.get("samples")
@@ -301,30 +301,30 @@ def find_run(args) -> str | None:
     Raises InputError if a run is there and neither --overwrite nor --resume is given, or if the files to be
     replaced are not those of a run, or are inputs of this one."""
     if not args.output_dir:
-        raise InputError("--output-dir is empty: name a folder")
+        raise InputError("--output-dir is empty. Name a folder.")
     folder = Path(args.output_dir)
     if (folder / "lock").exists():
         _lock(folder)
     before = _args_of(folder)
     outputs = _outputs(folder)
     if outputs and not before:
-        raise InputError(f"{outputs[0]} is in the way, and {folder} is no run's: another --output-dir")
+        raise InputError(f"{outputs[0]} is in the way, and {folder} is not a run. Use another --output-dir.")
     there = [(folder / name).exists() for name in ("summary.json", "model", *RESUMABLE)]
     finished, has_model, *begun = dist.gather([there])[0]  # rank 0 decides for all
     if finished and args.resume:
         if dist.is_main():
-            print(f"{folder} is finished already, by {before.get('stage', 'another program')}")
+            print(f"{folder} is already finished, by {before.get('stage', 'another program')}")
         return "finished"
     if (finished or has_model or any(begun)) and not (args.resume or args.overwrite):
-        what = "an unfinished run (--resume continues it)" if any(begun) else "a model, and no summary.json"
+        what = "an unfinished run (--resume continues it)" if any(begun) else "a model but no summary.json"
         what = "a finished run" if finished else what
-        raise InputError(f"{folder} holds {what}: --overwrite to replace it, or another --output-dir")
+        raise InputError(f"{folder} holds {what}. Use --overwrite to replace it, or another --output-dir.")
     if args.resume and any(begun):
         checkpoints.checkpoint_state(folder / "checkpoint")  # raises for one of another version
         return "resume"
     for path in _removed(args):
         if path.is_symlink():
-            raise InputError(f"{path} is a link, and what it names stays: remove it, or another --output-dir")
+            raise InputError(f"{path} is a link to other files. Remove it, or use another --output-dir.")
     # Replacing the old run must not remove a model or data that this command reads
     removed = [path.resolve() for path in _removed(args)]
     inputs = {name: value for name, value in vars(args).items() if removed and name != "output_dir"}
@@ -332,7 +332,7 @@ def find_run(args) -> str | None:
         path = Path(text).resolve()
         if path == folder.resolve() or any(map(path.is_relative_to, removed)):
             flag = f"--{name.replace('_', '-')} {text}"
-            raise InputError(f"this run would remove {flag} before it is read: another --output-dir")
+            raise InputError(f"this run would remove {flag} before it is read. Use another --output-dir.")
 
 
 def _args_of(folder) -> dict:
@@ -342,7 +342,7 @@ def _args_of(folder) -> dict:
         dict(**begun["args"], **begun.get("began_with", {}))
         datetime.fromisoformat(begun.get("began", "2000-01-01"))
 
-    return files.read_json(folder / "args.json", f"{folder} may be no run's: another --output-dir", check)
+    return files.read_json(folder / "args.json", f"{folder} may be no run. Use another --output-dir.", check)
 
 
 def _paths_in(value) -> list[str]:
@@ -365,13 +365,13 @@ def start_run(args, stage: str, state: str | None, held_out=None):
     folder = Path(args.output_dir)
     resume = state == "resume"
     if splits.n_shown:
-        raise InputError("--preview shows what a script trains on: give its command the data")
+        raise InputError("--preview shows training examples. Use it with a script that trains on the data.")
     dist.barrier()  # ranks may take unequal time to tokenise data and download models
     if dist.is_main():
         folder.mkdir(parents=True, exist_ok=True)
     _lock(folder)
     if find_run(args) != state:
-        raise InputError(f"{folder} has changed since this command began, by another one: start it again")
+        raise InputError(f"another command changed {folder} after this one started. Start this one again.")
     packages = "torch transformers datasets tokenizers numpy".split()
     versions = {name: importlib.metadata.version(name) for name in packages}
     begun = {
@@ -442,4 +442,4 @@ def _lock(folder):
                 _locks.clear()  # closes, and so unlocks, the file of the previous run
                 _locks[path] = file
     if dist.gather([is_locked])[0]:
-        raise InputError(f"{folder} is in use by another process: wait for its end, or another --output-dir")
+        raise InputError(f"{folder} is in use by another process. Wait for it, or use another --output-dir.")

@@ -29,7 +29,7 @@ from common.errors import InputError
 from common.data import formats, message_columns, mixtures
 
 NAMED = r"(?:(?:[A-Za-z]:[\\/])?[^:*]+\.py|[\w.]+):\w+"  # FILE.py:function or module:function
-WANTED = "wanted module:function or FILE.py:function"
+WANTED = "expected module:function or FILE.py:function"
 
 
 class Term(NamedTuple):
@@ -45,7 +45,7 @@ def term_of(spec) -> Term | None:
     if match := re.fullmatch(rf"({NAMED})(?:=(.+))?", name):
         return Term(named_function("--scorer", match[1]), name, match[2])
     if re.search(rf"{NAMED}|\.py$", spec) and not Path(spec).is_dir():
-        only = ", one function only: let it return {part: numbers}, which are summed"
+        only = ", one function only: it may return {part: numbers}, which are summed"
         raise InputError(f"--scorer {spec}: {WANTED}{only if re.search('[*+]', spec) else ''}")
     return None
 
@@ -112,16 +112,16 @@ def _call(term, batch) -> list[dict[str, float]]:
             given = term.function([(row["messages"], a, b) for row, a, b in zip(rows, texts, texts_b)])
         else:
             given = term.function(questions, texts, rows)
-        did = f"gave {repr(given)[:80]}, wanted {n} numbers or {{part: {n} numbers}}:"
+        did = f"returned {repr(given)[:80]}, expected {n} numbers or {{part: {n} numbers}}:"
         by_part = given if isinstance(given, dict) else {"": given}
         by_part = {str(part): _numbers(values) for part, values in by_part.items()}
         lengths = [len(column) for column in by_part.values()]
         if set(lengths) != {n}:
-            raise ValueError(f"of lengths {lengths}")
+            raise ValueError(f"the lengths are {lengths}")
     except Exception as error:  # whatever a user's function raises
         where = f"{batch[0][0].row.where}, columns {formats.columns(rows[0])}"
         question = f"{n} responses, the first {texts[0][:80]!r} to {questions[0][:80]!r}"
-        why = f"{did} {type(error).__name__}: {error}; asked of {question} ({where})"
+        why = f"{did} {type(error).__name__}: {error}; called with {question} ({where})"
         raise InputError(f"--scorer {term.name} {why}") from error
     return [dict(zip(by_part, parts_of_one)) for parts_of_one in zip(*by_part.values())]
 
@@ -131,8 +131,8 @@ def _numbers(values) -> list[float]:
 
     Raises TypeError for text, and for sets and mappings, because their order says nothing."""
     if isinstance(values, str | bytes | bytearray | Set | Mapping):
-        raise TypeError(f"wanted a list, not a {type(values).__name__}")
+        raise TypeError(f"expected a list, not a {type(values).__name__}")
     values = [x.item() if hasattr(x, "item") else x for x in values]  # elements of tensors and arrays
     if any(isinstance(x, str | bytes) for x in values):  # float("1") would hide the mistake
-        raise TypeError("wanted numbers, not text")
+        raise TypeError("expected numbers, not text")
     return [float(x) for x in values]

@@ -80,7 +80,7 @@ def check_sft_model(name, tokenizer, args) -> str | None:
     name = name or ("runs/sft" if args.model == "tiny" else args.model)
     pretrained.check_causal_lm(name, tokenizer, args.chat_template)
     if args.length_prompts or getattr(args, "expected_reward_samples", 0):
-        pretrained.check_sampled(name, "--length-prompts 0 does without samples")
+        pretrained.check_sampled(name, "--length-prompts 0 needs no samples")
     return name
 
 
@@ -101,7 +101,7 @@ def policy_samples(model, prompts, tokenizer, n, max_new_tokens, seed, slots=64)
         samples[i] = tuple(torch.tensor(ids, dtype=torch.int32) for ids in ended)
     n_ended = sum(map(len, samples))
     if n_ended < n * len(prompts) and dist.is_main():
-        print(f"{n_ended} of {n * len(prompts)} samples ended within {max_new_tokens} tokens and count")
+        print(f"{n_ended} of {n * len(prompts)} samples ended within {max_new_tokens} tokens and are used")
     return samples
 
 
@@ -184,7 +184,7 @@ def with_policy_answers(train, name, tokenizer, args, device):
     n = args.expected_reward_samples
     k = args.n_others
     if (k or n) and name is None:
-        raise InputError(f"{args.model} is no causal LM: name the --policy that ratios and e are of")
+        raise InputError(f"{args.model} is not a causal LM. Name one with --policy, for ratios and e(x).")
     for other in args.behavior_policies:
         pretrained.check_causal_lm(other, tokenizer, args.chat_template)
     policy = pretrained.load_frozen(name, tokenizer, args, device) if k or n else None
@@ -229,5 +229,5 @@ def behavior_columns(train, args) -> list[torch.Tensor]:
         except (TypeError, ValueError, RuntimeError):
             wanted = "chosen_behavior_logprobs and rejected_behavior_logprobs"
             mend = f"lists of {args.n_others} numbers of at most 0, or --behavior-policies"
-            raise InputError(f"{c.row.where}: --n-others wants {wanted}, {mend}") from None
+            raise InputError(f"{c.row.where}: --n-others needs {wanted}, {mend}") from None
     return logprobs

@@ -47,8 +47,8 @@ def load_gated(args, tokenizer, device) -> Gated:
     safety = args.safety_scorer and load(args.safety_scorer, safety=True)
     for loaded in filter(None, (scorer, safety)):
         if not loaded.same_tokens and not args.retokenize:
-            why = f"{loaded.name} has other tokens or another chat template than {args.model}"
-            raise InputError(f"{why}: --retokenize lets it score the text, encoded anew")
+            why = f"{loaded.name} has different tokens or a different chat template than {args.model}"
+            raise InputError(f"{why}. With --retokenize it scores the text, encoded again.")
     return Gated(scorer, safety, args)
 
 

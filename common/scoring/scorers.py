@@ -52,10 +52,10 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
             raise
         except Exception as error:  # whatever a user's function raises
             why = f"{type(error).__name__}: {error}"
-            raise InputError(f"--scorer {spec}: {why}; wanted a function of one text") from error
+            raise InputError(f"--scorer {spec}: {why}; expected a function of one text") from error
         if functions.compares(term) and not pairwise:
-            mend = "it may be --scorer of dpo_iterative.py and common.programs.evaluate"
-            raise InputError(f"{spec} compares two responses, and scores none: {mend}")
+            mend = "It can be --scorer of dpo_iterative.py and common.programs.evaluate."
+            raise InputError(f"{spec} compares two responses and cannot score one. {mend}")
         return Scorer(spec, version, term, pairwise=functions.compares(term))
     encoder = pretrained.load_tokenizer(spec, quiet=True)
     model = pretrained.load_scorer(spec, encoder)
@@ -64,10 +64,10 @@ def load_scorer(spec, tokenizer, device, max_length=0, pairwise=False, safety=Fa
     if scorer.same_tokens:
         pretrained.check_room(max_length, spec, model.config)
     elif dist.is_main():
-        print(f"{spec} has other tokens or another chat template: it scores the text")
+        print(f"{spec} has different tokens or a different chat template: the text is encoded again")
     gate = getattr(model.config, "safety_gate", None) if safety else None
     if safety and not gate and dist.is_main():
-        print(f"{spec} has no fitted P(safe): its score is taken for the logit, whose zero means nothing")
+        print(f"{spec} has no fitted P(safe): its score is used as the logit, with an arbitrary zero")
     return scorer._replace(gate=(gate["scale"], gate["bias"])) if gate else scorer
 
 
@@ -137,8 +137,8 @@ def score_and_parts(scorer, pairs, batch_size) -> tuple[list[float], dict[str, f
     scores = [scale * sum(by_part.values()) + bias for by_part in answers]
     for (prompt, response, *_), x in zip(pairs, scores):
         if not abs(x) < 3e38:  # NaN, or infinite in float32
-            where = f"{response.text[:80]!r}, to {prompt.question[:80]!r}"
-            raise InputError(f"{scorer.name} gives {x} for {where}")
+            where = f"{response.text[:80]!r}, the response to {prompt.question[:80]!r}"
+            raise InputError(f"{scorer.name} returned {x} for {where}")
     names = dict.fromkeys(part for by_part in answers for part in by_part if part)
     mean_of = lambda name: statistics.fmean(by_part[name] for by_part in answers if name in by_part)
     return scores, {f"reward/{name}": mean_of(name) for name in names}
@@ -193,7 +193,7 @@ def _encode(scorer, prompt, response, end) -> Comparison:
         prompt_ids, ids = _in_its_tokens(scorer, prompt, response.text)
         end = end if eos in end else []  # without eos, the encoded text already has the template's end
         if len(prompt_ids) + len(ids) + len(end) > room:
-            progress.note(f"{scorer.name} has {room} positions: of longer responses it scores the beginning")
+            progress.note(f"{scorer.name} has {room} positions: it scores the beginning of longer responses")
             ids = ids[: max(1, room - len(prompt_ids) - len(end))]
         ids = [*ids, *end]
     n = len(prompt_ids) + len(ids)
@@ -217,7 +217,7 @@ def _in_its_tokens(scorer, prompt, text) -> tuple[list[int], list[int]]:
         with contextlib.suppress(chat.Rewritten):
             prompt_ids, [ids] = chat.encode_responses(tokenizer, messages, [text])
             return prompt_ids, ids[:-1]
-        why = "its chat template rewrites some answers, which it scores as they stand there"
+        why = "its chat template rewrites some responses; the rewritten text is scored"
         progress.note(f"{scorer.name}: {why}")
         dialogue = chat.render(tokenizer, [*messages, {"role": "assistant", "content": text}])
     except ValueError as error:  # for example, the template refuses a role
