@@ -22,7 +22,7 @@ def save_checkpoint(root, step: int, modules: dict, state: dict, keep: int | Non
 
     modules: {name: (model, its AdamW)}. state: counters and positions that resuming needs, as JSON. There is
       no random state to save, because every generator is made from a seed where it is used.
-    Raises OSError if the disk is full."""
+    Raises OSError if it cannot be written, for example because the disk is full."""
     import torch.distributed.checkpoint as dcp
 
     root = Path(root)
