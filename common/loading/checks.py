@@ -1,4 +1,4 @@
-"""Checks of a loaded model: can documents share a row, can responses share their prompt?"""
+"""Check what a loaded model supports: documents that share a row, and responses that share a prompt."""
 
 from functools import partial
 
@@ -10,21 +10,22 @@ WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_
 
 
 def window(config) -> int:
-    """How many tokens the layer of a model sees that sees fewest; 0: all see all."""
+    """Return the smallest attention window of a model's layers, in tokens; 0 if all attend to everything."""
     sizes = [getattr(config.get_text_config(), key, None) for key in WINDOWS]
     return min((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def recurrent(model) -> bool:
-    """Whether a layer hands a state from token to token, which neither masks nor positions stop."""
+    """Return whether a layer passes a state from token to token, which masks and positions cannot reset."""
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return getattr(model, "_is_stateful", False) or "conv" in kinds or "linear_attention" in kinds
 
 
 @torch.no_grad()
 def packs(model) -> bool:
-    """Whether documents in one row are as if alone: transformers keeps them apart by their positions, but not
-    in every model. If not, a line says so. Every rank must call it."""
+    """Check that documents in one row do not see each other, and print a line if they do.
+
+    Transformers separates documents by their position ids, but not in every model. Every rank must call it."""
     documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
     rows = [documents, documents[::-1]], [[document] for document in documents + documents[::-1]]
     packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
@@ -35,9 +36,10 @@ def packs(model) -> bool:
 
 @torch.no_grad()
 def shares_prompts(model, max_length) -> bool:
-    """Whether responses that share their prompt in one row get the scores, or log probabilities, that they
-    get in rows of their own: not every model reads 4-D masks and positions. If not, a line says so. Every
-    rank must call it. max_length: of a prompt with one response; a shorter window is looked beyond."""
+    """Check that responses sharing a prompt in one row get the results of separate rows; if not, print a line.
+
+    Not every model supports 4-D masks and positions. The test rows are longer than the model's window, if
+    max_length, the length limit of a prompt with one response, allows it. Every rank must call it."""
     length = min(max(8, window(model.config) * 3 // 2), max_length)
     prompt, *responses = _texts(model, length // 2, length // 2 - 1, length - length // 2)
     comparison = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
@@ -49,24 +51,27 @@ def shares_prompts(model, max_length) -> bool:
 
 
 def _texts(model, *lengths):
+    """Make texts of these lengths from tokens of the model's vocabulary."""
     vocabulary = model.config.get_text_config().vocab_size
     return [(torch.arange(n) * k + 1).int() % vocabulary for k, n in enumerate(lengths, 3)]
 
 
 def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
-    """Whether texts that share a row have the figures that they have alone, on every rank: next to what other
-    positions change the gap must be none, or small in half precision. Else rank 0 prints `otherwise`."""
+    """Check that sharing a row does not change a model's outputs, on any rank; if it does, print `otherwise`.
+
+    together, alone: batches with the same texts in shared rows and in rows of their own. The difference must
+    be negligible next to the effect of wrong position ids."""
     positions = torch.arange(together.input_ids.shape[1], device=model.device).expand_as(together.input_ids)
     dtype = getattr(model, "compute_dtype", torch.float32)
     flash = "flash" in model.config._attn_implementation
-    fixed = flash or dist.is_sharded(model)  # flash attention knows no fp32, and FSDP has a dtype of its own
+    fixed = flash or dist.is_sharded(model)  # flash attention has no fp32, and FSDP has its own dtype
     model.compute_dtype = dtype if fixed else torch.float32
     try:
         if flash and getattr(together, "attention_mask", None) is not None:
-            raise ValueError("flash attention takes a 4-D mask for 2-D padding: it would read other memory")
+            raise ValueError("flash attention reads a 4-D mask as 2-D padding, out of bounds")
         apart, *shared_rows = map(outputs_of, (alone, together, together._replace(position_ids=positions)))
         gap, change = ((other - apart).abs().max().item() for other in shared_rows)
-    except (RuntimeError, ValueError):  # BLOOM and GPT-1 take no such mask
+    except (RuntimeError, ValueError):  # BLOOM and GPT-1 do not support such a mask
         gap, change = 1, 0
     model.compute_dtype = dtype
     close = 0.05 if fixed and dtype != torch.float32 else 1e-3

@@ -366,9 +366,11 @@ def _ready(model, tokenizer, methods, gradient_checkpointing):
 
 
 def set_attention(model):
-    """Have the model attend as --attention says; InputError where transformers does not know the name, or the
-    family or this machine has no such. After check_forward: on a CPU flash attention has no kernels. (Flex
-    attention has no backward there, in torch 2.13, and compiles for each shape anew.)"""
+    """Switch the model to the implementation of attention that --attention names.
+
+    Call it after check_forward, which runs on the CPU, where flash attention has no kernels. Flex attention
+    has no backward on a CPU in torch 2.13, and compiles anew for each shape, so it is refused there. Raises
+    InputError if transformers does not know the name, or the family or this machine does not support it."""
     name = dist.attention
     flex_on_cpu = "flex" in name and dist.here.type == "cpu"
     try:
@@ -376,7 +378,7 @@ def set_attention(model):
             model.set_attn_implementation(name)
             if model.config._attn_implementation in {"eager", "sdpa"} - {name} or flex_on_cpu:
                 raise ValueError(f"{model.config.model_type} does not learn with it on {dist.here.type}")
-    except Exception as error:  # of names, packages and the hub's kernels, of many kinds
+    except Exception as error:  # unknown names, missing packages, the hub's kernels: many types
         raise InputError(f"--attention {name}: {error}") from None
 
 

@@ -490,7 +490,7 @@ WITHOUT_LABELER = ("select", "hindsight")  # no metrics_of for them: their data 
 
 # -- measures --------------------------------------------------------------------------------------
 def metrics_of(rows, failed) -> dict[str, float]:
-    """Compute the metrics of summary.json from the good and the failed rows; docs/use/runs.md defines them."""
+    """Compute the metrics of summary.json from the good and the failed rows; see docs/use/runs.md."""
     metrics = {"rows": len(rows), "failed": len(failed)}
     judged = [row for row in rows if row.get("human") not in (None, 0.5)]
     agreement = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in judged]

@@ -54,8 +54,10 @@ class EveryCommand:
     """Number of examples to print, as they are trained on; the command then stops before loading a model."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of forward and backward. Default: bfloat16 on an accelerator that has it, else float32."""
+    attention: str = "default"
+    """Transformers' name of an implementation of attention. default: sdpa, or eager (docs/use/gpus.md)."""
     deterministic: bool = False
-    """Deterministic kernels, as far as torch has them: results repeat bit for bit; slower (docs/use/gpus.md)."""
+    """Deterministic kernels if torch has them: results repeat bit for bit, slower (docs/use/gpus.md)."""
     generate_tensor_parallel: int = 1
     """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
 

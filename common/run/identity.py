@@ -26,7 +26,7 @@ REFUSED = (  # patterns of "script: input". A change of these is refused; a chan
 
 
 def of_run(args, held_out) -> dict:
-    """Fingerprint the inputs of a run: {name as in the table of docs/use/runs.md: fingerprint}. Only rank 0 calls
+    """Fingerprint a run's inputs: {name in the table of docs/use/runs.md: fingerprint}. Only rank 0 calls
     it, because it reads whole files.
 
     held_out: fingerprint of the held-out set (`fingerprint` of an evaluation)."""
