@@ -197,7 +197,7 @@ def _tiny_options(source):
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
         wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
-        raise InputError(f"{_flag(source)}: unknown option. Those of tiny are like {wanted}
-        (docs/use/data.md)")
+        wanted += " (docs/use/data.md)"
+        raise InputError(f"{_flag(source)}: unknown option. Those of tiny are like {wanted}")
     kinds = {"seed": int, "length_bias": float}
     return {name: kinds.get(name, str)(value) for name, value in options.items()}

@@ -25,7 +25,7 @@ def recurrent(model) -> bool:
 def packs(model) -> bool:
     """Check that documents in one row do not see each other, and print a line if they do.
 
-    Transformers separates documents by their position ids, but not in every model. Every rank must call it."""
+    Transformers separates documents by their positions, but not in every model. Every rank must call it."""
     documents = [batches.Document(ids, torch.arange(len(ids)) > 0, [], None) for ids in _texts(model, 5, 7)]
     rows = [documents, documents[::-1]], [[document] for document in documents + documents[::-1]]
     packed, alone = (batches.collate(blocks, pad_id=0, device=model.device) for blocks in rows)
@@ -36,7 +36,7 @@ def packs(model) -> bool:
 
 @torch.no_grad()
 def shares_prompts(model, max_length) -> bool:
-    """Check that responses sharing a prompt in one row get the results of separate rows; if not, print a line.
+    """Check that responses sharing a prompt in one row get the results of separate rows, or print a line.
 
     Not every model supports 4-D masks and positions. The test rows are longer than the model's window, if
     max_length, the length limit of a prompt with one response, allows it. Every rank must call it."""
