@@ -28,6 +28,7 @@ PATIENCE = timedelta(hours=24)  # longest wait in `barrier`, for downloads and t
 compute_dtype = None  # value of --compute-dtype, used in forward and backward; None: see compute_dtype_of
 attention = "default"  # value of --attention, transformers' name of an implementation
 here = torch.device("cpu")  # this rank's device, set by `setup`
+shard_size = None  # value of --shard-size, the ranks that shard a model together; None: all
 ranks_per_copy = 1  # ranks that share one copy of a model inside `consolidated` (tensor parallelism)
 split_layers = None  # tensor_parallel.split if ranks_per_copy > 1
 
@@ -249,7 +250,7 @@ def shard(model, device, compute_dtype=None):
         on_rank_0 = [buffers, getattr(model, "generation_config", None)]
     buffers, model.generation_config = gather(on_rank_0)
     model.to("meta").tie_weights()  # moving to or from "meta" makes new tensors, so tie again
-    mesh = td.init_device_mesh(device.type, (world_size(),))  # torch's default device would be mps on a Mac
+    mesh = _mesh(device.type, world_size(), shard_size or world_size())
     policy = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
     layers = decoder_layers(model)
     owners = Counter(weight for layer in layers for weight in layer.parameters())
@@ -268,6 +269,18 @@ def shard(model, device, compute_dtype=None):
     for method in getattr(model, "forward_methods", ()):
         register_fsdp_forward_method(model, method)
     return model
+
+
+@functools.cache  # each call with several groups would create new process groups
+def _mesh(device_type: str, n: int, size: int):
+    """Arrange n ranks in groups of `size` consecutive ranks, for hybrid sharding.
+
+    Each group holds a whole model, sharded, and gathers layers only within the group. Gradients are averaged
+    within groups first and then between them, each rank its share (PyTorch FSDP, arXiv:2304.11277, section
+    3.2.2). If size == n, the mesh has one group and one dimension."""
+    if size == n:
+        return td.init_device_mesh(device_type, (n,))  # torch's default device would be mps on a Mac
+    return td.init_device_mesh(device_type, (n // size, size), mesh_dim_names=("replicate", "shard"))
 
 
 def decoder_layers(model) -> list:

@@ -2,6 +2,7 @@
 it returns on rank 0 goes into results.json, or the traceback.
 
     torchrun --nproc-per-node 2 tests/dist_cases.py FOLDER        FOLDER: what test_dist.prepare() has made
+    torchrun --nproc-per-node 4 tests/dist_cases.py FOLDER 2 CASE ...     these alone, with --shard-size 2
 
 The functions above the cases are for 1 rank too: test_dist.py calls them in its own process and compares.
 """
@@ -529,6 +530,17 @@ def sharding(folder):
 
 
 @case
+def sharded_in_groups(folder):
+    """How weights are placed, and whether those of all groups are the same bits after five steps."""
+    model = descend()
+    placed = {str(p.placements) for p in model.parameters()}
+    group = dist.rank() // (dist.shard_size or dist.world_size())
+    mine = {name: p.to_local() for name, p in model.named_parameters()}
+    first = dist.gather([mine])[dist.rank() - group * (dist.shard_size or 0)]
+    return [sorted(placed), all(dist.gather([same(mine, first)]))]
+
+
+@case
 def tied(folder):
     return sharding(folder / "tied")
 
@@ -854,11 +866,12 @@ def one_rank_takes_longer_than_a_collective_may(folder):
         td.distributed_c10d._set_pg_timeout(dist.TIMEOUT, td.group.WORLD)
 
 
-def main(folder):
+def main(folder, shard_size=None, *names):
     dist.TIMEOUT = timedelta(seconds=60)
     dist.setup()
+    dist.shard_size = shard_size and int(shard_size)
     results = {}
-    for function in CASES:
+    for function in CASES if not names else [function for function in CASES if function.__name__ in names]:
         try:
             results[function.__name__] = function(folder)
         except Exception:
@@ -869,4 +882,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -68,12 +68,10 @@ def prepare(folder):
     shutil.copytree(folder / "rs sampled by one, learnt by one", folder / "rs sampled by one, learnt by two")
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """The results of all cases on 2 ranks, and the folder they worked in."""
-    folder = tmp_path_factory.mktemp("two")
+def launched(folder, ranks, *argv):
+    """The results of cases on so many ranks, and the folder they worked in."""
     prepare(folder)
-    ended = processes.script(ROOT / "tests" / "dist_cases.py", folder, ranks=2)
+    ended = processes.script(ROOT / "tests" / "dist_cases.py", folder, *argv, ranks=ranks)
     results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
 
     def of(name):
@@ -84,6 +82,11 @@ def two(tmp_path_factory):
 
     of.folder, of.ended = folder, ended
     return of
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("two"), 2)
 
 
 def close(a, b, tolerance=1e-5):
@@ -545,6 +548,26 @@ def test_layers_inside_layers_or_with_shared_weights_are_sharded_to_the_figures_
 @pytest.mark.parametrize("name, n", [("Mamba", 2), ("Zamba 2", 4), ("Llama 3", 2)])
 def test_a_decoder_layer_is_counted_once_also_where_one_lies_in_another(name, n):
     assert len(dist.decoder_layers(tiny_families.build(name))) == n
+
+
+def test_two_groups_of_two_ranks_that_each_shard_a_model_do_what_one_rank_does(tmp_path):
+    """A rank has half of the weights, not a quarter. Gradients are those of all ranks, not of its group."""
+    cases = "sharded_in_groups uneven bf16 frozen_base consolidated saved saved_scorer ppo_updates"
+    four = launched(tmp_path / "four", 4, 2, *cases.split(), "checkpoint_of_two", "checkpoint_of_one")
+    test_the_launch_of_all_cases_ends_with_exit_code_0(four)
+    assert four("sharded_in_groups") == [["(Replicate(), Shard(dim=0))"], True]
+    test_loss_and_gradient_norm_of_five_steps_equal_one_rank(four, "uneven", dist_cases.UNEVEN)
+    test_bf16_compute_keeps_fp32_weights_and_moments_and_is_close_to_fp32(four)
+    test_the_weights_under_a_sharded_policys_adapters_are_its_reference(four)
+    test_consolidated_sampling_gives_the_tokens_of_the_unsharded_model(four)
+    test_consolidated_holds_one_full_copy_inside_and_frees_it_after(four)
+    test_training_after_consolidated_is_bitwise_training_without_it(four)
+    test_the_model_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(four, tmp_path / "policy")
+    test_a_scorer_saved_by_two_ranks_is_the_one_in_memory_and_that_of_one_rank(four, tmp_path / "scorer")
+    test_a_step_of_ppo_has_the_losses_and_gradient_norms_of_one_rank(four)
+    test_a_checkpoint_of_two_ranks_loads_on_one(four)
+    test_a_checkpoint_of_one_rank_loads_on_two(four)
+    test_a_checkpoint_goes_on_bitwise_on_as_many_ranks_as_wrote_it(four)
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])

@@ -154,6 +154,15 @@ def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     for n in (0, 3, 16):
         with pytest.raises(InputError, match=f"{n}: expected a divisor of the 8 process"):
             parse(RECIPES, ["--generate-tensor-parallel", str(n)])
+    monkeypatch.setenv("WORLD_SIZE", "32")
+    monkeypatch.setattr(dist, "shard_size", 4)
+    parse(RECIPES, [])
+    assert dist.shard_size is None
+    parse(RECIPES, ["--shard-size", "8"])
+    assert dist.shard_size == 8
+    for n in (0, 1, 3, 64):
+        with pytest.raises(InputError, match=f"--shard-size {n}: wanted a divisor of the 32 process"):
+            parse(RECIPES, ["--shard-size", str(n)])
 
 
 # -- recipes -----------------------------------------------------------------------------

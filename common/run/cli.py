@@ -58,6 +58,8 @@ class EveryCommand:
     """Transformers' name of an implementation of attention. default: sdpa, or eager (docs/use/gpus.md)."""
     deterministic: bool = False
     """Deterministic kernels if torch has them: results repeat bit for bit, slower (docs/use/gpus.md)."""
+    shard_size: int | None = None
+    """Number of consecutive ranks that shard a model together, such as those of a node; default: all ranks."""
     generate_tensor_parallel: int = 1
     """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
 
@@ -118,6 +120,11 @@ def parse(recipes, argv=None):
         raise InputError(f"--generate-tensor-parallel {n}: {wanted}")
     dist.ranks_per_copy = n
     dist.split_layers = tensor_parallel.split
+    dist.shard_size = every.shard_size
+    n_ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if every.shard_size is not None and (every.shard_size < 2 or n_ranks % every.shard_size):
+        wanted = f"expected a divisor of the {n_ranks} process(es) that torchrun starts, 2 or more"
+        raise InputError(f"--shard-size {every.shard_size}: {wanted}")
     if every.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
         torch.use_deterministic_algorithms(True, warn_only=True)
