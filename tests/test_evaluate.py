@@ -882,22 +882,30 @@ def test_rows_of_reward_bench_give_its_sections_and_its_score(judges, tmp_path):
     assert line.split() == ["longer", "87.5%", "100.0%", "100.0%", "69.0%", "89.1%"]
 
 
-def test_rows_of_reward_bench_2_give_the_best_of_four_of_each_subset_and_name_what_is_left_out(judges, tmp_path):
-    """The longest of four is the chosen one, a rejected one, one of two (1/2)."""
-    texts = lambda *lengths: [" ".join(["ant", "bear", "cat", "dog", "eel"][i : i + n]) for i, n in enumerate(lengths)]
-    sides = {"Math": [(4, 1, 2, 1)], "Focus": [(1, 2, 3, 1), (3, 3, 1, 1)], "Ties": [(3, 1, 2, 1)]}
+def test_rows_of_reward_bench_2_give_the_best_of_four_of_each_subset_and_its_rule_for_ties(judges, tmp_path):
+    """The longest of four is the chosen one, a rejected one, one of two (1/2). Of the question with several
+    right answers they have 5 and 4 words, the wrong one 2: gap 2, spread 1; with one right answer the gap is 1."""
+    words = "ant bear cat dog eel fox goat hen ant bear cat dog".split()
+    texts = lambda first, lengths: [" ".join(words[i : i + n]) for i, n in enumerate(lengths, first)]
+    sides = {"Math": [([4], [1, 2, 1])], "Focus": [([1], [2, 3, 1]), ([3], [3, 1, 1])]}
+    sides |= {name: [([4], [1, 2, 1])] for name in ("Factuality", "Precise IF", "Safety")}
+    sides["Ties"] = [([5, 4], [2, 1]), ([4], [3])]
     rows = []
-    for subset, lengths in sides.items():
-        for four in lengths:
-            chosen, *rejected = texts(*four)
-            prompt = {"prompt": f"copy{' ant' * (1 + len(rows))}", "num_correct": 1, "subset": subset}
-            rows.append({**prompt, "chosen": [chosen], "rejected": rejected})
+    for subset, questions in sides.items():
+        for number, lengths in enumerate(questions):
+            chosen, rejected = texts(0, lengths[0]), texts(4, lengths[1])
+            row = {"prompt": f"copy{' ant' * (1 + len(rows))}", "num_correct": len(chosen), "subset": subset}
+            rows.append({**row, "chosen": chosen, "rejected": rejected, "id": ("tied:7", "ref:7")[number]})
     dataset = write_rows(tmp_path / "bench.jsonl", rows)
     found = run(tmp_path / "run", (), scorers=tuple(judges), dataset=str(dataset))
-    for parts in found.summary["scorers"].values():
-        assert parts["category Math"]["best_of_n_accuracy"] == 1
-        assert parts["category Focus"]["best_of_n_accuracy"] == 0.25
-    assert "RewardBench 2 scores its subset Ties by another rule" in found.out
+    shares = {"Factuality": 1, "Precise IF": 1, "Math": 1, "Safety": 1, "Focus": 0.25}
+    ties = 0.3 + 0.3 + 0.2 + 0.01 * math.tanh(1 / 1 - 1)  # 1 is no larger than the spread
+    both = found.summary["reward_bench_2"]
+    assert both["longer"] == pytest.approx({**shares, "Ties": ties, "score": (4.25 + ties) / 6})
+    assert both["longer_of_two"] == shares  # log odds have no spread
+    head, line = next(two for two in itertools.pairwise(found.out.splitlines()) if two[0].startswith("RewardBench"))
+    assert re.split("  +", head) == ["RewardBench 2", *shares, "Ties", "score"]
+    assert line.split()[-3:] == ["25.0%", "80.0%", "84.2%"]
     dataset = write_rows(tmp_path / "bench.jsonl", [row for row in rows if row["subset"] != "Ties"])
     found = run(tmp_path / "without", (), scorers=tuple(judges), dataset=str(dataset))
     assert "RewardBench 2" not in found.out

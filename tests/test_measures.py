@@ -328,6 +328,41 @@ BEST_OF_FOUR = [  # one chosen of four -> what it counts: alone at the top, beat
 ]  # fmt: skip
 
 
+def ties_row(name, correct, incorrect):
+    scored = [(0, x) for x in correct] + [(1, x) for x in incorrect]
+    return {"id": name, "responses": [{"rank": rank, "score": score} for rank, score in scored]}
+
+
+@pytest.mark.parametrize(
+    "rows, score",
+    [
+        # gaps 3 and 2, spread 1: all is right, and the smaller gap is twice the spread
+        ([("tied:1", [4, 5], [1, 0]), ("ref:1", [3], [1, 0])], 0.3 + 0.3 + 0.2 + 0.2 + 0.01 * math.tanh(1)),
+        # gaps 3 and 0.5: a reference's gap that is less than the spread costs the harder margin alone
+        ([("tied:1", [4, 5], [1]), ("ref:1", [1.5], [1])], 0.3 + 0.3 + 0.2 + 0.01 * math.tanh(-0.5)),
+        # gap 0 is not right; of two references, one that belongs to no question counts as right or wrong
+        ([("tied:1", [4, 5], [4]), ("ref:1", [3], [1]), ("ref:2", [0], [1])], 0.3 / 2 + 0.01 * math.tanh(-1)),
+        # no spread: infinitely far apart, on the right side or the wrong one, or 0 of 0
+        ([("tied:1", [4, 4], [1]), ("ref:1", [3], [1])], 1 + 0.01),
+        ([("tied:1", [4, 4], [1]), ("ref:1", [0], [1])], 0.3 + 0.2 - 0.01),
+        ([("tied:1", [4, 4], [4]), ("ref:1", [3], [1])], 0.3),
+        # two questions: means over both
+        ([("tied:1", [4, 5], [1]), ("ref:1", [3], [1]), ("tied:2", [1, 3], [2]), ("ref:2", [2], [1])],
+         0.3 / 2 + 0.3 + 0.2 / 2 + 0.2 / 2 + 0.01 * (math.tanh(1) + math.tanh(-1.5)) / 2),
+    ],
+)  # fmt: skip
+def test_reward_bench_2s_rule_for_ties_by_hand(rows, score):
+    assert measures.ties_score([ties_row(*row) for row in rows]) == pytest.approx(score)
+
+
+def test_ties_of_other_rows_and_of_a_scorer_that_compares_have_no_score():
+    tied, ref = ties_row("tied:1", [4, 5], [1]), ties_row("ref:1", [3], [1])
+    compares = {**tied, "responses": [{"rank": 0}, {"rank": 1}], "differences": [1.0]}
+    nameless = {"responses": tied["responses"]}
+    for rows in ([tied], [tied, ties_row("ref:2", [3], [1])], [{**tied, "id": "12"}, ref], [nameless], [compares, ref]):
+        assert math.isnan(measures.ties_score(rows))
+
+
 @pytest.mark.parametrize("compares", [False, True])
 def test_best_of_n_counts_prompts_whose_best_score_is_a_chosen_ones_and_of_ties_their_share(compares):
     """1.75 of four prompts; pairs are not counted. Ties as half a win would give 2 of them, as wins 3."""

@@ -161,7 +161,7 @@ def test_what_every_command_takes_is_set_before_any_work(monkeypatch):
     parse(RECIPES, ["--shard-size", "8"])
     assert dist.shard_size == 8
     for n in (0, 1, 3, 64):
-        with pytest.raises(InputError, match=f"--shard-size {n}: wanted a divisor of the 32 process"):
+        with pytest.raises(InputError, match=f"--shard-size {n}: expected a divisor of the 32 process"):
             parse(RECIPES, ["--shard-size", str(n)])
 
 

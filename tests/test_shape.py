@@ -96,7 +96,8 @@ def test_functions_of_an_algorithm_take_few_arguments_and_a_main_is_short(name):
 def test_the_kit_imports_nothing_but_itself_and_keeps_its_budget():
     for file in test_copying.KIT:
         assert set(imports(tree_of(FILES[file])).values()) <= set(test_copying.KIT)
-    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1307  # masks made once: 12
+    # masks made once: 12; --shard-size: 6; padding token: 1
+    assert sum(n_code_lines(FILES[file]) for file in test_copying.KIT) <= 1314
     assert {name for name in FILES if not folder(name)} == set(test_copying.KIT)
 
 
@@ -124,6 +125,6 @@ def test_few_statements_assign_two_things_and_few_comprehensions_are_nested():
 
 def test_scripts_and_common_keep_their_budgets_of_code_lines():
     assert sum(n_code_lines(ROOT / f"{name}.py") for name in SCRIPTS) <= 1770
-    # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines
-    # 30 more: --attention, and masks that are made once for all layers
-    assert sum(map(n_code_lines, FILES.values())) <= 6175
+    # The goal is 5,300: files of one topic and statements of one assignment cost 370 lines; --attention and masks
+    # that are made once 30, --shard-size 12, RewardBench 2's rule for ties 37
+    assert sum(map(n_code_lines, FILES.values())) <= 6224

@@ -188,6 +188,8 @@ def _labelled(row, min_score_gap) -> Comparison:
     for name in OF_EACH:
         _of_each(values, name, labels["indices"])  # so that the column counts as read
     values.get("reference")  # likewise: `describe` uses it later
+    if category == "Ties":  # of RewardBench 2: the id names the question
+        values.get("id")
     return Comparison(prompt, texts, None, [], ranks, source, row, **labels)
 
 
@@ -391,6 +393,7 @@ def describe(comparison) -> dict:
     row = {"prompt": comparison.prompt, "source": comparison.source, "category": comparison.category}
     reference = printable(comparison.row.data.get("reference"))
     labels = {"preference": comparison.preference, "reference": reference, "responses": responses}
+    labels["id"] = printable(comparison.row.data.get("id"))
     return {**row, **{name: value for name, value in labels.items() if value is not None}}
 
 

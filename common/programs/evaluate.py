@@ -487,13 +487,15 @@ def compare_scorers(args, run):
     start_run(args, run.stage, run.status)  # replaces an old run, now that every scorer has worked
     if dist.is_main():
         progress.print_table(pair_table(results))
-        sections = {name: measures.reward_bench(of_scorer) for name, of_scorer in rows.items()}
-        if any(sections.values()):
-            summary["reward_bench"] = sections
-            percent = lambda scores: dict(zip(scores, map("{:.1%}".format, scores.values())))
-            progress.print_table([{"RewardBench": name, **percent(x)} for name, x in sections.items()])
-        if "category Ties" in results[name]:
-            print("RewardBench 2 scores its subset Ties by another rule, which is not implemented")
+        for title in ("RewardBench", "RewardBench 2"):
+            bench = measures.reward_bench if title == "RewardBench" else measures.reward_bench_2
+            sections = {name: bench(of_scorer) for name, of_scorer in rows.items()}
+            if any(sections.values()):
+                summary[bench.__name__] = sections
+                columns = max(sections.values(), key=len)
+                percent = lambda x: [f"{x[key]:.1%}" if key in x else "" for key in columns]
+                lines = [{title: name, **dict(zip(columns, percent(x)))} for name, x in sections.items()]
+                progress.print_table(lines)
     return samples, summary, partial(plots.scores, run.folder, rows)
 
 

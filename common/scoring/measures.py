@@ -200,6 +200,54 @@ def reward_bench(rows) -> dict[str, float]:
     return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SECTIONS) else scores
 
 
+SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")  # of RewardBench 2
+
+
+def reward_bench_2(rows) -> dict[str, float]:
+    """Score RewardBench 2's rows (arXiv:2506.01937), known by its Ties: {subset: best_of_n_accuracy, of Ties
+    ties_score} of each subset that has one, and of all six their mean, "score"."""
+    of_subset = lambda name: [row for row in rows if row["category"] == name]
+    if not of_subset("Ties"):
+        return {}
+    best = {name: best_of_n_accuracy(of_subset(name)) for name in SUBSETS}
+    scores = {name: metrics.get("best_of_n_accuracy", math.nan) for name, metrics in best.items()}
+    scores["Ties"] = ties_score(of_subset("Ties"))
+    scores = {name: x for name, x in scores.items() if not math.isnan(x)}
+    return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SUBSETS) else scores
+
+
+def ties_score(rows) -> float:
+    """Score RewardBench 2's questions with several correct answers (id "tied:N"), and the same with one (id
+    "ref:N"); NaN of other ids, and of a scorer that compares.
+
+        0.3 P(gap of tied > 0) + 0.3 P(gap of ref > 0) + 0.2 P(gap of tied > spread)
+        + 0.2 P(g > spread) + 0.01 mean tanh(g / spread - 1), 0 where that is 0 / 0
+
+    A gap is the lowest score of a correct answer minus the highest of an incorrect one, g the smaller gap of
+    N, a spread the highest of a correct answer minus the lowest. Weights and last term are of the authors'
+    code (allenai/reward-bench)."""
+    gaps = {"tied": {}, "ref": {}}
+    spreads = {}
+    for row in rows:
+        kind, _, number = row.get("id", "").partition(":")
+        if kind not in gaps or "score" not in row["responses"][0]:
+            return math.nan
+        correct = [r["score"] for r in row["responses"] if r["rank"] < 1]
+        incorrect = [r["score"] for r in row["responses"] if r["rank"] >= 1]
+        gaps[kind][number] = min(correct) - max(incorrect)
+        spreads[kind, number] = max(correct) - min(correct)
+    paired = [n for n in gaps["tied"] if n in gaps["ref"]]
+    if not paired:
+        return math.nan
+    columns = [(gaps["tied"][n], gaps["ref"][n], spreads["tied", n]) for n in paired]
+    tied, ref, spread = torch.tensor(columns, dtype=torch.float64).T
+    g = tied.minimum(ref)
+    margin = (g / spread - 1).tanh().nan_to_num(0).mean()
+    right = lambda kind: statistics.fmean(gap > 0 for gap in gaps[kind].values())
+    ahead = (tied > spread).double().mean() + (g > spread).double().mean()
+    return 0.3 * right("tied") + 0.3 * right("ref") + (0.2 * ahead + 0.01 * margin).item()
+
+
 def best_of_n_accuracy(rows) -> dict[str, float]:
     """Compute how often the response with the best score is also labelled best, over rows with more than two
     responses, with Wilson's interval; {} if there are no such rows.
