@@ -55,8 +55,9 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         return []
     end_ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     stop = sorted({tokenizer.eos_token_id, *(end_ids if isinstance(end_ids, list) else ())})
+    pad_id = tokenizer.pad_token_id  # looked up once: for each token it would take a third of this function
     try:
-        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=tokenizer.pad_token_id, **options)
+        rollout = sample(model, prompts, n=n, stop_ids=stop, pad_id=pad_id, **options)
     except ValueError as error:  # for example a model with a cache of its own kind
         raise InputError(f"{error}: this model cannot be sampled") from None
     responses = []
@@ -69,7 +70,7 @@ def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) 
         ids = tokens[:length]
         text = tokenizer.decode(ids, skip_special_tokens=True)
         clean = special.isdisjoint(ids[:-1])
-        body = [i for i in ids[: length - ended] if i != tokenizer.pad_token_id]
+        body = [i for i in ids[: length - ended] if i != pad_id]
         written = "" if special.isdisjoint(body) else tokenizer.decode(body)
         responses.append(Response(ids, text, ended, clean, tuple(logprobs[:length]), written))
     return responses
