@@ -117,8 +117,9 @@ class Args:
     0: none."""
     max_new_tokens: int = 32
     """Length limit of these responses, in tokens."""
-    slots: int = 64
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 64
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     # the run
     output_dir: str = "runs/advantage_model"
     """Run directory."""
@@ -316,7 +317,7 @@ RECIPES = {
         "your own model of 1 to 13B on 8 GPUs of 80 GB; give --model and --dataset",
         replace(
             BASE, model="Qwen/Qwen2.5-7B-Instruct", lr=5e-6,  # section 4.1
-            batch_size=128, max_length=4096, max_new_tokens=512, slots=16, gradient_checkpointing=True,
+            batch_size=128, max_length=4096, max_new_tokens=512, slots=None, gradient_checkpointing=True,
         ),  # fmt: skip
     ),
     "advantage_model": (
@@ -334,7 +335,7 @@ RECIPES = {
             micro_batch_size=4,
             max_length=2048,
             max_new_tokens=512,
-            slots=16,
+            slots=None,
             gradient_checkpointing=True,
         ),
     ),

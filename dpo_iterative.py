@@ -85,8 +85,9 @@ class Args:
     """Probability mass of nucleus sampling; 1: off."""
     max_new_tokens: int = 32
     """Length limit of responses, in tokens."""
-    slots: int = 256
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 256
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     chunk_prompts: int = 512
     """Prompts between two writes to disk while sampling, which is what a crash can lose."""
     score_batch_size: int = 64
@@ -490,7 +491,7 @@ RECIPES = {
             dataset="RLHFlow/prompt-collection-v0.1",  # the paper uses 60K of it and does not say which
             prompts_per_iteration=20_000,  # section 3.3, like all below
             max_new_tokens=2048,
-            slots=16,
+            slots=None,
             beta=0.1,
             epochs=2.0,
             lr=5e-7,

@@ -88,8 +88,9 @@ class Args:
     """Probability mass of nucleus sampling in rollouts; 1: off. Log probabilities are over all tokens."""
     max_new_tokens: int = 32
     """Length limit of responses, in tokens."""
-    slots: int = 256
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 256
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     score_batch_size: int = 64
     """Responses in one forward of a scorer on one rank."""
     # the reward
@@ -606,7 +607,7 @@ LARGE = Args(  # values that no paper gives, for 7B
     model="Qwen/Qwen2.5-7B-Instruct", dataset="Anthropic/hh-rlhf",  # the papers' own are not public
     iterations=200, prompts_per_iteration=256, n_samples=1, minibatch_size=64, epochs=1, kl_coef=0.04,
     value_lr=5e-6, value_warmup_steps=0, missing_eos_penalty=0.0, max_length=2048, max_new_tokens=1024,
-    slots=16, micro_batch_size=1, score_batch_size=8, eval_prompts=256, gradient_checkpointing=True,
+    slots=None, micro_batch_size=1, score_batch_size=8, eval_prompts=256, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
     "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
@@ -623,7 +624,7 @@ RECIPES = {
     ),
     "large": (
         "your own model of 1 to 8B on 8 GPUs of 80 GB; give --model and --dataset",
-        replace(LARGE, n_samples=4, prompts_per_iteration=128, lr=1e-6, eval_every=10, patience=10, slots=32),
+        replace(LARGE, n_samples=4, prompts_per_iteration=128, lr=1e-6, eval_every=10, patience=10),
     ),
     "llama2": (
         "Llama 2's PPO; give --safety-scorer for its gate",

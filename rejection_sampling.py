@@ -89,8 +89,9 @@ class Args:
     """Probability mass of nucleus sampling; 1: off."""
     max_new_tokens: int = 32
     """Length limit of responses, in tokens."""
-    slots: int = 256
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 256
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     chunk_prompts: int = 512
     """Prompts between two writes to disk while sampling, which is what a crash can lose."""
     score_batch_size: int = 64
@@ -423,7 +424,7 @@ RECIPES = {
             temperatures=(0.8, 1.0, 1.2, 1.3),  # figure 8: 1.2 to 1.3 is best after RLHF
             sweep_prompts=256,  # not given
             max_new_tokens=1024,  # not given
-            slots=16,
+            slots=None,
             epochs=2.0,  # section 3.1 (SFT), like all below
             lr=2e-5,
             warmup_ratio=0.03,  # not given

@@ -106,8 +106,9 @@ class Args:
     none."""
     max_new_tokens: int = 32
     """Length limit of these responses, in tokens."""
-    slots: int = 64
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 64
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     # the run
     output_dir: str = "runs/reward"
     """Run directory."""
@@ -251,7 +252,7 @@ BASE = Args(
     max_new_tokens=256,
     slots=32,
 )
-LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=16, gradient_checkpointing=True)  # ours: memory
+LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (

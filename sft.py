@@ -84,8 +84,9 @@ class Args:
     """Held-out prompts answered before and after training, to measure length and gold score; 0: none."""
     max_new_tokens: int = 32
     """Length limit of sampled responses, in tokens."""
-    slots: int = 64
-    """Responses decoded at the same time on one rank; the key-value cache grows with it."""
+    slots: int | None = 64
+    """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
+    on the accelerator, at most 256."""
     temperature: float = 1.0
     """Sampling temperature."""
     # the run
@@ -192,7 +193,7 @@ def main(args: Args):
 
 LARGE = Args(  # our values, for 7B
     warmup_ratio=0.03, max_length=2048, micro_batch_size=1, eval_every=200, save_every=200,
-    sample_prompts=32, max_new_tokens=512, slots=16, gradient_checkpointing=True,
+    sample_prompts=32, max_new_tokens=512, slots=None, gradient_checkpointing=True,
 )  # fmt: skip
 RECIPES = {
     "tiny": ("a 0.6M Llama on the tiny world: the default, under a minute on two CPU cores", Args()),

@@ -504,6 +504,30 @@ def frozen_base(folder):
     return [(of_base - x).abs().max().item() for x in (of_start, of_policy)]
 
 
+@case
+def frozen_in_bf16(folder):
+    """[what each W kept in bfloat16 and each in float32 gave, ...]: steps, adapters, dtypes, an exported weight."""
+    out = []
+    start = pretrained.load_policy("tiny", TOKENIZER)
+    checkpoints.save_model(dist.shard(start, CPU), TOKENIZER, folder / "rounded", torch.bfloat16)
+    for exact in (False, True):
+        with mock.patch.object(dist, "compute_dtype", None if exact else "bfloat16"):
+            model = pretrained.load_policy(str(folder / "rounded"), TOKENIZER, lora_rank=2)
+        with mock.patch.object(dist, "compute_dtype", "bfloat16"):
+            model = dist.shard(model, CPU)
+            dtypes = sorted({str(weight.dtype) for weight in model.parameters()})
+            optimizer = dist.adamw(model, 1e-3, ARGS)
+            steps = train(model, optimizer, [8, 5])
+            adapters = {name: x.tolist() for name, x in state(model).items() if "lora" in name}
+            checkpoints.save_model(model, TOKENIZER, folder / f"exact {exact}")
+            layer = {name: whole(x) for name, x in model.model.layers[0].mlp.up_proj.named_parameters()}
+            sums = layer["weight"].float() + 16 * layer["lora_b"] @ layer["lora_a"]  # alpha 32 over rank 2
+            file = load_file(folder / f"exact {exact}" / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+            exported = (file - sums).abs().max().item()
+            out.append({"steps": steps, "adapters": adapters, "dtypes": dtypes, "exported": exported})
+    return out
+
+
 def sharding(folder):
     model = pretrained.load_policy(str(folder), TOKENIZER)
     on_meta = [p.is_meta for p in model.parameters()]

@@ -358,6 +358,13 @@ def test_the_weights_under_a_sharded_policys_adapters_are_its_reference(two):
     assert to_start == 0 and to_policy > 1e-3
 
 
+def test_frozen_weights_in_bfloat16_change_no_bit_of_what_two_ranks_learn(two):
+    in_half, exact = two("frozen_in_bf16")
+    assert in_half["dtypes"] == ["torch.bfloat16", "torch.float32"] and exact["dtypes"] == ["torch.float32"]
+    assert in_half["steps"] == exact["steps"] and in_half["adapters"] == exact["adapters"]
+    assert in_half["exported"] < 1e-6 and exact["exported"] < 1e-6  # a sum in bfloat16 is off by 1e-3
+
+
 def test_scores_and_log_probabilities_equal_one_rank_on_every_rank_and_in_order(two):
     ranks, one = two("of_models"), dist_cases.answers(two.folder)
     assert ranks[0] == ranks[1] and set(one) == set(ranks[0])

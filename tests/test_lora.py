@@ -1,18 +1,23 @@
 import math
+from types import SimpleNamespace
 
+import dist_cases
 import pytest
 import tiny_families
 import torch
 from processes import flags, script
 from helpers import column
+from safetensors.torch import load_file
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
+import sft
 from common import dist, sampler
 from common.errors import InputError
 from common.data import tiny
-from common.loading import lora, pretrained
+from common.loading import checks, lora, pretrained
 from common.run import checkpoints
+from common.run.run import Run
 
 TOKENIZER = tiny.tokenizer()
 IDS = torch.arange(30).view(2, 15) % 40
@@ -128,6 +133,131 @@ def test_an_end_token_that_no_training_made_is_refused_for_adapters_alone(tmp_pa
     table[-1] = 1.2 * table[7] + 0.05 * torch.randn(table.shape[1])  # it was learnt
     checkpoints.save_model(model, tokenizer, tmp_path / "learnt")
     pretrained.load_policy(str(tmp_path / "learnt"), tokenizer, lora_rank=4)
+
+
+# -- frozen weights in the compute dtype ---------------------------------------------------
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """The tiny world's model, its weights rounded to bfloat16."""
+    folder = tmp_path_factory.mktemp("rounded")
+    checkpoints.save_model(pretrained.load_policy("tiny", TOKENIZER), TOKENIZER, folder / "model", torch.bfloat16)
+    return folder / "model"
+
+
+def in_bfloat16(monkeypatch, name, wide=False):
+    """A model as on an accelerator, whose adapters have learnt something. wide: its W in float32 all the same."""
+    monkeypatch.setattr(dist, "compute_dtype", None if wide else "bfloat16")
+    model = pretrained.load_policy(str(name), TOKENIZER, lora_rank=4)
+    monkeypatch.setattr(dist, "compute_dtype", "bfloat16")
+    for i, p in enumerate(p for name, p in model.named_parameters() if name.endswith("lora_b")):
+        p.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
+    return dist.shard(model, torch.device("cpu"))
+
+
+def test_frozen_linear_weights_have_the_compute_dtype_and_what_learns_is_float32(
+    monkeypatch, tmp_path, rounded, capsys
+):
+    """The unembedding too, unless it is the embedding: autocast does not round a table."""
+    tiny_families.build("Mistral").bfloat16().save_pretrained(tmp_path)  # not tied
+    TOKENIZER.save_pretrained(tmp_path)
+    for name, head in ((rounded, torch.float32), (tmp_path, torch.bfloat16)):
+        model = in_bfloat16(monkeypatch, name)
+        dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        assert dtypes.pop("lm_head.weight", head) == head and model.get_output_embeddings().weight.dtype == head
+        for key, dtype in dtypes.items():
+            frozen = key.endswith("_proj.weight")
+            assert dtype == (torch.bfloat16 if frozen else torch.float32), key
+            assert model.get_parameter(key).requires_grad == ("lora" in key)
+        assert sum(dtype == torch.bfloat16 for dtype in dtypes.values()) == 7 * model.config.num_hidden_layers
+    assert "stay in float32" not in capsys.readouterr().out
+    dtypes = {p.dtype for p in in_bfloat16(monkeypatch, "tiny").parameters()}  # which bfloat16 would round
+    assert dtypes == {torch.float32} and "frozen weights stay in float32" in capsys.readouterr().out
+    monkeypatch.setattr(dist, "compute_dtype", None)  # a CPU computes in float32
+    assert {p.dtype for p in pretrained.load_policy(str(rounded), TOKENIZER, lora_rank=4).parameters()} == dtypes
+
+
+def test_frozen_weights_in_bfloat16_change_no_bit_of_what_is_computed_and_learnt(monkeypatch, rounded):
+    """test_dist.py has the same on two ranks."""
+    results = []
+    for wide in (False, True):
+        model = in_bfloat16(monkeypatch, rounded, wide)
+        first = logprobs(model), logprobs(lora.FrozenBase(model))
+        optimizer = dist.adamw(model, 1e-3, dist_cases.ARGS)
+        steps = [sft.update(model, optimizer, dist_cases.blocks()[i : i + 4], dist_cases.ARGS) for i in (0, 4)]
+        with dist.consolidated(model):
+            drawn = sampler.sample(model, IDS.tolist(), max_new_tokens=6, stop_ids=[], pad_id=0, seed=0)
+        adapters = [p for name, p in model.named_parameters() if "lora" in name]
+        results.append((*first, torch.tensor(steps), drawn.response_tokens, drawn.sample_logprobs, *adapters))
+    assert all(map(torch.equal, *results)) and len(results[0]) == 5 + 2 * 7 * model.config.num_hidden_layers
+    assert not torch.equal(results[0][0], results[0][1])
+
+
+def test_small_steps_add_up_in_float32_adapters_as_they_do_not_in_bfloat16(monkeypatch, rounded):
+    """16 steps of 1e-4 from 1, AdamW's on a constant gradient: bfloat16 has no number between 0.9961 and 1."""
+    moved = {}
+    for variant in (torch.float32, torch.bfloat16):
+        model = in_bfloat16(monkeypatch, rounded)
+        adapter = model.model.layers[0].mlp.down_proj.lora_b
+        adapter.data = torch.ones_like(adapter, dtype=variant)
+        optimizer = dist.adamw(model, 1e-5, SimpleNamespace(weight_decay=0.0))  # times 10
+        for _ in range(16):
+            adapter.grad = torch.ones_like(adapter)
+            optimizer.step()
+        moved[variant] = 1 - adapter.float().mean().item()
+    assert moved[torch.float32] == pytest.approx(16e-4, rel=1e-3) and moved[torch.bfloat16] == 0
+
+
+def test_the_export_adds_adapters_in_float32_and_leaves_the_model_as_it_is(monkeypatch, tmp_path, rounded):
+    model = in_bfloat16(monkeypatch, rounded)
+    base = lora.FrozenBase(model)
+    before = logprobs(model), logprobs(base)
+    for dtype in (torch.float32, torch.bfloat16):
+        if dtype == torch.bfloat16:
+            before = before[1], before[1]  # for then B is added to W, and the base is no more
+        layer, name = model.model.layers[1].mlp.up_proj, "model.layers.1.mlp.up_proj.weight"
+        whole = layer.weight.float() + 8 * layer.lora_b @ layer.lora_a  # alpha 32 over rank 4
+        checkpoints.save_model(model, TOKENIZER, tmp_path / "model", dtype)
+        assert layer.lora_b.any() and layer.weight.dtype == torch.bfloat16
+        Run.round_weights(SimpleNamespace(dtype=dtype), model)  # as evaluate_export does
+        written = load_file(tmp_path / "model" / "model.safetensors")[name]
+        assert torch.equal(written, whole.to(dtype)) and written.dtype == dtype
+        assert not torch.equal(written.float(), layer.weight.float()) or dtype == torch.bfloat16
+        if dtype == torch.float32:
+            assert torch.equal(logprobs(model), before[0]) and torch.equal(logprobs(base), before[1])
+        else:
+            assert torch.equal(layer.weight, whole.to(dtype)) and not layer.lora_b.any()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    plain.compute_dtype = torch.bfloat16
+    merged = pretrained.models.with_methods(plain, [pretrained.models.token_logprobs])
+    torch.testing.assert_close(logprobs(model), logprobs(merged), rtol=0, atol=0.05)
+
+
+@torch.no_grad()
+def test_a_half_precision_model_packs_and_shares_prompts_unless_positions_are_dropped(monkeypatch, rounded):
+    model = in_bfloat16(monkeypatch, rounded)
+    assert checks.packs(model) and checks.shares_prompts(model, 64)
+    forward = model.base_model.forward
+    model.base_model.forward = lambda *args, position_ids=None, **options: forward(*args, **options)
+    assert not checks.packs(model) and not checks.shares_prompts(model, 64)
+
+
+def test_a_model_that_holds_merged_adapters_keeps_its_float32_weights(monkeypatch, tmp_path, rounded):
+    """Else what an iteration of DPO added would be rounded away where it is less than half a unit of bfloat16."""
+    model = in_bfloat16(monkeypatch, rounded)
+    checkpoints.save_model(model, TOKENIZER, tmp_path / "1")
+    assert {p.dtype for p in in_bfloat16(monkeypatch, tmp_path / "1").parameters()} == {torch.float32}
+
+
+def test_a_run_with_weights_in_bfloat16_resumes_to_the_same_bits(tmp_path, rounded):
+    options = {"compute_dtype": "bfloat16", "lora_rank": 4, "save_every": 2, "max_steps": 4, "sample_prompts": 0}
+    options |= {"model": rounded, "dataset": "tiny", "max_length": 64, "eval_every": 1, "lr": 1e-4}
+    run = lambda name, *argv, **more: script(  # noqa: E731
+        "sft", "tiny", *argv, *flags(**options, output_dir=tmp_path / name), **more
+    )
+    assert run("one").code == 0
+    assert run("cut", moment="row 3").code == -9 and run("cut", "--resume").code == 0
+    one, cut = ((tmp_path / name / "model/model.safetensors").read_bytes() for name in ("one", "cut"))
+    assert one == cut
 
 
 def test_ranks_and_resumed_runs_agree_and_the_start_is_ppos_reference(tmp_path):

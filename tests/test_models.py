@@ -8,6 +8,7 @@ import json
 import math
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import tiny_families
@@ -18,7 +19,7 @@ from helpers import Words
 from test_data import CHATML, byte_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import (
-    AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig,
     BertForSequenceClassification, DbrxConfig, GPT2Config, LlamaConfig, LlamaForSequenceClassification, OPTConfig,
     Phi3Config, PhiConfig,
     PhimoeConfig, Qwen3MoeConfig,
@@ -901,3 +902,93 @@ def test_an_export_rounds_what_transformers_rounds_and_so_does_the_model_that_is
         assert files.get(name, wanted[name]).dtype == wanted[name].dtype, name
     changed = {name for name, weight in policy.state_dict().items() if not torch.equal(weight, before[name])}
     assert (changed == set()) == (dtype == torch.float32) and len(changed) < len(before)
+
+
+# -- families in bfloat16 ----------------------------------------------------------------------------
+@pytest.mark.parametrize("load", [pretrained.load_policy, lambda *given: pretrained.load_scorer(*given, 1)])
+def test_a_family_that_cannot_compute_in_bfloat16_ends_at_the_first_check(load, tmp_path):
+    """DBRX adds bfloat16 to float32. Computed in float32, the check would pass, and the first step fail."""
+    model = load(family("DBRX", tmp_path), tiny.tokenizer())
+    for check in (checks.packs, lambda model: checks.shares_prompts(model, 64)):
+        model.compute_dtype = torch.float32
+        assert check(model)
+        model.compute_dtype = torch.bfloat16
+        with pytest.raises(RuntimeError, match=run.DTYPES):  # which launch knows
+            check(model)
+
+
+# -- room for samples ------------------------------------------------------------------------------
+SHAPES = {  # layers, hidden size, heads, key-value heads -> bytes of a token's keys and values in bfloat16
+    "Llama 3 8B": ((32, 4096, 32, 8), 131_072),  # 2 x 32 layers x 8 heads x 128 x 2 bytes
+    "Llama 2 7B": ((32, 4096, 32, None), 524_288),  # no grouped queries: 32 heads
+    "Qwen2.5 7B": ((28, 3584, 28, 4), 57_344),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bytes_of_a_cached_token_by_hand(name):
+    (layers, hidden, heads, of_keys), expected = SHAPES[name]
+    shape = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    config = AutoConfig.for_model("llama", **shape, num_key_value_heads=of_keys)
+    assert checks.cache_bytes(config, torch.bfloat16) == expected == checks.cache_bytes(config, torch.float32) / 2
+    assert name != "Llama 3 8B" or round(64 * 2080 * expected / 1e9, 1) == 17.4
+
+
+@pytest.mark.parametrize("name", ["Llama 3", "Qwen3", "GPT-2", "Gemma 2", "Gemma 4"])
+def test_the_sampler_keeps_as_many_bytes_a_token(name):
+    """Gemma 2 has windows, Gemma 4 heads of two sizes, of which the larger one is taken for all."""
+    model, made, make = tiny_families.build(name), [], sampler.RaggedCache
+    with mock.patch.object(sampler, "RaggedCache", lambda *given: made.append(make(*given)) or made[-1]):
+        sampler.sample(model, [[5, 6, 7]] * 3, max_new_tokens=4, stop_ids=[], pad_id=0, slots=2)
+    n_bytes = sum(x.nbytes for layer in made[-1].layers for x in layer.tokens.values())
+    computed = 2 * (3 + 4 + sampler.SPARE_COLUMNS) * checks.cache_bytes(model.config, torch.float32)
+    assert n_bytes == computed or name == "Gemma 4" and n_bytes < computed < 1.4 * n_bytes
+
+
+def gpu_policy(**more):
+    """8 billion weights of Llama 3's shape on a GPU; half of them learn."""
+    shape = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    weights = [
+        types.SimpleNamespace(numel=lambda: 4 * 10**9, requires_grad=learns, dtype=torch.float32)
+        for learns in (True, False)
+    ]
+    values = {"device": torch.device("cuda"), "compute_dtype": torch.bfloat16, "parameters": lambda: weights}
+    return types.SimpleNamespace(config=AutoConfig.for_model("llama", **shape), **{**values, **more})
+
+
+@pytest.mark.parametrize(
+    "free, given, slots, line",
+    [
+        (140, None, 256, ""),  # 140 - 8 - 32 - 16 = 84 GB for slots of 0.273 GB: 308
+        (77, None, 64, ""),  # 21 GB: 77
+        (68, None, 32, ""),  # 12 GB: 44
+        (30, None, 1, ""),  # none fits: it is tried all the same
+        (77, 64, 64, ""),
+        (68, 64, 64, "--slots 64: cache of 64 x 2,080 tokens takes 17.4 GB, 12 GB are free. Use --slots 44 or "),
+    ],
+)
+def test_slots_are_those_that_fit_and_a_line_says_if_a_given_number_does_not(
+    free, given, slots, line, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (free * 10**9, 80 * 10**9))
+    args = types.SimpleNamespace(slots=given, max_length=2048)
+    checks.fit_slots(args, [gpu_policy()])
+    assert args.slots == slots
+    said = capsys.readouterr().out
+    assert said.startswith(line) and bool(said) == bool(line)
+
+
+def test_slots_without_an_accelerator_are_16_unless_a_number_is_given(capsys):
+    for given, slots in ((None, 16), (3, 3), (10**6, 10**6)):
+        args = types.SimpleNamespace(slots=given, max_length=2048)
+        checks.fit_slots(args, [gpu_policy(device=torch.device("cpu"))])
+        assert args.slots == slots and capsys.readouterr().out == ""
+
+
+def test_frozen_weights_in_the_compute_dtype_are_not_copied_to_sample(monkeypatch):
+    """84 GB free - 8 in reserve - 32 of moments - 8 of the copy: 132 slots of 0.273 GB. A copy of all: 102."""
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (84 * 10**9, 80 * 10**9))
+    policy, args = gpu_policy(), types.SimpleNamespace(slots=None, max_length=2048)
+    policy.parameters()[1].dtype = torch.bfloat16
+    checks.fit_slots(args, [policy])
+    assert args.slots == 128

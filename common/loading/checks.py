@@ -1,10 +1,11 @@
-"""Check what a loaded model supports: documents that share a row, and responses that share a prompt."""
+"""Check what a loaded model supports: documents that share a row, responses that share a prompt, slots."""
 
+import math
 from functools import partial
 
 import torch
 
-from common import batches, dist, models
+from common import batches, dist, models, sampler
 
 WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 
@@ -63,8 +64,10 @@ def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     be negligible next to the effect of wrong position ids."""
     positions = torch.arange(together.input_ids.shape[1], device=model.device).expand_as(together.input_ids)
     dtype = getattr(model, "compute_dtype", torch.float32)
-    flash = "flash" in model.config._attn_implementation
-    fixed = flash or dist.is_sharded(model)  # flash attention has no fp32, and FSDP has its own dtype
+    flash = "flash" in model.config._attn_implementation  # has no fp32
+    # FSDP has a dtype of its own, and so have LoRA's frozen weights
+    fixed = flash or dist.is_sharded(model) or any(p.dtype != torch.float32 for p in model.parameters())
+    outputs_of(alone)  # a family that cannot compute in bfloat16 fails here, and run.launch prints one line
     model.compute_dtype = dtype if fixed else torch.float32
     try:
         if flash and getattr(together, "attention_mask", None) is not None:
@@ -79,3 +82,42 @@ def _are_as_alone(model, outputs_of, together, alone, otherwise) -> bool:
     if not holds and dist.is_main():
         print(f"{model.config.model_type}: {otherwise}")
     return holds
+
+
+# -- room for samples -------------------------------------------------------------------------------
+def cache_bytes(config, dtype) -> int:
+    """Return the bytes of one token's keys and values in all layers, as the sampler stores them.
+
+    Windows save nothing in the sampler. Layers without keys, and low-rank heads, are counted in full."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * size * dtype.itemsize
+
+
+def fit_slots(args, learning):
+    """Choose args.slots from the free memory if it is None; print a line if a given number does not fit.
+
+    The choice is the largest power of two, at most 256, whose cache fits next to the loaded models, and 16
+    without an accelerator. Room is left for AdamW's moments (8 bytes a weight), which do not exist yet, for
+    the sampler's copy of weights that are not in the compute dtype, and a tenth of the memory for prompts,
+    logits and fragmentation. learning: the models that are trained, the policy first. Every rank must call
+    it."""
+    policy = learning[0]
+    if policy.device.type in ("cpu", "mps"):
+        args.slots = args.slots or 16
+        return
+    dtype = policy.compute_dtype
+    length = args.max_length + sampler.SPARE_COLUMNS
+    slot = length * cache_bytes(policy.config, dtype) / dist.ranks_per_copy
+    free, total = torch.accelerator.get_memory_info(policy.device)
+    n_learning = sum(p.numel() for model in learning for p in model.parameters() if p.requires_grad)
+    copied = [p.numel() for p in policy.parameters() if dist.is_sharded(policy) or p.dtype != dtype]
+    room = free - total / 10 - 8 * n_learning / dist.world_size()
+    room -= dtype.itemsize * sum(copied) / dist.ranks_per_copy
+    fitting = min(dist.gather([max(1, int(room / slot))]))
+    if args.slots is None:
+        args.slots = min(256, 2 ** int(math.log2(fitting)))
+    elif args.slots > fitting and dist.is_main():
+        size = f"cache of {args.slots} x {length:,} tokens takes {args.slots * slot / 1e9:.1f} GB"
+        print(f"--slots {args.slots}: {size}, {room / 1e9:.0f} GB are free. Use --slots {fitting} or less")

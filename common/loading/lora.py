@@ -1,8 +1,13 @@
-"""LoRA (arXiv:2106.09685): two thin matrices learn in place of each nn.Linear's weights, which stay.
+"""LoRA (arXiv:2106.09685): train two thin matrices for each nn.Linear, whose own weights stay frozen.
 
     y = W x + (alpha / r) B A x            A: (r, in), drawn at random; B: (out, r), 0 at first
 
-Gradients and AdamW's moments are those of A and B alone. model/ holds W + (alpha / r) B A, as any other.
+Only A and B have gradients and AdamW moments. The exported model/ holds W + (alpha / r) B A, like any other.
+
+W is kept in the compute dtype if that holds it exactly, as bfloat16 holds most models of the hub: 2 bytes a
+weight. Nothing changes to the last bit, because autocast and FSDP round a float32 W to bfloat16 before every
+product. A and B stay in float32, where AdamW's small steps add up, and are added to W in float32 when the
+model is exported.
 """
 
 import collections
@@ -17,14 +22,17 @@ from torch.nn.functional import linear
 from common import dist
 from common.errors import InputError
 
-ALPHA = 32  # over r, and a rate of ten times that of all weights: Thinking Machines, "LoRA Without Regret"
+ALPHA = 32  # with ten times the rate of full training: Thinking Machines, "LoRA Without Regret"
 LR_FACTOR = 10
 
 
 class LoraLinear(nn.Linear):
-    is_off = False  # then the layer computes W x alone
+    """A linear layer with an adapter."""
+
+    is_off = False  # True: the layer computes only W x
 
     def forward(self, x):
+        """Compute W x plus the adapter's change, or only W x if the adapter is off."""
         if self.is_off:
             return super().forward(x)
         change = linear(linear(x, self.lora_a), self.lora_b)
@@ -32,9 +40,12 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model, rank: int, seed: int):
-    """The model, its own weights frozen, with an adapter of this rank in every nn.Linear of its decoder
-    layers; what share of the weights that is, and what has none, is printed. What it computes is the same
-    until B learns. seed: of A."""
+    """Freeze the model and give every nn.Linear of its decoder layers an adapter; return the model.
+
+    Its outputs do not change until B learns. Prints the share of the weights with an adapter, and which have
+    none. If the compute dtype holds the frozen weights exactly, as it does for files in bfloat16, they are
+    kept in it. rank: columns of the thin matrices. seed: of A's initial values. Every rank must call it.
+    Raises InputError if there is no linear layer to adapt."""
     model.requires_grad_(False)
     layers = dist.decoder_layers(model)
     adapted = [m for layer in layers for m in layer.modules() if type(m) is nn.Linear]
@@ -54,16 +65,26 @@ def attach(model, rank: int, seed: int):
         layer.lora_a = nn.Parameter(layer.weight.new_empty(rank, layer.in_features))
         layer.lora_b = nn.Parameter(layer.weight.new_zeros(layer.out_features, rank))
         bound = 1 / math.sqrt(layer.in_features)
-        if not layer.weight.is_meta:  # ranks other than 0 get theirs from it
+        if not layer.weight.is_meta:  # the other ranks receive theirs from rank 0
             nn.init.uniform_(layer.lora_a, -bound, bound, generator)
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and head.weight is not model.get_input_embeddings().weight:
+        adapted.append(head)  # tied weights stay: autocast does not round embeddings
+    dtype = dist.compute_dtype_of(dist.here)
+    is_exact = dist.is_main() and all(torch.equal(x.weight.to(dtype).float(), x.weight) for x in adapted)
+    dist.barrier()  # rank 0 may still have been reading weights
+    if dist.gather([is_exact])[0]:
+        for layer in adapted:
+            layer.weight.data = layer.weight.data.to(dtype)
+    elif dist.is_main():
+        print(f"frozen weights stay in float32, because {dtype} would round them (docs/use/gpus.md)")
     model.lr_factor = LR_FACTOR
-    model.merge_adapters = merge_adapters
     return model
 
 
 @contextlib.contextmanager
 def adapters_off(model):
-    """Inside, the model computes with the weights that it came with."""
+    """Compute without adapters inside this context: with the weights that the model was loaded with."""
     adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
     try:
         for layer in adapted:
@@ -75,8 +96,9 @@ def adapters_off(model):
 
 
 class FrozenBase:
-    """The model that a policy with adapters began as, without a second copy of its weights: the policy with
-    its adapters off. It is valid until merge_adapters changes the policy's weights."""
+    """The model that a policy with adapters started from, without a second copy of its weights.
+
+    It is the policy with its adapters off, and valid until merge_adapters changes the policy's weights."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -86,12 +108,23 @@ class FrozenBase:
         return getattr(self.policy, name)
 
 
+def merged(weights: dict, name: str):
+    """Return the weight of this name plus its adapter, if it has one, in float32.
+
+    weights: a state dict; its tensors may be shards."""
+    layer = name.removesuffix("weight")
+    a = weights.get(f"{layer}lora_a")
+    if a is None:
+        return weights[name]
+    return weights[name].float().add(weights[f"{layer}lora_b"] @ a, alpha=ALPHA / len(a))
+
+
 def merge_adapters(weights: dict):
-    """Add each adapter to its W, in place, and set its B to 0: the model computes what it did. weights: a
-    state dict, of shards too; every rank must call it."""
+    """Add each adapter to its W, in place and rounded to W's dtype, and set its B to 0.
+
+    The model's outputs stay the same up to rounding. weights: a state dict; its tensors may be shards, and
+    every rank must call this."""
     for name in [name for name in weights if name.endswith(".lora_a")]:
         layer = name.removesuffix("lora_a")
-        a = weights[name]
-        b = weights[f"{layer}lora_b"]
-        weights[f"{layer}weight"].add_(b @ a, alpha=ALPHA / len(a))
-        b.zero_()
+        weights[f"{layer}weight"].copy_(merged(weights, f"{layer}weight"))
+        weights[f"{layer}lora_b"].zero_()

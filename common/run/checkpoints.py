@@ -12,6 +12,7 @@ import torch
 from common.dist import barrier, gather, is_main, world_size
 from common.errors import InputError
 from common.data import files
+from common.loading import lora
 
 LAYOUT = 2  # version of the format; increase it if older checkpoints can no longer be resumed
 
@@ -123,11 +124,10 @@ def skeleton(model, dtype):
 
 def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
     """Export a model and its tokenizer to `path` with save_pretrained. The folder is written under another
-    name and then renamed, so that it is never partial."""
+    name and then renamed, so that it is never partial. LoRA adapters are merged in float32 in the files; the
+    model itself does not change."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-    if hasattr(model, "merge_adapters"):  # see lora.py
-        model.merge_adapters(model.state_dict())
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if is_main():
         temporary = Path(f"{path}.tmp")
@@ -137,8 +137,9 @@ def save_model(model, tokenizer, path, dtype: torch.dtype = torch.float32):
         empty.generation_config = getattr(model, "generation_config", None)
         tied = empty.all_tied_weights_keys  # equal to other weights, so they are not saved
         kinds = {name: x.dtype for name, x in empty.state_dict().items() if name not in tied}
-        weights = {name: weights[name].to(kind) for name, kind in kinds.items()}  # leaves out LoRA's adapters
-        empty.save_pretrained(temporary, state_dict=weights)
+        for name, kind in kinds.items():  # one at a time, since two copies may not fit into memory
+            weights[name] = lora.merged(weights, name).to(kind)
+        empty.save_pretrained(temporary, state_dict={name: weights[name] for name in kinds})
         tokenizer.save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         temporary.rename(path)

@@ -28,6 +28,7 @@ from common import dist
 from common.errors import Diverged, InputError, NotFinite
 from common.data import chat, files, mixtures, progress, splits
 from common.data.files import write_json
+from common.loading import checks, lora
 from common.scoring import measures
 from common.run import checkpoints, identity, logs, plots
 from common.run.cli import check_flags, parse
@@ -146,6 +147,8 @@ class Run:
         modules: {name: (model, optimizer)}. state: initial values of a new run."""
         if dist.is_main():
             print(f"plan: {plan}")
+        if modules:  # else the policies come later, see versions.py
+            checks.fit_slots(self.args, [model for model, _ in modules.values()])
         start_run(self.args, self.stage, self.status, held_out)
         self.modules = modules or {}
         self.dtype = getattr(torch, self.args.save_dtype)  # of model/
@@ -255,10 +258,13 @@ class Run:
 
     @torch.no_grad()
     def round_weights(self, model):
-        """Round the weights to the dtype of model/, in place. LoRA adapters are merged first."""
+        """Round the weights to the dtype of model/, in place. LoRA adapters are merged first, because the sum is
+        rounded, not its parts. If frozen weights are kept in bfloat16 and model/ in float32, adapters stay apart:
+        bfloat16 cannot hold the sum."""
         weights = model.state_dict()
-        if hasattr(model, "merge_adapters"):  # first, because the sum is rounded, not its parts
-            model.merge_adapters(weights)
+        if self.dtype == torch.float32 and torch.bfloat16 in {weight.dtype for weight in weights.values()}:
+            return
+        lora.merge_adapters(weights)
         for name, empty in checkpoints.skeleton(model, self.dtype).state_dict().items():
             weights[name].copy_(weights[name].to(empty.dtype))
 

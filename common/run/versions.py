@@ -5,7 +5,7 @@ from functools import partial
 
 from common import dist
 from common.data import files
-from common.loading import pretrained
+from common.loading import checks, pretrained
 from common.scoring import version_evaluation
 from common.run import checkpoints, logs
 
@@ -95,6 +95,7 @@ class Versions:
             policy = pretrained.load_policy(name, self.tokenizer, checkpointing, args.seed, rank)
             self.loaded = name
             self.policy = dist.shard(policy, self.run.device)
+            checks.fit_slots(args, [self.policy])
         return self.policy
 
     def ask(self, name: str, forward, items, args) -> list:
@@ -148,7 +149,7 @@ class Versions:
         self.step += n_steps
         checkpoints.save_model(self.policy, self.tokenizer, self.path(version))
         # With LoRA, load the saved model again: the next version starts with new adapters, as after --resume
-        self.loaded = None if hasattr(self.policy, "merge_adapters") else self.path(version)
+        self.loaded = None if getattr(self.args, "lora_rank", 0) else self.path(version)
         run.modules = {}  # frees the optimiser's memory
 
     def skip(self, why: str) -> dict[str, int]:

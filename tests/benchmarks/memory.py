@@ -3,10 +3,12 @@ the scripts' update functions and the sampler run on tensors without content, wi
 
     python tests/benchmarks/memory.py --ranks 8 64 512
     python tests/benchmarks/memory.py --model llama3-70b --ranks 8 64 512 --share 8
+    python tests/benchmarks/memory.py --model llama2-7b --ranks 1 2 --tokens 2048 --lora-rank 16
 
 A micro-batch is a row of --tokens, with checkpointing, after another one that left its gradients. In PPO four
-models are there, also while SLOTS rows of LENGTH tokens are sampled inside `consolidated`, where --share ranks
-hold one copy together (--generate-tensor-parallel)."""
+models are there, also while --slots rows of LENGTH tokens are sampled inside `consolidated`, where --share ranks
+hold one copy together (--generate-tensor-parallel). With --lora-rank PPO has three models, and prompts and a
+decoding step are also shown beside the policy alone, as SFT and DPO sample; --wide: its frozen weights in float32."""
 
 import copy
 import itertools
@@ -32,12 +34,13 @@ from common.data import progress, tiny
 from common.loading import pretrained, tensor_parallel
 from common.run import checkpoints
 
-SLOTS, LENGTH = 16, 2048
+LENGTH = 2048
 NAMES = """num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads
 vocab_size"""
 SHAPES = {
     "llama3-1b": (16, 2048, 8192, 32, 8, 128256),
     "llama3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama2-7b": (32, 4096, 11008, 32, 32, 32000),
     "llama2-13b": (40, 5120, 13824, 40, 40, 32000),
     "llama3-70b": (80, 8192, 28672, 64, 8, 128256),
 }
@@ -98,18 +101,18 @@ class Pretend(TorchDispatchMode):
         return run(*inputs), self.peak
 
 
-def measure(tokens, pretend):
-    """{what: bytes at the peak of this rank}; the parameters of policy and value model."""
+def measure(tokens, slots, lora, pretend):
+    """{what: bytes at the peak of this rank}; the parameters of policy and value model. lora: its rank."""
     n, half, found = dist.world_size(), torch.arange(tokens // 2), {}
     documents = [batches.Document(half.int() % 300, half >= tokens // 8, [], None, i) for i in range(2 * n)]
 
     def load(kind, *head):
-        model = dist.shard(kind("", tiny.tokenizer(), *head, True), torch.device("cpu"), torch.bfloat16)
+        model = dist.shard(kind("", tiny.tokenizer(), *head), torch.device("cpu"), torch.bfloat16)
         return model, dist.adamw(model, 1e-6, sft.Args())
 
     def step(what, script, models_, optimizers, *given):
         checkpoints._tensors({model: pair for model, *pair in zip("pv", models_, optimizers)})  # which makes moments
-        for parameter in (p for model in models_ for p in model.parameters()):
+        for parameter in (p for model in models_ for p in model.parameters() if p.requires_grad):
             parameter.grad = torch.zeros_like(parameter)
         learners = [*models_, *optimizers]
         if script is ppo:
@@ -117,32 +120,40 @@ def measure(tokens, pretend):
         args = script.Args(micro_batch_size=1, max_length=tokens)
         _, found[what] = pretend.peak_of(script.update, *learners, *given, args)
 
-    policy, optimizer = load(pretrained.load_policy)
+    def next_logits(model, new, *more):
+        logits, peak = pretend.peak_of(plain, model, new, *more)
+        what = ("prefill" if new.shape[1] > 1 else "decoding") + beside
+        found[what] = max(found.get(what, 0), peak)
+        return logits
+
+    def sampled():
+        with mock.patch.object(sampler, "_next_logits", next_logits), dist.consolidated(policy):
+            prompts = [[5] * (LENGTH - 2)] * slots
+            sampler.sample(policy, prompts, max_new_tokens=2, stop_ids=[], pad_id=0, slots=slots)
+
+    policy, optimizer = load(pretrained.load_policy, True, 0, lora)
+    plain, policy.ragged_cache_works = sampler._next_logits, True  # there are no numbers to compare
     step("SFT", sft, [policy], [optimizer], batches.split(documents, 2))
     prompt, *responses = torch.arange(tokens).int().split([tokens // 4, tokens * 3 // 8, tokens * 3 // 8])
     pair = batches.Comparison([], ["", ""], prompt, responses, torch.tensor([0, 1]), "", None)
     step("DPO", dpo_iterative, [policy], [optimizer], [pair._replace(ref_logprobs=torch.zeros(2))] * n)
-    value, of_value = load(pretrained.load_scorer, 1)
-    _others = load(pretrained.load_scorer, 1), load(pretrained.load_policy)  # reward model and reference
+    if lora:
+        beside = ", SFT"
+        sampled()
+    beside = ""
+    value, of_value = load(pretrained.load_scorer, 1, True)
+    _others = [load(pretrained.load_scorer, 1, True)]  # the reward model, and but for adapters a reference
+    _others += [] if lora else [load(pretrained.load_policy, True)]
     mask = batches.response_mask(documents)
     figures = {name: torch.zeros(mask.shape) for name in "old_logprobs old_values advantages returns".split()}
     rollout = ppo.Rollout([], documents, mask, mask[:, 0], **figures)
     step("PPO", ppo, [policy, value], [optimizer, of_value], rollout, range(2 * n), {}, True)
 
-    def next_logits(model, new, *more):
-        logits, peak = pretend.peak_of(plain, model, new, *more)
-        what = "prefill" if new.shape[1] > 1 else "decoding"
-        found[what] = max(found.get(what, 0), peak)
-        return logits
-
-    plain, policy.ragged_cache_works = sampler._next_logits, True  # there are no numbers to compare
-    with mock.patch.object(sampler, "_next_logits", next_logits), dist.consolidated(policy):
-        prompts = [[5] * (LENGTH - 2)] * SLOTS
-        sampler.sample(policy, prompts, max_new_tokens=2, stop_ids=[], pad_id=0, slots=SLOTS)
+    sampled()
     return found, *(sum(p.numel() for p in model.parameters()) for model in (policy, value))
 
 
-def arithmetic(shape, tokens, ranks, n, n_value):
+def arithmetic(shape, tokens, slots, ranks, n, n_value):
     """docs/use/gpus.md's, of the same."""
     layers, hidden, wide, heads, key_value_heads, vocabulary = shape
     ends = 2 * vocabulary * hidden  # parameters of embedding and unembedding
@@ -153,7 +164,7 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     working = max(in_layer, 3 * ends + logits + between, 6 * ends)
     cached = 4 * layers * key_value_heads * hidden // heads / dist.ranks_per_copy  # bytes of a token
     copy_ = 2 * (ends + (n - ends) / dist.ranks_per_copy)
-    sampling = 16 * (n + n_value) / ranks + copy_ + cached * SLOTS * LENGTH
+    sampling = 16 * (n + n_value) / ranks + copy_ + cached * slots * LENGTH
     return {
         "SFT": 16 * n / ranks + working + mask,
         "DPO": 16 * n / ranks + working + mask,
@@ -163,30 +174,42 @@ def arithmetic(shape, tokens, ranks, n, n_value):
     }
 
 
-def main(model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 4096, share: int = 1):
+def main(
+    model: str = "llama3-8b", ranks: tuple[int, ...] = (8,), tokens: int = 4096, share: int = 1, slots: int = 16,
+    lora_rank: int = 0, wide: bool = False,
+):  # fmt: skip
     shape, table, resize = SHAPES[model], [], torch.UntypedStorage.resize_
     config = LlamaConfig(**dict(zip(NAMES.split(), shape)))
 
     def read(auto_class, name, config, seed):
         with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            empty = auto_class.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+        if not td.is_initialized():  # one process moves its weights, of which there are none
+            empty.to = lambda device: type(empty).to_empty(empty, device=device)
+        return empty
 
     # No files, no weights, no other ranks; chunks of logits as on a GPU
     pretrained._read_config, pretrained._read = lambda name: copy.deepcopy(config), read
-    pretrained.check_forward = state_dict.set_model_state_dict = lambda *_, **__: None
+    pretrained.check_forward = pretrained._check_rows = state_dict.set_model_state_dict = lambda *_, **__: None
     dist.barrier, dist.gather = lambda: None, lambda values: values
     models.LOGITS_IN_MEMORY, models.CHUNKS_KEPT = 8 * models.LOGITS_IN_MEMORY, 1
     dist.ranks_per_copy, dist.split_layers = share, tensor_parallel.split
+    dist.compute_dtype = None if wide else "bfloat16"  # of frozen weights; shard is handed its own
+    torch.equal = lambda *_: True  # there are no numbers to round
     for n in ranks:
         tensor_parallel.group_of.cache_clear()
-        td.init_process_group("fake", rank=0, world_size=n, store=td.HashStore())
+        if n > 1:
+            td.init_process_group("fake", rank=0, world_size=n, store=td.HashStore())
         with Pretend() as pretend:
             torch.UntypedStorage.resize_ = lambda *args: pretend.count(resize(*args) or args[0])
-            found, *sizes = measure(tokens, pretend)
-        td.destroy_process_group()
-        for what, expected in arithmetic(shape, tokens, n, *sizes).items():
+            found, *sizes = measure(tokens, slots, lora_rank, pretend)
+        if n > 1:
+            td.destroy_process_group()
+        expected = {} if lora_rank or n == 1 else arithmetic(shape, tokens, slots, n, *sizes)
+        for what in found:
             row = {"model": model, "ranks": n, "what": what, "GB": found[what] / 1e9}
-            row |= {"arithmetic": expected / 1e9, "differs by": f"{expected / found[what] - 1:+.0%}"}
+            if expected:
+                row |= {"arithmetic": expected[what] / 1e9, "differs by": f"{expected[what] / found[what] - 1:+.0%}"}
             table.append(row)
     progress.print_table(table)
 
