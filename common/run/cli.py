@@ -59,7 +59,7 @@ class EveryCommand:
     deterministic: bool = False
     """Deterministic kernels if torch has them: results repeat bit for bit, slower (docs/use/gpus.md)."""
     shard_size: int | None = None
-    """Number of consecutive ranks that shard a model together, such as those of a node; default: all ranks."""
+    """Number of consecutive ranks that shard a model together, such as those of a node; default: all."""
     generate_tensor_parallel: int = 1
     """Number of ranks on a node that share one copy of a model while it generates (docs/use/gpus.md)."""
 

@@ -258,9 +258,9 @@ class Run:
 
     @torch.no_grad()
     def round_weights(self, model):
-        """Round the weights to the dtype of model/, in place. LoRA adapters are merged first, because the sum is
-        rounded, not its parts. If frozen weights are kept in bfloat16 and model/ in float32, adapters stay apart:
-        bfloat16 cannot hold the sum."""
+        """Round the weights to the dtype of model/, in place. LoRA adapters are merged first, because the sum
+        is rounded, not its parts. If frozen weights are kept in bfloat16 and model/ in float32, adapters stay
+        apart: bfloat16 cannot hold the sum."""
         weights = model.state_dict()
         if self.dtype == torch.float32 and torch.bfloat16 in {weight.dtype for weight in weights.values()}:
             return
