@@ -17,7 +17,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "tiny_scores": ("scorers/scores.png", "evaluate --scorers runs/reward runs/advantage_model"),
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.programs.evaluate"),
-    "tiny_reward_kl": ("frontier/frontier.png", "docs/use/evaluate.md's sweep --output-dir runs/frontier"),
+    "tiny_reward_kl": ("frontier/frontier.png", "docs/results/frontier.md's sweep --output-dir runs/frontier"),
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/learn/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "reward_scaling": ("scaling/scaling.png", "tests/benchmarks/scaling.py"),
