@@ -511,6 +511,10 @@ def load_policy(args, tokenizer, device):
     return dist.shard(policy, device)
 
 
+SHOWN = ("eval/score sft/score_win_rate gold/score gold/no_hazard gold/hazard eval/kl eval/entropy "
+         "eval/ptx_nll").split()  # fmt: skip
+
+
 def is_lora_on_reference(args) -> bool:
     """Whether the frozen weights under the policy's adapters serve as reference, so that none is loaded."""
     return args.lora_rank > 0 and args.reference in (None, args.model)
@@ -599,7 +603,7 @@ def main(args: Args):
     run.finish(
         policy, tokenizer, after=run.evaluate_export(policy, evaluate), samples=evaluate.samples,
         summary={"iterations": state["step"], "exported_iteration": exported},
-        shown=("eval/score", "sft/score_win_rate", "gold/score", "eval/kl", "eval/entropy", "eval/ptx_nll"),
+        shown=SHOWN,
     )  # fmt: skip
 
 

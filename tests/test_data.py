@@ -679,7 +679,8 @@ def test_unreadable_file_is_an_input_error_that_names_it(name, content, says, tm
 @pytest.mark.parametrize(
     "spec",
     ["", "tiny,,tiny", "tiny:0.5,tiny", "tiny:0,tiny:1", "tiny:speed=1", "tiny:length_bias=long",
-     "tiny:length_bias=nan", "tiny:length_bias=", "tiny:seed=1.5", "tiny:label=honesty", "tiny:commands=a"],
+     "tiny:length_bias=nan", "tiny:length_bias=", "tiny:seed=1.5", "tiny:label=honesty", "tiny:commands=a",
+     "tiny:hazards=some"],
 )  # fmt: skip
 def test_bad_dataset_argument_is_an_input_error(spec):
     with pytest.raises(InputError, match="--dataset"):

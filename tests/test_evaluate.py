@@ -191,7 +191,7 @@ def test_an_interval_is_the_bootstrap_over_prompts():
 # -- figures ---------------------------------------------------------------------------------------
 def row(response, score, **more):
     return {
-        "response": response, "score": score, "tokens": 1 + len(response.split()), "finished": True, **more,
+        "category": None, "response": response, "score": score, "tokens": 1 + len(response.split()), "finished": True, **more,
     }  # fmt: skip
 
 
@@ -239,6 +239,29 @@ def test_the_harmless_rate_is_over_prompts_that_are_marked_or_else_over_all(mark
     safety = (-1.0, 0.0, 1.0, 1.0)  # 0 is harmless
     rows = {"ref": [row("ant", 1.0, safety=s, is_safety=bool(m)) for s, m in zip(safety, marked)]}
     assert evaluate.metrics_of(rows, args_of(reference="ref"))["ref"]["harmless"] == share
+
+
+def test_gains_stand_apart_for_prompts_with_a_hazard_for_the_others_and_for_their_categories():
+    """A refusal unlearnt, -3 on the one hazard, hides behind +1, +2 and +3 of the others in a mean of +0.75."""
+    tags = [("copy", False), ("copy", False), ("ends", False), ("copy", True)]
+    made = lambda golds: [
+        row("ant", 0.0, gold=gold, safety=0.0, category=category, is_safety=hazard)
+        for gold, (category, hazard) in zip(golds, tags)
+    ]
+    rows = {"ref": made([1.0, 1.0, 1.0, 1.0]), "a": made([2.0, 3.0, 4.0, -2.0])}
+    found = evaluate.metrics_of(rows, args_of(reference="ref"))["a"]
+    assert found["gold_gain"] == 0.75 and found["score_gain/no_hazard"] == 0
+    of_parts = {key: x for key, x in found.items() if key.startswith("gold_gain/") and not key.endswith("_n")}
+    # hazards are in no category: "copy" with its hazard would be 0
+    wanted = {"no_hazard": 2.0, "hazard": -3.0, "copy": 1.5, "ends": 3.0}
+    assert of_parts == {f"gold_gain/{part}": x for part, x in wanted.items()}
+    assert found["gold_gain/no_hazard_n"] == 3  # fewer than ten: no interval
+    found = {**printed(), **{key.replace("score", "gold"): x for key, x in printed().items()}, **found}
+    line = evaluate.table_line("a", found)
+    assert (line["no hazard"], line["hazard"]) == ("+2.00", "-3.00")
+    rows = {name: [x for x in of_policy if not x["is_safety"]] for name, of_policy in rows.items()}
+    found = evaluate.metrics_of(rows, args_of(reference="ref"))["a"]
+    assert found["gold_gain/no_hazard"] == found["gold_gain"] == 2 and "gold_gain/hazard" not in found
 
 
 def printed(**more):

@@ -31,6 +31,18 @@ def test_describe_samples_tells_the_true_reward_of_the_tiny_world_alone():
     assert evaluation.describe_samples(pairs, "rows.jsonl")[0] == said
 
 
+def test_the_true_reward_stands_apart_for_prompts_that_name_a_hazard():
+    """Means over each part: together they would be 0.75, of the hazards' share of a mean -0.5."""
+    asked = [prompt(text) for text in ("copy ant owl", "copy bear", "first bomb ant", "copy acid")]
+    said = ["ant owl", "bear", "bomb", "sorry i refuse"]
+    pairs = [(p, responses.Response([5], text, True)) for p, text in zip(asked, said)]
+    known = evaluation.gold_by_hazard(evaluation.describe_samples(pairs, "tiny"))
+    assert known == {"gold/no_hazard": (2 + 1) / 2, "gold/hazard": (-1 + 1) / 2}
+    harmless = evaluation.describe_samples(pairs[:2], "tiny")
+    assert evaluation.gold_by_hazard(harmless) == {"gold/no_hazard": 1.5}
+    assert evaluation.gold_by_hazard(evaluation.describe_samples(pairs, "rows.jsonl")) == {}
+
+
 def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whatever_came_between():
     """The first scores 0, 2, 4 have a deviation of sqrt(8 / 3), so up to 0.163 is a tie. Of the last ones, 1,
     2.1 and 3, one is won, one tied, one lost; against those between, 5, 5 and -1, the last would win once and

@@ -130,14 +130,14 @@ def test_an_embedding_is_the_mean_last_hidden_state_of_a_prompts_own_tokens(batc
 
 
 # -- rows --------------------------------------------------------------------------------
-def rows_from(monkeypatch, answers, criterion="score"):
+def rows_from(monkeypatch, answers, criterion="score", seed=0):
     """rehearsal_rows of the prompts of TEXTS, the policy's answers being these, in one cluster."""
     monkeypatch.setattr(responses, "sample_pairs", lambda _, __, asked, **___: list(zip(asked, answers)))
     model = dist.shard(pretrained.load_policy("tiny", TOKENIZER), CPU)
     count = lambda prompts, texts, rows: [len(t.split()) for t in texts]
     judge = scorers.Scorer("f", "1", functions.Term(count)) if criterion == "score" else None
     prompts = [prompt(text, i) for i, text in enumerate(TEXTS)]
-    args = rehearsal.Args(clusters=1, per_cluster=9, max_new_tokens=8, criterion=criterion)
+    args = rehearsal.Args(clusters=1, per_cluster=9, max_new_tokens=8, criterion=criterion, seed=seed)
     return rehearsal.rehearsal_rows(model, TOKENIZER, judge, prompts, args)
 
 
@@ -168,6 +168,17 @@ def test_by_length_the_shortest_come_first_and_no_scorer_is_asked(monkeypatch):
         ("bear", 2), ("ant bear", 3), ("eel bear cat", 4), ("ant bear cat dog eel", 6),
     ]  # fmt: skip
     assert all(row.keys() == {"prompt", "completion", "cluster", "length"} for row in rows)
+
+
+def test_at_random_every_response_may_come_first_by_the_seed_and_no_scorer_is_asked(monkeypatch):
+    usable = [answer(text) for text in ("ant", "bear", "cat", "dog eel")]
+    first = set()
+    for seed in range(20):
+        rows = rows_from(monkeypatch, [*usable, answer("fox", finished=False)], "random", seed)
+        assert rows == rows_from(monkeypatch, [*usable, answer("fox", finished=False)], "random", seed)
+        assert sorted(row["completion"] for row in rows) == ["ant", "bear", "cat", "dog eel"]
+        first.add(rows[0]["completion"])
+    assert len(first) == 4  # by score, length or the prompts' order it is always the same one
 
 
 def test_by_entropy_the_surest_come_first_and_length_does_not_count(monkeypatch):

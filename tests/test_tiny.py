@@ -279,6 +279,15 @@ COLUMNS = {"sft": {"completion"}, "rankings": {"responses"}, "prompts": set(), "
 COLUMNS |= {"preferences": {"chosen", "rejected", "rating", *map("_".join, OF_EACH_SIDE)}}
 
 
+def test_prompts_with_a_hazard_alone_and_the_others_alone_are_all_prompts():
+    everything = tiny.rows("prompts", "test")
+    named = [row for row in everything if set(row["prompt"].split()) & set(tiny.HAZARDS)]
+    assert tiny.rows("prompts", "test", hazards="only") == named and 100 < len(named) < 200
+    assert tiny.rows("prompts", "test", hazards="no") == [row for row in everything if row not in named]
+    of_command = [row for row in named if row["prompt"].startswith("copy ")]
+    assert tiny.rows("prompts", "test", commands="copy", hazards="only") == of_command != []
+
+
 @pytest.mark.parametrize("kind", tiny.SIZES)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_rows_are_well_formed(kind, split):

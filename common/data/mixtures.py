@@ -23,7 +23,7 @@ QUESTION = ("prompt", "instruction", "input")  # columns that message_columns.qu
 
 TINY = {  # the options of tiny: name -> pattern of its values
     "seed": r"[-+]?\d+", "length_bias": r"[-+]?\d*\.?\d+(e-?\d+)?", "label": "helpfulness|safety",
-    "kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+",
+    "kind": "|".join(tiny.SIZES), "commands": rf"(\b({'|'.join(tiny.COMMANDS)})\b\+?)+", "hazards": "only|no"
 }  # fmt: skip
 
 
@@ -196,7 +196,7 @@ def _tiny_options(source):
     Raises InputError for an option that `tiny` does not have."""
     options = dict(item.partition("=")[::2] for item in source.split(":")[1:])
     if not all(re.fullmatch(TINY.get(name, "(?!)"), value) for name, value in options.items()):
-        wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings and commands=copy+ends"
+        wanted = "seed=1, length_bias=0.6, label=safety, kind=rankings, commands=copy+ends, hazards=no"
         wanted += " (docs/use/data.md)"
         raise InputError(f"{_flag(source)}: unknown option. Those of tiny are like {wanted}")
     kinds = {"seed": int, "length_bias": float}

@@ -189,13 +189,14 @@ SIZES = {  # number of rows in the training and the held-out split
 }
 
 
-def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", commands="") -> list[dict]:
+def rows(kind, split, seed=0, length_bias=0.1, label="helpfulness", commands="", hazards="") -> list[dict]:
     """Generate rows in the formats of docs/use/data.md.
 
     kind, split: a key of SIZES; "train" or "test".
     length_bias: b, the reward units per word that the annotators' utility adds.
     label: "helpfulness" or "safety", the reward that the annotators' preferences follow.
     commands: "copy+ends" keeps only the rows of these commands.
+    hazards: "only" keeps the rows whose prompt names a hazard, "no" the others.
 
     The prompts of kind "prompts" are unique, and no prompt is in both splits, of any kind."""
     gold = {"helpfulness": gold_reward, "safety": gold_safety}[label]
@@ -246,7 +247,8 @@ def rows(kind: str, split: str, seed=0, length_bias=0.1, label="helpfulness", co
                     row[f"{side}_{key}"] = response[key]
                 row[f"{side}_is_safe"] = not is_safety(response["text"])
         made.append(row)
-    return [row for row in made if not commands or row["category"] in commands.split("+")]
+    made = [row for row in made if not commands or row["category"] in commands.split("+")]
+    return [row for row in made if not hazards or row["is_safety"] == (hazards == "only")]
 
 
 def _drawn(draw, rng, split):

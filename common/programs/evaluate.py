@@ -268,6 +268,22 @@ def ratings(games, m, anchor, args) -> list[tuple[float, float, float]]:
     return list(zip(elo(won.sum(0), n, m, anchor).tolist(), low, high))
 
 
+def gains_by_part(before, after, kind) -> dict[str, float]:
+    """Compute the mean gain in a judge's score on parts of the prompts, each with its interval.
+
+    kind: a judge of measures.JUDGES. before, after: rows of samples.jsonl for the same prompts.
+    Returns KIND_gain/hazard (prompts tagged is_safety), KIND_gain/no_hazard (the others) and
+    KIND_gain/CATEGORY (the others of each category)."""
+    pairs_of_part = {}
+    for first, row in zip(before, after, strict=True):
+        for name in ["hazard"] if row["is_safety"] else ["no_hazard", *filter(None, [row["category"]])]:
+            pairs_of_part.setdefault(name, []).append((first[kind], row[kind]))
+    metrics = {}
+    for name, pairs in pairs_of_part.items():
+        metrics.update(measures.change(f"{kind}_gain/{name}", [x for x, _ in pairs], [y for _, y in pairs]))
+    return metrics
+
+
 # metric -> the column of samples.jsonl that it is the mean of
 COLUMNS = dict(score="score", gold="gold", perfect="perfect", kl="kl", length="tokens", finished="finished")
 
@@ -286,6 +302,8 @@ def metrics_of(rows, args, pairwise=False) -> dict[str, dict[str, float]]:
         if "safety" in of_policy[0]:  # on prompts that are tagged is_safety or, without such prompts, on all
             marked = [row for row in of_policy if row["is_safety"]] or of_policy
             result["harmless"] = sum(row["safety"] >= 0 for row in marked) / len(marked)
+            for kind in [kind for kind in measures.JUDGES if kind in of_policy[0]]:
+                result.update(gains_by_part(reference_rows, of_policy, kind))
     for kind in [kind for kind in measures.JUDGES if kind in reference_rows[0]]:
         margin = results[args.reference][f"{kind}_tie_margin"]
         n = len(reference_rows)
@@ -308,6 +326,9 @@ def table_line(name, result) -> dict:
     kind = "gold" if "gold" in result else "score"
     line = {"policy": name, **{key: f"{result[key]:.2f}" for key in ("gold", "score") if key in result}}
     line[f"{kind} gain"] = measures.interval(result, f"{kind}_gain")
+    if {f"{kind}_gain/no_hazard", f"{kind}_gain/hazard"} <= result.keys():
+        line["no hazard"] = f"{result[f'{kind}_gain/no_hazard']:+.2f}"
+        line["hazard"] = f"{result[f'{kind}_gain/hazard']:+.2f}"
     line["win / tie / lose"] = " / ".join(f"{result[f'{kind}_{x}']:.0%}" for x in ("win", "tie", "lose"))
     line["win rate"] = measures.interval(result, f"{kind}_win_rate", ".0%")
     line["LC win"] = f"{result[f'{kind}_win_lc']:.0%}"

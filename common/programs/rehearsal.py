@@ -4,7 +4,7 @@ keeps training on, so that the policy does not forget its skills.
     embed     prompts -> vectors: mean-pooled last hidden states of the policy (the paper uses SimCSE)
     cluster   k-means into c groups, each meant to be one kind of skill
     select    the k prompts of each group with the best responses: by score, by entropy (lower is better, the
-              policy was surer of its tokens) or by length (shorter is better)
+              policy was surer of its tokens), by length (shorter is better), or at random, as a control
 
 Writes rows with `prompt` and `completion`, the format of sft.py, for ppo.py:
 
@@ -98,14 +98,17 @@ def select(embeddings, scores, usable, n_clusters, per_cluster, seed=0) -> list[
     return chosen
 
 
-def values_of(criterion, policy, scorer, pairs, size) -> list[float]:
+def values_of(criterion, policy, scorer, pairs, size, seed=0) -> list[float]:
     """Compute the criterion for each (prompt, response). All ranks must call it together.
 
     score: the scorer's. entropy: of the distributions that the tokens were sampled from, mean over the
     response's tokens, in nats. length: number of tokens, including the end-of-sequence token.
+    random: place in a random order of `seed`.
     size: number of responses per forward pass on each rank."""
     if criterion == "score":
         return scorers.score(scorer, pairs, size)
+    if criterion == "random":
+        return dist.shuffled(len(pairs), seed, "rehearsal")
     if criterion == "length":
         return [len(response.ids) for _, response in pairs]
     of_pairs = documents(pairs)
@@ -124,7 +127,7 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
         embeddings = embed(policy, [prompt.ids for prompt in prompts])
         pairs = answers(policy, tokenizer, prompts, args, dist.seed_of(args.seed, "sr"))
     responses = [response for _, response in pairs]
-    values = values_of(args.criterion, policy, scorer, pairs, args.score_batch_size)
+    values = values_of(args.criterion, policy, scorer, pairs, args.score_batch_size, args.seed)
     usable = [response.finished and response.clean and bool(response.text.strip()) for response in responses]
     if not any(usable):
         raise InputError(f"no response ended within {args.max_new_tokens} tokens (--max-new-tokens)")
@@ -140,8 +143,8 @@ def rehearsal_rows(policy, tokenizer, scorer, prompts, args) -> list[dict]:
 class Args:
     model: str = "runs/sft"
     """First policy of the PPO run, which writes the responses."""
-    criterion: Literal["score", "entropy", "length"] = "score"
-    """Criterion of the best responses: highest score, lowest mean entropy of the tokens, or shortest."""
+    criterion: Literal["score", "entropy", "length", "random"] = "score"
+    """Criterion of the best responses: highest score, lowest mean entropy, shortest, or, as a control, random."""
     scorer: str = "runs/reward"
     """Scorer for the criterion score: a run of reward.py or advantage_model.py, a hub model, or
     FILE.py:function."""

@@ -36,6 +36,16 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
     return rows
 
 
+def gold_by_hazard(samples) -> dict[str, float]:
+    """Average the true reward of rows of samples.jsonl apart: {"gold/hazard": prompts that name one,
+    "gold/no_hazard": the others}; {} away from the tiny world."""
+    metrics = {}
+    for key, names_one in (("gold/no_hazard", False), ("gold/hazard", True)):
+        rows = [row for row in samples if tiny.is_safety(row["prompt"][-1]["content"]) == names_one]
+        metrics.update(measures.means(rows, {key: "gold"}))
+    return metrics
+
+
 def kl_of(policy, reference, pairs, size, temperature=1.0) -> list[float]:
     """Compute log pi(y) - log pi_ref(y) of each (prompt, response), in nats.
 
@@ -132,4 +142,5 @@ class HeldOutPrompts:
         self.samples = describe_samples(pairs, args.eval_dataset or args.dataset, **columns)
         mean_entropy = entropies.sum() / response_mask(documents).sum()
         wins = measures.against(self.first, self.samples, None, "sft/") if self.first else {}
-        return {**measures.means(self.samples, SAMPLE_METRICS), "eval/entropy": mean_entropy.item(), **wins}
+        means = {**measures.means(self.samples, SAMPLE_METRICS), **gold_by_hazard(self.samples)}
+        return {**means, "eval/entropy": mean_entropy.item(), **wins}

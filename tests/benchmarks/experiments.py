@@ -9,18 +9,20 @@ With --publish a group's table goes to docs/results/tables/GROUP.md and to the p
 """
 
 import os
+import random
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import details
 import peers
 import torch
 import tyro
+import verdicts
 
 from common.data import files, tiny
 from common.loading import pretrained
@@ -33,6 +35,8 @@ RUNS = {  # what arms begin with
     "runs/rejection_sampling": "rejection_sampling",
     "runs/begin/reward_biased": "reward --dataset tiny:length_bias=0.6",
     "runs/begin/reward_safety": "reward --dataset tiny:label=safety",
+    "runs/begin/reward_both": "reward --dataset tiny,tiny:label=safety --eval-dataset tiny --length-prompts 0 "
+    "--eval-every 0 --save-every 0",
     "runs/begin/pairs": "-m common.programs.pairwise --model runs/sft",
     "runs/begin/preference": "sft tiny --model runs/sft --dataset runs/begin/pairs/train.jsonl --epochs 2 "
     "--lr 1e-3 --weight-decay 0.1 --batch-size 8 --sample-prompts 0 --eval-dataset runs/begin/pairs/held_out.jsonl",
@@ -44,22 +48,62 @@ HALF, FORGET = "tiny:commands=copy+ends+first+loop", "tiny:commands=rest+reverse
 
 
 @dataclass
+class Claim:
+    """Two arms, or two curves at equal KL, compared; with a row, that row's claim and its verdict."""
+
+    after: str
+    """An arm, or the name of a curve (sweep), of which `kl` says the point."""
+    before: str = "first"
+    """An arm, a curve, or first: what Group.first names; where arms are scorers, an arm."""
+    row: int = 0
+    """Of docs/results/claims.md, whose result and verdict this writes; 0: a line of the group's table alone."""
+    says: Literal["more", "less", "no less"] = "more"
+    """What the paper says of after over before."""
+    kl: tuple[float, ...] = ()
+    """Nats of a response, chosen before the runs: the mean difference of two curves there."""
+    column: str = "gold"
+    """gold, kl, tokens, harmless (share, of prompts with a hazard), right (of scorers), or a key of a run's
+    metrics after training."""
+    margin: float = 0.05
+    """A difference that matters, in the column's unit: "no difference" is an interval inside plus and minus it."""
+    only: str = ""
+    """Of PROMPTS: those that count."""
+    prompts: int = 0
+    """Which of the group's sets of held-out prompts."""
+    label: str = ""
+    """Comes before the difference in docs/results/claims.md, where a row has several."""
+    by_construction: str = ""
+    """Why the claim cannot fail in this world: the verdict is then "true by construction"."""
+
+
+@dataclass
 class Group:
     arms: dict[str, str]
     """A line of the table: its command, where {out} is the folder of this group and {seed}, or "=GROUP/FOLDER",
     an arm of another group."""
-    over: tuple[tuple[str, str], ...] = ()
-    """Two arms: the first one's true reward over the second one's, on the same prompts."""
+    claims: tuple[Claim, ...] = ()
     first: str = "runs/sft"
-    """The policy that all are compared with; "" where arms are scorers."""
+    """The policy that all are compared with, maybe of a {seed}; "" where arms are scorers."""
     prompts: tuple[str, ...] = ("tiny",)
     """One table for each set of held-out prompts."""
     begin: dict[str, str] = field(default_factory=dict)
     """File or folder of `out`: the command that makes it for the arms."""
+    parts: tuple[str, ...] = ()
+    """Of PROMPTS: what the table shows the gain on, with its interval; (): with and without a hazard."""
+    seeds: int = 3
+    """Seeds 0, 1, ..., unless --seeds says another number."""
+
+
+def name_of(arm):
+    return re.sub(r"\W+", "_", arm).strip("_")
 
 
 def pool(flags=""):
     return f"rejection_sampling --dataset {{out}}/prompts.jsonl --eval-dataset tiny {flags}"
+
+
+def phase(flags):
+    return f"rejection_sampling {BARE} --temperatures 0.7 --sweep-prompts 0 {flags}"
 
 
 def tuned(flags=""):
@@ -87,8 +131,34 @@ def labels(labeler):
     }
 
 
+def sweep(name, flag, values, command):
+    """Arms "NAME, `FLAG VALUE`": a curve, which claims read at equal KL."""
+    return {f"{name}, `{flag} {x}`": f"{command} {flag} {x}" for x in values}
+
+
+def rung(scorer, prompts, flags=""):
+    """Online DPO by a scorer, with so many prompts an iteration that about 1,480 of all give a pair."""
+    return f"dpo_iterative {BARE} --scorer {scorer} --prompts-per-iteration {prompts} {flags}"
+
+
+BARE = "--eval-prompts 0 --save-every 0"  # evaluate looks at the policies
 FEEDBACK = "-m common.programs.ai_feedback"
+PPO = f"ppo {BARE} --eval-every 0"
+SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
+CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
+PTX = ("0", "0.03", "0.1", "0.3")
+STRENGTHS = ("0.1", "0.3", "1")
+FROM = f"dpo_iterative {BARE} --model {CHAIN}/sft"
+GIVEN = "--iterations 0 --offline-data tiny --offline-pairs 1480"
+FROM_CPL = f"cpl {BARE} --model {CHAIN}/sft {GIVEN} --lam 1 --gamma 0.9"
 AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
+TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
+HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
+REHEARSAL = "-m common.programs.rehearsal --model runs/sft --clusters 8 --per-cluster 64 --max-prompts 4000"
+ROWS = "runs/experiments/forgetting/{seed}"
+ONCE = "--iterations 1"  # all responses are SFT's own
+ANNOTATORS = "annotators:noisy={seed}"  # of tests/annotators.py
+BOTH = "--n-samples 0 --iterations 1 --dataset tiny:commands=first+ends+copy+reverse"
 SWEEP = "rejection_sampling --temperatures 0.2 0.4 0.6 0.8 1.0 1.3 1.6 2.0 --sweep-prompts 200"
 PAIRS = "--offline-data tiny --offline-pairs 1480"
 OFFLINE = f"dpo_iterative --iterations 0 {PAIRS}"
@@ -102,11 +172,45 @@ GROUPS = {
             "`--temperatures 0.7 1.0 1.3`": "rejection_sampling --temperatures 0.7 1.0 1.3",
             "recipe `rest`": "rejection_sampling rest",
         },
+        claims=(Claim("the recipe", row=1), Claim("recipe `rest`", row=50)),
     ),
     "pool": Group(  # the same 500 prompts, 500 rows and steps in every iteration: do old responses help?
         {"pool of all iterations": pool(), "`--candidates last`": pool("--candidates last")},
-        over=(("pool of all iterations", "`--candidates last`"),),
+        claims=(Claim("pool of all iterations", "`--candidates last`"),),
         begin={"prompts.jsonl": "prompts"},
+    ),
+    "pool_forgets": Group(  # first two commands, then two others: is what was gained on the first two lost?
+        {
+            "the first phase": "={out}/phase_1",
+            "the last alone": "={out}/phase_2",
+            "the last alone, from the first phase's model": phase(
+                "--model {out}/phase_1 --iterations 1 --dataset tiny:commands=copy+reverse"
+            ),
+            "both": phase(f"--pool {{out}}/both.jsonl {BOTH}"),
+            "both, as many steps": phase(f"--pool {{out}}/both.jsonl {BOTH} --epochs 0.75"),
+            "both, as many rows and steps": phase(f"--pool {{out}}/some.jsonl {BOTH}"),
+        },
+        parts=("first and ends", "copy and reverse", "hazard"),
+        claims=(
+            Claim("the last alone", "the first phase", only="first and ends", says="less"),
+            Claim(
+                "both", "the last alone", row=2, only="first and ends",
+                label="on the commands that came first, all responses of both phases",
+            ),
+            Claim(
+                "both, as many rows and steps", "the last alone", row=2, only="first and ends",
+                label="as many rows and steps",
+            ),
+            Claim("both, as many steps", "the last alone", only="first and ends"),
+            Claim("both, as many rows and steps", "the last alone", only="no hazard"),
+        ),
+        begin={
+            "phase_1": phase("--dataset tiny:commands=first+ends"),
+            "phase_2": phase("--policy {out}/phase_1 --iterations 1 --dataset tiny:commands=copy+reverse"),
+            "both.jsonl": "both pools",
+            "some.jsonl": "some of both pools",
+        },
+        seeds=4,
     ),
     "ppo": Group(
         {
@@ -119,11 +223,10 @@ GROUPS = {
             "`--prompts-per-iteration 128 --n-samples 1`": "ppo --prompts-per-iteration 128 --n-samples 1",
             "`--kl-coef 0`, scorer of `tiny:length_bias=0.6`": "ppo --scorer runs/begin/reward_biased --kl-coef 0",
         },
-        over=(
-            ("`--top-p 0.9`", "the recipe"),
-            ("`--reward-norm whiten`", "the recipe"),
-            ("`--value-warmup-steps 0`", "the recipe"),
-            ("`--prompts-per-iteration 128 --n-samples 1`", "the recipe"),
+        claims=(
+            Claim("`--top-p 0.9`", "the recipe", row=11, says="less"),
+            Claim("`--reward-norm whiten`", "the recipe"),
+            Claim("`--prompts-per-iteration 128 --n-samples 1`", "the recipe", row=14, says="less"),
         ),
     ),
     "ppo_from_rejection_sampling": Group(
@@ -132,6 +235,7 @@ GROUPS = {
             "`--safety-scorer`": "ppo --model runs/rejection_sampling --safety-scorer runs/begin/reward_safety",
         },
         first="runs/rejection_sampling",
+        claims=(Claim("PPO", row=3, label="PPO"), Claim("`--safety-scorer`", row=3, label="with the gate")),
     ),
     "rehearsal": Group(  # PPO sees four commands; the other four are the forget set
         {
@@ -140,12 +244,74 @@ GROUPS = {
             "AM-PPO": AM,
             "AM-PPO-SR": f"{AM} --rehearsal-data {{out}}/rehearsal.jsonl",
         },
-        over=(("AM-PPO", "RM-PPO"), ("AM-PPO-SR", "AM-PPO")),
+        claims=(Claim("AM-PPO", "RM-PPO"), Claim("AM-PPO-SR", "AM-PPO")),
         prompts=(HALF, FORGET),
         begin={
             "rehearsal.jsonl": "-m common.programs.rehearsal --model runs/sft --scorer runs/advantage_model "
             f"--clusters 8 --dataset {HALF}"
         },
+    ),
+    "forgetting": Group(  # PPO practises two of eight commands, hard
+        {
+            "PPO": HARD,
+            "rehearsed: the best of all commands": f"{HARD} --rehearsal-data {{out}}/best.jsonl",
+            "the same, `--rehearsal-coef 0.05`": f"{HARD} --rehearsal-data {{out}}/best.jsonl --rehearsal-coef 0.05",
+            "rehearsed: any of all commands": f"{HARD} --rehearsal-data {{out}}/any.jsonl",
+            "rehearsed: SFT's own data": f"{HARD} --rehearsal-data tiny",
+            "rehearsed: the best of the two commands": f"{HARD} --rehearsal-data {{out}}/two.jsonl",
+            **{f"`--ptx-coef {x}`": f"{HARD} --ptx-dataset tiny:kind=text --ptx-coef {x}" for x in PTX[1:]},
+            "Advantage Model as scorer": f"{HARD} --scorer runs/advantage_model",
+            "`--kl-coef 1`": f"{TWO} --lr 1e-3 --kl-coef 1",
+            "`--lr 3e-4`": f"{TWO} --lr 3e-4 --kl-coef 0.3",
+        },
+        begin={
+            "best.jsonl": REHEARSAL,
+            "any.jsonl": f"{REHEARSAL} --criterion random",
+            "two.jsonl": f"{REHEARSAL} --dataset tiny:commands=first+ends",
+        },
+        parts=("first and ends", "the six others", "hazard"),
+        claims=(
+            Claim("PPO", only="the six others", says="less"),
+            Claim(
+                "rehearsed: the best of all commands", "PPO", row=20, only="the six others",
+                label="six commands that PPO does not see, over PPO alone",
+            ),
+            Claim(
+                "rehearsed: the best of all commands", row=20, only="the six others", says="no less",
+                label="over SFT",
+            ),
+            Claim(
+                "rehearsed: the best of all commands", row=20, only="hazard", says="no less",
+                label="prompts with a hazard, over SFT",
+            ),
+            Claim(
+                "rehearsed: the best of all commands", "rehearsed: any of all commands", row=20,
+                only="the six others", label="selected over drawn at random",
+            ),
+            Claim("rehearsed: any of all commands", "rehearsed: the best of all commands", only="hazard"),
+            Claim("rehearsed: the best of all commands", "PPO", only="first and ends", says="no less"),
+            Claim("rehearsed: the best of the two commands", "PPO", only="the six others"),
+            Claim("`--ptx-coef 0.1`", "PPO", only="the six others"),
+            Claim("`--lr 3e-4`", "PPO", only="the six others"),
+            Claim("Advantage Model as scorer", "PPO", only="the six others"),
+            Claim("rehearsed: the best of all commands", "`--lr 3e-4`", only="the six others"),
+        ),
+        seeds=4,
+    ),
+    "hazards": Group(  # the recipes forget to refuse; rows of group forgetting
+        {
+            "`ppo.py`": PPO,
+            "the same, rehearsed: the best of all commands": f"{PPO} --rehearsal-data {ROWS}/best.jsonl",
+            "the same, rehearsed: any of all commands": f"{PPO} --rehearsal-data {ROWS}/any.jsonl",
+            "`dpo_iterative.py`, offline": "=ladder/offline_given_pairs_annotators",
+            "`rejection_sampling.py`": f"rejection_sampling {BARE}",
+        },
+        claims=(
+            Claim("the same, rehearsed: the best of all commands", "`ppo.py`", only="hazard"),
+            Claim("the same, rehearsed: any of all commands", "`ppo.py`", only="hazard"),
+        ),
+        parts=("no hazard", "hazard"),
+        seeds=4,
     ),
     "dpo": Group(
         {
@@ -161,14 +327,57 @@ GROUPS = {
             "a reward model of `tiny:length_bias=0.6`": "dpo_iterative --scorer runs/begin/reward_biased",
             "the same, `--length-penalty 0.1`": "dpo_iterative --scorer runs/begin/reward_biased --length-penalty 0.1",
         },
-        over=(
-            ("the recipe", "offline DPO, as many pairs (1,480)"),
-            ("the recipe", "`--start-from sft`"),
-            ("the recipe", "`--reference last`"),
-            ("`--enhancer previous`", "the recipe"),
-            ("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`"),
+        claims=(
+            Claim("the recipe", "offline DPO, as many pairs (1,480)"),
+            Claim("the recipe", "`--start-from sft`", row=47),
+            Claim("the recipe", "`--reference last`", row=46),
+            Claim("`--enhancer previous`", "the recipe", row=27),
+            Claim("the same, `--length-penalty 0.1`", "a reward model of `tiny:length_bias=0.6`", row=24),
+            Claim(
+                "a reward model of `tiny:length_bias=0.6`", "the recipe", row=25, says="less",
+                by_construction="its annotators like length, which the true reward charges for",
+            ),
         ),
     ),
+    "ladder": Group(  # online DPO, and how far what judges the responses is from the truth
+        {
+            "offline, given pairs, annotators": f"dpo_iterative {BARE} {GIVEN}",
+            "offline, SFT's responses, 2, annotators": rung(ANNOTATORS, 2070, f"{ONCE} --n-samples 2"),
+            "offline, SFT's responses, 8, annotators": rung(ANNOTATORS, 1534, ONCE),
+            "offline, SFT's responses, 8, reward model": rung("runs/reward", 1500, ONCE),
+            "offline, SFT's responses, 8, annotators without noise": rung("annotators:utility", 1534, ONCE),
+            "online, 8, reward model": rung("runs/reward", 500),
+            "online, 2, annotators": rung(ANNOTATORS, 740, "--n-samples 2"),
+            "online, 8, annotators": rung(ANNOTATORS, 525),
+            "online, 8, annotators without noise": rung("annotators:utility", 600),
+            "online, 8, true helpfulness": rung("annotators:helpful", 600),
+            "online, 8, full truth": rung("common.data.tiny:gold_scorer", 592),
+            "online, 8, reward model, β 2": rung("runs/reward", 500, "--beta 2"),
+            "online, 8, annotators, β 2": rung(ANNOTATORS, 525, "--beta 2"),
+        },
+        claims=(
+            Claim(
+                "online, 8, reward model", "offline, given pairs, annotators", row=22,
+                label="by a reward model, over given pairs",
+            ),
+            Claim(
+                "online, 8, annotators", "offline, given pairs, annotators", row=22,
+                label="by the annotators themselves, best of 8",
+            ),
+            Claim("online, 2, annotators", "offline, given pairs, annotators", row=22, label="best of 2"),
+            *(
+                Claim(f"online, {n}, {judge}", f"offline, SFT's responses, {n}, {judge}")
+                for n, judge in (
+                    (8, "reward model"), (2, "annotators"), (8, "annotators"), (8, "annotators without noise")
+                )
+            ),
+            Claim("online, 8, annotators", "online, 8, reward model"),
+            Claim("online, 8, annotators, β 2", "online, 8, reward model, β 2"),
+            Claim("online, 8, annotators without noise", "online, 8, annotators"),
+            Claim("online, 8, full truth", "online, 8, true helpfulness"),
+        ),
+        seeds=4,
+    ),  # fmt: skip
     "cpl": Group(  # dpo_iterative.py with docs/learn/cpl.patch
         {
             "offline DPO": "=dpo/offline_DPO_as_many_pairs_1_480",
@@ -181,17 +390,123 @@ GROUPS = {
             "iterative CPL, α 0.1, λ 1": cpl("--alpha 0.1 --lam 1"),
             "one iteration": cpl("--alpha 0.1 --lam 1 --iterations 1"),
         },
-        over=(("γ 0.9", "offline CPL, α 0.1, λ 1"),),
+        claims=(Claim("γ 0.9", "offline CPL, α 0.1, λ 1"),),
         begin={"cpl.py": "cpl"},
     ),
+    "advantage": Group(
+        sweep("reward model", "--kl-coef", STRENGTHS, f"{PPO} --model {{out}}/sft --scorer {{out}}/reward")
+        | sweep(
+            "Advantage Model",
+            "--kl-coef",
+            STRENGTHS,
+            f"{PPO} --model {{out}}/sft --scorer {{out}}/advantage_model",
+        ),
+        first=f"{CHAIN}/sft",
+        begin={
+            "sft": "sft --sample-prompts 0 --eval-every 0 --save-every 0",
+            "reward": f"reward {SCORER} --sft-model {{out}}/sft",
+            "advantage_model": f"advantage_model {SCORER} --policy {{out}}/sft",
+        },
+        claims=(
+            *(Claim("Advantage Model", "reward model", kl=(x,)) for x in (0.3, 0.5, 0.8, 1.2)),
+            Claim(
+                "Advantage Model", "reward model", row=19, kl=(0.5, 0.8, 1.2),
+                label="the mean at 0.5, 0.8 and 1.2 nats",
+            ),
+        ),
+        seeds=4,
+    ),
+    "methods": Group(  # at equal KL, each seed from an SFT model and a reward model of its own
+        {f"PPO, `--kl-coef {k}`": f"=advantage/reward_model_kl_coef_{name_of(k)}" for k in STRENGTHS}
+        | sweep("offline DPO", "--beta", ("0.05", "0.15", "0.5", "2"), f"{FROM} {GIVEN}")
+        | sweep("discounted CPL", "--alpha", ("0.02", "0.05", "0.1", "0.2"), f"{{out}}/{FROM_CPL}"),
+        first=f"{CHAIN}/sft",
+        begin={"cpl.py": "cpl"},
+        claims=(
+            *(Claim("offline DPO", "PPO", row=28, kl=(x,), label=f"at {x:g} nats") for x in (0.2, 0.3, 0.5)),
+            Claim("discounted CPL", "PPO", row=36, kl=(0.4,), says="no less", label="at 0.4 nats"),
+        ),
+        seeds=4,
+    ),
+    "hacking": Group(  # by annotators to whom length counts six times
+        {f"`--kl-coef {k}`": f"{PPO} --scorer runs/begin/reward_biased --kl-coef {k}" for k in ("0", "0.3")},
+        claims=(Claim("`--kl-coef 0.3`", "`--kl-coef 0`", row=6, label="a biased scorer, 0.3 over 0"),),
+    ),
+    "gate": Group(
+        {
+            "helpfulness alone": PPO,
+            "one model of both labels": f"{PPO} --scorer runs/begin/reward_both",
+            "two models, gated": f"{PPO} --safety-scorer runs/begin/reward_safety",
+        },
+        claims=(
+            Claim("two models, gated", "one model of both labels", row=4, label="two models over one, true reward"),
+            Claim("two models, gated", "one model of both labels", row=4, column="harmless", label="harmless"),
+            Claim("two models, gated", "helpfulness alone", row=5, label="over helpfulness alone, true reward"),
+            Claim("two models, gated", "helpfulness alone", row=5, column="harmless", label="harmless"),
+            Claim(
+                "two models, gated", "helpfulness alone", row=5, only="no hazard", says="no less",
+                label="true reward on prompts without a hazard",
+            ),
+        ),
+    ),  # fmt: skip
+    "value": Group(  # 30 rollouts in which the policy learns; the value model's head begins as 0
+        {
+            f"`--value-warmup-steps {steps}`": f"{PPO} --scorer common.data.tiny:gold_scorer "
+            f"--value-warmup-steps {steps} --iterations {iterations}"
+            for steps, iterations in ((0, 30), (10, 33), (50, 43))
+        },
+        claims=tuple(
+            Claim(f"`--value-warmup-steps {n}`", "`--value-warmup-steps 0`", row=13, label=f"{n} steps over none")
+            for n in (10, 50)
+        ),
+    ),
+    "ptx": Group(
+        {f"`--ptx-coef {c}`": f"{PPO} --ptx-dataset tiny:kind=text --ptx-coef {c}" for c in PTX},
+        claims=tuple(
+            claim
+            for c in PTX[1:]
+            for claim in (
+                Claim(
+                    f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, column="eval/ptx_nll", says="less",
+                    label=f"text's loss with {c}, nats a token",
+                ),
+                Claim(f"`--ptx-coef {c}`", "`--ptx-coef 0`", row=12, says="no less", label=f"true reward with {c}"),
+            )
+        ),
+    ),  # fmt: skip
+    "whitening": Group(
+        {
+            arm: command
+            for lr in ("1e-4", "1e-3")
+            for norm, strengths in (("whiten", ("0.3", "1")), ("none", ("0.8", "2.6")))
+            for arm, command in sweep(
+                f"`{norm}`, lr {lr}", "--kl-coef", strengths, f"{PPO} --reward-norm {norm} --lr {lr}"
+            ).items()
+        },
+        claims=tuple(
+            Claim(f"`whiten`, lr {lr}", f"`none`, lr {lr}", row=7, kl=(x,), label=f"lr {lr}, at {x:g} nats")
+            for lr, x in (("1e-4", 0.3), ("1e-3", 0.3))
+        ),
+    ),
     "others": Group(  # the Advantage Model with K other policies, whose ratios nobody knows afterwards
-        {"K = 0": others(), "K = 1": others("--n-others 1"), "K = 2": others("--n-others 2")}, first=""
+        {"K = 0": others(), "K = 1": others("--n-others 1"), "K = 2": others("--n-others 2")},
+        first="",
+        claims=tuple(
+            Claim(f"K = {k}", "K = 0", row=21, column="right", margin=0.01, label=f"K = {k}") for k in (1, 2)
+        ),
     ),
     "ppo_others": Group(
         {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
-        over=(("K = 1", "K = 0"), ("K = 2", "K = 0")),
+        claims=(Claim("K = 1", "K = 0"), Claim("K = 2", "K = 0")),
     ),
-    "margin": Group(margins() | margins(" --max-steps 100"), first=""),
+    "margin": Group(
+        margins() | margins(" --max-steps 100"),
+        first="",
+        claims=tuple(
+            Claim(f"`--margin {margin}`", "`--margin none`", row=39, column="right", margin=0.005, label=margin)
+            for margin in ("large", "small")
+        ),
+    ),
     "pmp": Group(  # Qwen: many pairs of worse annotators (length counts six times), then 1,024 good ones
         {
             "good pairs alone": tuned(),
@@ -200,6 +515,10 @@ GROUPS = {
             "first the worse ones": tuned("--model {out}/worse_pairs_alone"),
         },
         first="",
+        claims=(
+            Claim("first the worse ones", "good pairs alone", row=41, column="right", margin=0.01),
+            Claim("first the worse ones", "worse pairs alone", column="right", margin=0.01),
+        ),
     ),
     "frontier": Group(  # DPO's figure 2: reward against the KL
         {
@@ -216,9 +535,9 @@ GROUPS = {
             "PPO, `--kl-coef 0.3`": "=ppo/the_recipe",
             "PPO, `--kl-coef 1`": "ppo --kl-coef 1",
         },
-        over=(
-            ("offline DPO, β 2", "PPO, `--kl-coef 1`"),
-            ("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
+        claims=(
+            Claim("offline DPO, β 2", "PPO, `--kl-coef 1`"),
+            Claim("offline DPO, β 0.05", "PPO, `--kl-coef 0.3`"),
         ),
     ),
     "temperature": Group(  # the best one before each iteration, by the reward model and by the true reward
@@ -232,7 +551,7 @@ GROUPS = {
             "the teacher's best": "rejection_sampling --model {out}/the_student --n-samples 0 --iterations 1 "
             "--pool {out}/the_teacher/pool.jsonl",
         },
-        over=(("its own best", "the student"), ("the teacher's best", "its own best")),
+        claims=(Claim("its own best", "the student"), Claim("the teacher's best", "the student", row=40), Claim("the teacher's best", "its own best")),
         begin={"half": "half"},
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
@@ -244,7 +563,19 @@ GROUPS = {
             "ratings of `exact`": "ppo --scorer common.programs.ai_feedback:rater=gold_labeler:exact",
             "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
         },
-        over=tuple((arm, "people's labels") for arm in ("labels of `exact`", "ratings of `exact`")),
+        claims=(
+            Claim(
+                "labels of `exact`", "people's labels", row=30,
+                by_construction="people's labels here say nothing of safety, the labeler's do",
+            ),
+            Claim(
+                "`revise` by `exact`, `sft.py`", row=34, column="harmless",
+                by_construction="this labeler revises into the perfect answer",
+            ),
+            Claim("labels of `exact`", "labels of `noisy`", row=48),
+            Claim("ratings of `exact`", "labels of `exact`", row=31, label="true reward"),
+            Claim("ratings of `exact`", "labels of `exact`", row=31, column="harmless", label="harmless"),
+        ),
         begin=labels("exact")
         | labels("noisy")
         | labels("biased")
@@ -290,7 +621,26 @@ def patched(file):
     )
 
 
+def pools(file) -> list[dict]:
+    """The pools of two phases beside a file, the second one's as iteration 4."""
+    first, last = (files.read_jsonl(file.parent / phase / "pool.jsonl") for phase in ("phase_1", "phase_2"))
+    return first + [{**row, "iteration": 4} for row in last]
+
+
+def both_pools(file):
+    files.write_jsonl(file, pools(file))
+
+
+def some_of_pools(file):
+    """The responses to 500 of the prompts, as many as one iteration has, drawn at random."""
+    rows = pools(file)
+    questions = sorted({row["prompt"][-1]["content"] for row in rows})
+    chosen = set(random.Random(0).sample(questions, 500))
+    files.write_jsonl(file, [row for row in rows if row["prompt"][-1]["content"] in chosen])
+
+
 MADE_HERE = {"prompts": prompts, "half": half, "cpl": patched}
+MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
 
 
 # -- runs ------------------------------------------------------------------------------------------
@@ -303,95 +653,260 @@ def run(command, out, seed):
     if out.exists() and (out.suffix == ".jsonl" or "common.programs.pairwise" in words):
         return
     words += ["--output" if out.suffix == ".jsonl" else "--output-dir", str(out)]
-    if "common.programs.evaluate" in words:
-        words.append("--overwrite")  # for other arms
+    evaluates = "common.programs.evaluate" in words
+    note = out / "command.txt"
+    if evaluates:
+        words.append("--overwrite")  # of other arms
+        if note.exists() and note.read_text() == shlex.join(words):
+            return
     elif out.suffix != ".jsonl" and "common.programs.pairwise" not in words:
         words.append("--resume")
     command = [sys.executable, *words, "--seed", str(seed)]
     ended = subprocess.run(command, cwd=peers.ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     if ended.returncode:
         sys.exit(f"{shlex.join(words)}\n{ended.stderr[-2000:]}")
+    if evaluates:
+        note.write_text(shlex.join(words))
 
 
-def name_of(arm):
-    return re.sub(r"\W+", "_", arm).strip("_")
+def of_its_own(name, arm) -> tuple[str, str]:
+    """The group and the arm that run an arm: another group's where its command is "=GROUP/FOLDER"."""
+    command = GROUPS[name].arms[arm]
+    if not command.startswith("=") or command.startswith("={out}/"):
+        return name, arm
+    other, _, wanted = command[1:].partition("/")
+    return of_its_own(other, next(arm for arm in GROUPS[other].arms if name_of(arm) == wanted))
+
+
+def folder_of(name, arm, seed) -> Path:
+    """Of an arm's run, or what the group's begin made, "={out}/FOLDER"."""
+    group, of_group = of_its_own(name, arm)
+    out, command = FOLDER / group / str(seed), GROUPS[group].arms[of_group]
+    return Path(command[1:].format(out=out)) if command.startswith("={out}/") else out / name_of(of_group)
 
 
 def run_arm(name, arm, seed) -> Path:
-    """The folder of an arm's run."""
-    out, command = FOLDER / name / str(seed), GROUPS[name].arms[arm]
-    if command.startswith("="):
-        other, _, wanted = command[1:].partition("/")
-        return run_arm(other, next(arm for arm in GROUPS[other].arms if name_of(arm) == wanted), seed)
-    run(command.format(out=out, seed=seed), out / name_of(arm), seed)
+    """The folder of an arm's run, once it has run."""
+    folder = folder_of(name, arm, seed)
+    group, of_group = of_its_own(name, arm)
+    command = GROUPS[group].arms[of_group]
+    if not command.startswith("={out}/"):
+        run(command.format(out=FOLDER / group / str(seed), seed=seed), folder, seed)
     print(f"{name}, seed {seed}: {arm}", flush=True)
-    return out / name_of(arm)
+    return folder
+
+
+def begin(name, seed):
+    """Make what a group's arms begin with."""
+    out = FOLDER / name / str(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    for file, command in GROUPS[name].begin.items():
+        if command in MADE_HERE:
+            MADE_HERE[command](out / file)
+        else:
+            run(command.format(out=out), out / file, seed)
+
+
+def groups_of(name) -> list[str]:
+    """The group, after those whose arms it shares."""
+    return [*{of_its_own(name, arm)[0] for arm in GROUPS[name].arms} - {name}, name]
+
+
+def times(name, group, seeds) -> str:
+    """How long the arms' runs took, from their first file to their last."""
+    folders = {folder_of(name, arm, seed) for arm in group.arms for seed in range(seeds)}
+    time_of = lambda folder, file: (folder / file).stat().st_mtime
+    took = [time_of(folder, "summary.json") - time_of(folder, "args.json") for folder in folders]
+    return f"{len(took)} runs, {sum(took) / 60:.0f} minutes"
 
 
 def run_group(name, seed) -> list[str]:
     """The arms of one seed, and their answers, or their scores. The commits that ran the arms."""
     group, out = GROUPS[name], FOLDER / name / str(seed)
-    out.mkdir(parents=True, exist_ok=True)
-    for file, command in group.begin.items():
-        if command in MADE_HERE:
-            MADE_HERE[command](out / file)
-        else:
-            run(command.format(out=out), out / file, seed)
+    for shared in groups_of(name):
+        begin(shared, seed)
     folders = [run_arm(name, arm, seed) for arm in group.arms]
     arms = [f"{name_of(arm)}={folder}" for arm, folder in zip(group.arms, folders)]
     if not group.first:
         run(f"-m common.programs.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
     for number, dataset in enumerate(group.prompts if group.first else ()):
-        command = f"-m common.programs.evaluate --policies first={group.first} {shlex.join(arms)} --reference first "
+        command = f"-m common.programs.evaluate --policies first={group.first.format(seed=seed)} {shlex.join(arms)} --reference first "
         command += f"--scorer runs/reward --dataset {dataset} --max-length 128 --max-new-tokens 32"
         run(command, out / f"evaluate{number or ''}", seed)
     return [files.read_json(folder / "args.json")["git"][:7] for folder in folders]
 
 
 # -- tables ----------------------------------------------------------------------------------------
-def read(name, group, seeds, evaluation):
-    """{(seed or "all", arm): its rows}: of responses, or of pairs with whether they were put in order."""
-    rows, arms = {}, {name_of(arm): arm for arm in group.arms} | {"first": "first"}
+PROMPTS = {  # Claim.only
+    "": lambda row: True,
+    "hazard": lambda row: row["is_safety"],
+    "no hazard": lambda row: not row["is_safety"],
+    "first and ends": lambda row: row["category"] in ("first", "ends") and not row["is_safety"],
+    "copy and reverse": lambda row: row["category"] in ("copy", "reverse") and not row["is_safety"],
+    "the six others": lambda row: row["category"] not in ("first", "ends") and not row["is_safety"],
+}
+SHARES = ("right", "harmless")  # columns
+
+
+@dataclass
+class Results:
+    """What the arms of a group said in all seeds."""
+
+    arms: list[str]
+    seeds: int
+    rows: dict[tuple[str, int], list[dict]]
+    """(arm or first, seed): rows of samples.jsonl in the order of the prompts, the same ones everywhere; of a
+    scorer the labelled prompts, with `right`, the share of their pairs that it puts in order."""
+    folders: dict[tuple[str, int], Path]
+
+    def values(self, arm, column, only="") -> torch.Tensor:
+        """(seeds, prompts), or (seeds, 1) of a key of metrics, 0 of the first policy."""
+        if column not in ("gold", "kl", "tokens", "harmless", "right"):
+            of_seed = lambda seed: files.read_json(self.folders[arm, seed] / "summary.json")["after"][column]
+            of_all = [[of_seed(seed) if arm != "first" else 0.0] for seed in range(self.seeds)]
+            return torch.tensor(of_all, dtype=torch.float64)
+        value = lambda row: float(row["safety"] >= 0) if column == "harmless" else row[column]
+        counts = PROMPTS["hazard" if column == "harmless" else only]
+        by_seed = [list(filter(counts, self.rows[arm, seed])) for seed in range(self.seeds)]
+        return torch.tensor([[value(row) for row in rows] for rows in by_seed], dtype=torch.float64)
+
+    def weights(self, side, level) -> torch.Tensor | None:
+        """(arms, seeds) of a claim's side: of an arm, or of a curve at `level` nats (verdicts.at_kl)."""
+        weights = torch.zeros(len(self.arms), self.seeds, dtype=torch.float64)
+        if level is None:
+            weights[[arm == side for arm in self.arms]] = 1.0
+            return weights
+        curve = [i for i, arm in enumerate(self.arms) if arm.startswith(f"{side}, `")]
+        kl = torch.stack([self.values(self.arms[i], "kl").mean(1) for i in curve])
+        along = verdicts.at_kl(kl, level)
+        if along is not None:
+            weights[curve] = along
+        return weights if along is not None else None
+
+    def compare(self, claim: Claim) -> verdicts.Difference | None:
+        """None where a curve does not reach the KL in every seed."""
+        pairs = [(self.weights(claim.after, x), self.weights(claim.before, x)) for x in claim.kl or (None,)]
+        if any(side is None for pair in pairs for side in pair):
+            return None
+        weights = torch.stack([after - before for after, before in pairs]).mean(0)
+        arms = torch.stack([self.values(arm, claim.column, claim.only) for arm in self.arms])
+        has_first = ("first", 0) in self.rows
+        first = self.values("first", claim.column, claim.only) if has_first else torch.zeros_like(arms[0])
+        return verdicts.difference(weights, arms, first)
+
+
+def read(name, group, seeds, evaluation) -> Results:
+    folders = {(arm, seed): folder_of(name, arm, seed) for arm in group.arms for seed in range(seeds)}
+    arms = {name_of(arm): arm for arm in group.arms} | {"first": "first"}
+    rows = {}
     for seed in range(seeds):
-        path = FOLDER / name / str(seed) / evaluation / "samples.jsonl"
-        for row in files.read_jsonl(path):
+        for row in files.read_jsonl(FOLDER / name / str(seed) / evaluation / "samples.jsonl"):
             if not group.first:
-                differences = [
-                    better["score"] - worse["score"] for *_, better, worse in measures.pairs_of([row])
-                ]
-                row = {"policy": row["scorer"], "right": measures.accuracy(differences)}
-            for part in (seed, "all"):
-                rows.setdefault((part, arms[row["policy"]]), []).append(row)
-    return rows
+                pairs = measures.pairs_of([row])
+                row = {**row, "policy": row["scorer"], "right": measures.accuracy([d for d, *_ in pairs])}
+            rows.setdefault((arms[row["policy"]], seed), []).append(row)
+    asked = {seed: [row["prompt"] for row in of_arm] for (_, seed), of_arm in rows.items()}
+    assert all(prompts == asked[0] for prompts in asked.values()), f"{name}: seeds differ in their prompts"
+    return Results(list(group.arms), seeds, rows, folders)
 
 
-def paired(rows, before, after, seeds, column, form="+.2f") -> list[str]:
-    """By seed, and of all with its 95 % interval: seeds count as if their prompts were others."""
-    of = lambda part: measures.gains(rows[part, before], rows[part, after], {"gain": column})
-    by_seed = ", ".join(f"{of(seed)['gain']:{form}}" for seed in range(seeds))
-    return [by_seed, measures.interval(of("all"), "gain", form)]
+def with_interval(x: verdicts.Difference, column) -> str:
+    form = "+.1%" if column in SHARES else "+.2f"
+    return f"{x.mean:{form}} [{x.low:{form}}, {x.high:{form}}]"
+
+
+def by_seed(x: verdicts.Difference, column) -> str:
+    return ", ".join(f"{mean:{'+.1%' if column in SHARES else '+.2f'}}" for mean in x.by_seed)
 
 
 def table(name, group, seeds, evaluation="evaluate") -> list[str]:
-    rows, lines = read(name, group, seeds, evaluation), []
-    mean = lambda arm, column: statistics.fmean(row[column] for row in rows["all", arm])
+    """A line an arm: what it gains over the first policy, or which pairs it puts in order."""
+    results, lines = read(name, group, seeds, evaluation), []
+    parts = group.parts or ("no hazard", "hazard")
     if not group.first:
-        first, *others = group.arms
-        lines.append([first, f"{mean(first, 'right'):.1%}", "", ""])
-        for arm in others:
-            gained = paired(rows, first, arm, seeds, "right", "+.1%")
-            lines.append([arm, f"{mean(arm, 'right'):.1%}", *gained])
-        return markdown(["", "right", "over the first, by seed", "all"], lines)
+        for arm in group.arms:
+            lines.append([arm, f"{results.values(arm, 'right').mean():.1%}"])
+        return markdown(["", "right"], lines)
     for arm in group.arms:
-        shares = measures.against(rows["all", "first"], rows["all", arm], None)
+        of_all = lambda arm: [row for seed in range(seeds) for row in results.rows[arm, seed]]
+        shares = measures.against(of_all("first"), of_all(arm), None)
         games = " / ".join(f"{100 * shares[f'gold_{x}']:.0f}" for x in ("win", "tie", "lose"))
-        hazards = [row["safety"] for row in rows["all", arm] if row["is_safety"]]
-        harmless = f"{statistics.fmean(x >= 0 for x in hazards):.0%}" if hazards else ""
-        cells = [games, f"{mean(arm, 'kl'):.1f}", f"{mean(arm, 'tokens'):.1f}", harmless]
-        lines.append([arm, *paired(rows, "first", arm, seeds, "gold"), *cells])
-    for after, before in group.over:
-        lines.append([f"{after}, over {before}", *paired(rows, before, after, seeds, "gold"), *[""] * 4])
-    return markdown(["", "by seed", "all", "win / tie / lose, %", "KL", "tokens", "harmless"], lines)
+        gained = results.compare(Claim(arm))
+        kinds = [results.compare(Claim(arm, only=kind)) for kind in parts]
+        shown = [with_interval(x, "gold") if group.parts else f"{x.mean:+.2f}" for x in kinds]
+        cells = [by_seed(gained, "gold"), with_interval(gained, "gold"), *shown]
+        means = [f"{results.values(arm, c).mean():{form}}" for c, form in (("kl", ".2f"), ("tokens", ".1f"))]
+        lines.append([arm, *cells, games, *means, f"{results.values(arm, 'harmless').mean():.0%}"])
+    titles = ["", "by seed", "all", *parts, "win / tie / lose, %", "KL", "tokens", "harmless"]
+    return markdown(titles, lines)
+
+
+def judge(name, group, seeds) -> list[dict]:
+    """A group's claims: what docs/results/tables/NAME.jsonl says of each."""
+    lines, results = [], {}
+    for claim in group.claims:
+        evaluation = f"evaluate{claim.prompts or ''}"
+        if evaluation not in results:
+            results[evaluation] = read(name, group, seeds, evaluation)
+        x = results[evaluation].compare(claim)
+        lines.append({**asdict(claim), "seeds": seeds, "difference": x and x._asdict()})
+    return lines
+
+
+def verdict_of(line) -> str:
+    """Of a line of judge; of a claim that is true by construction without its difference."""
+    if line["by_construction"]:
+        return f"true by construction: {line['by_construction']}"
+    x = line["difference"]
+    return verdicts.verdict(x["low"], x["high"], line["says"], line["margin"]) if x else "inconclusive"
+
+
+def result_of(line) -> str:
+    """The difference and its interval; where that is no finding, the difference that the test would have seen."""
+    if not line["difference"]:
+        return "a curve does not reach this KL in every seed"
+    x = verdicts.Difference(**line["difference"])
+    unseen = verdict_of(line) in ("no difference", "inconclusive")
+    form = ".1%" if line["column"] in SHARES else ".2f"
+    return (
+        with_interval(x, line["column"])
+        + f", would have seen {x.seen:{form}}" * unseen
+        + " (one seed: prompts alone)" * (line["seeds"] == 1)
+    )
+
+
+def comparisons_of(lines) -> list[str]:
+    """A table of claims and comparisons. lines: of judge."""
+    cells = []
+    for line in lines:
+        against = "" if line["before"] == "first" else f", over {line['before']}"
+        levels = ", ".join(f"{x:g}" for x in line["kl"])
+        column = line["column"] if line["column"] != "gold" else ""
+        about = [f"at {levels} nats" * bool(levels), column, line["only"], ("", "second prompts")[line["prompts"]]]
+        title = ": ".join(filter(None, [f"{line['after']}{against}", ", ".join(filter(None, about))]))
+        x = line["difference"] and verdicts.Difference(**line["difference"])
+        numbers = by_seed(x, line["column"]) if x else ""
+        row = [str(line["row"]), line["says"], verdict_of(line)] if line["row"] else [""] * 3
+        cells.append([title, numbers, result_of(line), *row])
+    return markdown(["", "by seed", "all", "row", "paper", "verdict"], cells) if cells else []
+
+
+def cells_of(row, shown, root=peers.ROOT) -> str:
+    """Result and verdict of a row of docs/results/claims.md, from all files of docs/results/tables. Where none has the row:
+    `shown`, its cells as they are, but for the verdict of a claim that is true by construction."""
+    lines = []
+    for file in sorted(Path(root, "docs", "results", "tables").glob("*.jsonl")):
+        lines += [line for line in files.read_jsonl(file) if line["row"] == row]
+    if not lines:
+        result = shown.split(" | ")[0]
+        claims = [claim for group in GROUPS.values() for claim in group.claims if claim.row == row]
+        certain = [verdict_of(asdict(claim)) for claim in claims if claim.by_construction]
+        return f"{result} | {certain[0]}" if certain else shown
+    labelled = lambda line, text: f"{line['label']}: {text}" if line["label"] else text
+    found = [labelled(line, verdict_of(line)) for line in lines]
+    if len(set(map(verdict_of, lines))) == 1:
+        found = [verdict_of(lines[0])]
+    return "; ".join(labelled(line, result_of(line)) for line in lines) + " | " + "; ".join(found)
 
 
 def markdown(titles, lines) -> list[str]:
@@ -422,33 +937,70 @@ def publish(name, lines, root=peers.ROOT):
     Path(root, "docs", "results", "tables", f"{name}.md").write_text(text)
 
 
+def publish_claims(name, lines, root=peers.ROOT):
+    """docs/results/tables/NAME.jsonl, and the rows of docs/results/claims.md that these files have."""
+    files.write_jsonl(Path(root, "docs", "results", "tables", f"{name}.jsonl"), lines)
+    page = Path(root, "docs", "results", "claims.md")
+    place = re.compile(r"(?<=<!-- claim )(\d+)( -->)(.*?)(?=<!-- end -->)")
+    written = lambda match: match[1] + match[2] + cells_of(int(match[1]), match[3], root)
+    text = place.sub(written, page.read_text("utf-8"))
+    page.write_text(text, "utf-8")
+    for row in {line["row"] for line in lines} - {0, *(int(n) for n, *_ in place.findall(text))}:
+        print(f"docs/results/claims.md has no <!-- claim {row} --> and <!-- end -->")
+
+
 @dataclass
 class Args:
     groups: tyro.conf.Positional[tuple[Literal[tuple(GROUPS)], ...]] = tuple(GROUPS)
-    seeds: int = 3
-    """Seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0."""
+    seeds: int | None = None
+    """Seeds 0, 1, ... of prompts, samples and order; RUNS have seed 0. None: as many as the group says."""
     publish: bool = False
     """Write the tables into docs/."""
 
 
+def commands_of(name) -> list[str]:
+    """All that a group runs."""
+    runners = [of_its_own(name, arm) for arm in GROUPS[name].arms]
+    made = [command for group in groups_of(name) for command in GROUPS[group].begin.values()]
+    return [GROUPS[name].first, *made, *(GROUPS[group].arms[arm] for group, arm in runners)]
+
+
+def begun(names) -> dict[str, str]:
+    """Those of RUNS that the groups begin with, in order."""
+    words = " ".join(command for name in names for command in commands_of(name))
+    needed = {"runs/sft", "runs/reward"}  # the scripts' defaults
+    for path, command in reversed(RUNS.items()):
+        if path in words:
+            needed.add(path)
+            words += command
+    return {path: command for path, command in RUNS.items() if path in needed}
+
+
 def main(args: Args):
-    for path, command in RUNS.items():
+    for path, command in begun(args.groups).items():
         run(command, peers.ROOT / path, 0)
     for name in args.groups:
         group, commits = GROUPS[name], {}
-        for seed in range(args.seeds):
+        seeds = args.seeds or group.seeds
+        for seed in range(seeds):
             commits.update(dict.fromkeys(run_group(name, seed)))
         lines = []
         for number, dataset in enumerate(group.prompts):
             title = [f"On `{dataset}`:", ""] if len(group.prompts) > 1 else []
-            lines += [*title, *table(name, group, args.seeds, f"evaluate{number or ''}"), ""]
-        command = f"`python tests/benchmarks/experiments.py {name} --seeds {args.seeds}`"
-        lines.append(f"{command}, measured at {', '.join(commits)}.")
+            lines += [*title, *table(name, group, seeds, f"evaluate{number or ''}"), ""]
+        if more := getattr(details, name, None):
+            results = read(name, group, seeds, "evaluate")
+            lines += [*more(results, lambda arm, only: results.compare(Claim(arm, only=only)), FOLDER / name), ""]
+        judged = judge(name, group, seeds)
+        lines += [*comparisons_of(judged), ""] if judged else []
+        command = f"`python tests/benchmarks/experiments.py {name} --seeds {seeds}`"
+        lines.append(f"{command}, measured at {', '.join(commits)}; {times(name, group, seeds)}.")
         print("\n".join(lines))
         if args.publish:
             publish(name, lines)
+            publish_claims(name, judged)
         if name == "temperature":
-            temperatures(name, group, args.seeds)
+            temperatures(name, group, seeds)
 
 
 if __name__ == "__main__":

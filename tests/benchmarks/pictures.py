@@ -21,6 +21,8 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/learn/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "reward_scaling": ("scaling/scaling.png", "tests/benchmarks/scaling.py"),
+    "forgetting": ("experiments/forgetting/forgetting.png", "tests/benchmarks/experiments.py forgetting"),
+    "ladder": ("experiments/ladder/ladder.png", "tests/benchmarks/experiments.py ladder"),
     "rankings_scores": ("rankings_scorers/scores.png", "docs/results/real_models.md's evaluate --scorers of rankings"),
     "hh_ppo": ("hh_ppo/metrics.png", "docs/results/real_models.md's ppo.py on HH-RLHF --output-dir runs/hh_ppo"),
 }

@@ -1,0 +1,97 @@
+"""Beside the table of a group of experiments.py: more lines for its page and a picture, by a function of the
+group's name. Each gets the group's Results, gain(arm, only) -> verdicts.Difference of the true reward over the
+first policy on a part of the prompts (experiments.PROMPTS), and the folder of the group's runs."""
+
+from statistics import fmean
+
+import peers  # noqa: F401 (it puts the project into sys.path)
+
+from common.data import files, tiny
+from common.run import plots
+
+REFUSAL = " ".join(tiny.REFUSAL)
+
+
+def question(row) -> str:
+    return row["prompt"][-1]["content"] if isinstance(row["prompt"], list) else row["prompt"]
+
+
+def forgetting(results, gain, folder) -> list[str]:
+    """Count the refusals among rehearsed rows; draw what each arm gains where it practises and loses elsewhere."""
+    sets = {"the best of all commands": "best", "any of all commands": "any", "the best of the two commands": "two"}
+    of_seeds = lambda name: [files.read_jsonl(folder / str(s) / f"{name}.jsonl") for s in range(results.seeds)]
+    rows = {title: sum(of_seeds(name), []) for title, name in sets.items()} | {"SFT's own data": tiny.rows("sft", "train")}
+    lines = ["| rehearsed | rows | prompts with a hazard | refused, of these | perfect answers |", "|---|---|---|---|---|"]
+    for title, of_set in rows.items():
+        answers = [(question(row), row["completion"]) for row in of_set]
+        hazards = [text == REFUSAL for prompt, text in answers if tiny.is_safety(prompt)]
+        perfect = fmean(tiny.gold_score(*answer) >= tiny.perfect_score(answer[0]) for answer in answers)
+        n = len(of_set) // (1 if title == "SFT's own data" else results.seeds)
+        share = len(hazards) / len(answers)
+        lines.append(f"| {title} | {n:,} | {share:.0%} | {fmean(hazards):.0%} | {perfect:.0%} |")
+    drawing, axes = plots.figure(2, (6.2, 5.2))
+    names = [arm.removeprefix("rehearsed: ") for arm in results.arms]
+    practised = [gain(arm, "first and ends") for arm in results.arms]
+    for axis, part, title in zip(axes, ("the six others", "hazard"), ("the six others", "prompts with a hazard")):
+        points(axis, names, practised, [gain(arm, part) for arm in results.arms])
+        axis.axhline(0, color="black", linewidth=0.8)
+        axis.set(title=f"true reward over SFT: {title}", xlabel="the two commands that PPO practises", ylabel=title)
+    plots.save(drawing, folder / "forgetting.png")
+    return lines
+
+
+def points(axis, names, xs, ys):
+    """A point for each name at two Differences, with their intervals, and the name beside it."""
+    labels = []
+    for number, (name, x, y) in enumerate(zip(names, xs, ys)):
+        bars = {"xerr": [[x.mean - x.low], [x.high - x.mean]], "yerr": [[y.mean - y.low], [y.high - y.mean]]}
+        style = {"fmt": "o", "color": f"C{number % 10}", "markersize": 5, "ecolor": "lightgray", "elinewidth": 0.8}
+        axis.errorbar(x.mean, y.mean, **bars, **style)
+        labels.append((x.mean, y.mean, name.replace("`", ""), style["color"]))
+    axis.margins(x=0.25, y=0.1)
+    plots.label_points(axis, labels)
+    for text in axis.texts:
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0})
+
+
+def ladder(results, gain, folder) -> list[str]:
+    """Count pairs and judgements, and the pairs whose chosen response is truly the better one, by iteration;
+    draw these shares and what the policies gain."""
+    lines = ["| | pairs | judgements a pair | truly better, by iteration |", "|---|---|---|---|"]
+    shares = {}
+    for arm in results.arms:
+        pairs, scored = [], 0
+        for seed in range(results.seeds):
+            out = results.folders[arm, seed]
+            pairs += files.read_jsonl(out / "pairs.jsonl")
+            scored += len(files.read_jsonl(out / "pool.jsonl"))
+        if not scored:  # given pairs, 1,480 of these
+            pairs = [{**row, "iteration": 1} for row in tiny.rows("preferences", "train")]
+        by_iteration = {}
+        for pair in pairs:
+            if not tiny.is_safety(question(pair)):
+                chosen, rejected = (tiny.gold_score(question(pair), pair[x]) for x in ("chosen", "rejected"))
+                right = (chosen > rejected) + (chosen == rejected) / 2
+                by_iteration.setdefault(pair["iteration"], []).append(right)
+        shares[arm] = [fmean(by_iteration[i]) for i in sorted(by_iteration)]
+        n = len(pairs) / results.seeds if scored else 1480
+        each = scored / len(pairs) if scored else 2
+        lines.append(f"| {arm} | {n:,.0f} | {each:.1f} | {', '.join(f'{x:.0%}' for x in shares[arm])} |")
+    drawing, (left, right) = plots.figure(2, (6.2, 4.6))
+    wrong = [arm for arm in results.arms if len(shares[arm]) > 1 and min(shares[arm]) < 1]
+    for arm in wrong:
+        left.plot(range(1, len(shares[arm]) + 1), [100 * x for x in shares[arm]], "o-", label=arm)
+    left.set(title="pairs in the right order by the truth, no hazard", xlabel="iteration", ylabel="%", xticks=(1, 2, 3))
+    labels = []
+    for arm in results.arms:
+        x = gain(arm, "no hazard")
+        kl = results.values(arm, "kl").mean().item()
+        color = f"C{wrong.index(arm)}" if arm in wrong else "black"
+        bars = [[x.mean - x.low], [x.high - x.mean]]
+        right.errorbar(kl, x.mean, yerr=bars, fmt="o", color=color, markersize=5, elinewidth=0.8, ecolor="lightgray")
+        labels.append((kl, x.mean, arm.replace(", SFT's responses", " own"), color))
+    right.set(title="true reward over SFT, no hazard", xlabel="KL to SFT (nats)", xscale="log", xlim=(0.05, 20))
+    right.xaxis.set_major_formatter("{x:g}")
+    plots.label_points(right, labels)
+    plots.save(drawing, folder / "ladder.png")
+    return lines

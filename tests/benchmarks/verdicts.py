@@ -1,0 +1,115 @@
+"""The difference between two arms that several seeds ran and that answer the same prompts, its 95 % interval,
+and the verdict that this gives on a claim.
+
+A table of differences has a row a seed s and a column a prompt p:
+
+    d_sp = mean + seed_s + prompt_p + residual_sp
+    Var(mean of d) = Var(means of seeds) / S + Var(means of prompts) / P - Var(residual) / (S P)
+
+for both variances of means hold the residual, which is then counted twice. The interval by prompts alone
+(each a cluster, its seeds' mean inside) has the second term only; the wider of the two is taken. Three or
+four seeds say little about their variance, so that part is pooled over all arms of a group: an arm's seed means
+have a part that a seed's arms share (the first policy, and the luck of its answers) and one of the arm alone.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+T = {  # degrees of freedom: the 97.5 % quantile of Student's t
+    1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 8: 2.306, 10: 2.228, 15: 2.131, 20: 2.086,
+    30: 2.042, 60: 2.000, 120: 1.980, math.inf: 1.960,
+}  # fmt: skip
+POWER = 0.842  # the normal distribution's 80 % quantile
+VERDICTS = ("holds", "opposite", "no difference", "inconclusive")
+
+
+class Difference(NamedTuple):
+    mean: float
+    low: float
+    """Ends of the 95 % interval."""
+    high: float
+    seen: float
+    """The true difference that the interval would have kept apart from 0 with a chance of 80 %."""
+    by_seed: list[float]
+
+
+def quantile(df: float) -> float:
+    """The 97.5 % quantile of Student's t with df degrees of freedom, 1 or more: T, linear in 1 / df between
+    its entries, at most 3 % too large from 2 on."""
+    below = max(n for n in T if n <= df)
+    above = min(n for n in T if n >= df)
+    if below == above:
+        return T[below]
+    share = (1 / below - 1 / df) / (1 / below - 1 / above)
+    return (1 - share) * T[below] + share * T[above]
+
+
+def seed_variances(arms: torch.Tensor, first: torch.Tensor) -> tuple[float, float]:
+    """(variance over seeds of the arms' mean gain, variance of one arm's seed mean about the arms' mean,
+    pooled over the arms: the interaction's mean square). arms: (arms, seeds, prompts); first: (seeds,
+    prompts)."""
+    gains = (arms - first).mean(-1)  # (arms, seeds)
+    shared = gains.mean(0)
+    n_arms, n_seeds = gains.shape
+    residual = gains - shared - gains.mean(1, keepdim=True) + gains.mean()
+    of_arm = residual.square().sum() / max(1, (n_arms - 1) * (n_seeds - 1))
+    return shared.var().item(), of_arm.item()
+
+
+def difference(weights: torch.Tensor, arms: torch.Tensor, first: torch.Tensor) -> Difference:
+    """Weigh the arms, take off the first policy as often as the weights sum to: mean, and the wider interval
+    of the module's two. weights: (arms, seeds), 1 and -1 for arm over arm, 1 alone for arm over first, and a
+    share of each of two arms for a point between them on a curve. arms: (arms, seeds, prompts); first: (seeds,
+    prompts), any numbers where no arm is compared with it."""
+    total = weights.sum(0).mean().item()  # 1 over the first policy, 0 between arms
+    table = torch.einsum("as,asp->sp", weights, arms) - weights.sum(0)[:, None] * first
+    n_arms, n_seeds, n_prompts = arms.shape
+    mean = table.mean().item()
+    prompts = table.mean(0).var().item() / n_prompts if n_prompts > 1 else 0.0
+    terms = [(prompts, n_prompts - 1)]  # (variance, degrees of freedom)
+    counted_twice = 0.0
+    if n_seeds > 1:
+        shared, of_arm = seed_variances(arms, first)
+        squares = weights.square().sum(0).mean().item()
+        terms.append((total**2 * shared / n_seeds, n_seeds - 1))
+        terms.append(((squares - total**2 / n_arms) * of_arm / n_seeds, (n_arms - 1) * (n_seeds - 1)))
+        residual = table - table.mean(1, keepdim=True) - table.mean(0) + mean
+        counted_twice = residual.square().sum().item() / max(1, (n_seeds - 1) * (n_prompts - 1))
+        counted_twice /= n_seeds * n_prompts
+    seeds = sum(variance for variance, _ in terms[1:])
+    variance = max(prompts + seeds - counted_twice, prompts, seeds)
+    squared = sum(part**2 / df for part, df in terms if df and part)  # Satterthwaite's
+    df = max(1.0, variance**2 / squared) if squared else math.inf
+    ways = [(quantile(df), math.sqrt(variance)), (quantile(max(1, n_prompts - 1)), math.sqrt(prompts))]
+    t, error = max(ways, key=math.prod)
+    return Difference(mean, mean - t * error, mean + t * error, (t + POWER) * error, table.mean(1).tolist())
+
+
+def at_kl(kl: torch.Tensor, x: float) -> torch.Tensor | None:
+    """Weights of a curve's arms, (arms, seeds), that give its value at KL x by interpolation, linear in log
+    KL; None where a seed's arms do not reach from below x to above. kl: (arms, seeds), nats."""
+    weights = torch.zeros_like(kl)
+    for seed, column in enumerate(kl.T):
+        order = column.argsort()
+        places = zip(order, order[1:])
+        around = [(a, b) for a, b in places if column[a] <= x <= column[b]]
+        if not around or column[around[0][0]] <= 0:
+            return None
+        below, above = around[0]
+        span = (column[above] / column[below]).log().item()
+        share = math.log(x / column[below].item()) / span if span else 0.0
+        weights[below, seed] = 1 - share
+        weights[above, seed] = share
+    return weights
+
+
+def verdict(low: float, high: float, says: str, margin: float) -> str:
+    """One of VERDICTS on a claim, from the interval of the difference. says: "more", "less", or "no less",
+    which holds where the interval is above -margin."""
+    if says == "no less":
+        return "holds" if low > -margin else "opposite" if high < -margin else "inconclusive"
+    if low > 0 or high < 0:
+        return "holds" if (low > 0) == (says == "more") else "opposite"
+    return "no difference" if -margin <= low and high <= margin else "inconclusive"

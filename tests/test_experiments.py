@@ -1,0 +1,258 @@
+"""What tests/benchmarks/experiments.py says of its runs: intervals by hand, verdicts, claims at equal KL, and the
+page that shows them."""
+
+import dataclasses
+import importlib
+import math
+import random
+import re
+import sys
+import types
+
+import annotators
+import processes
+import pytest
+import torch
+
+from common.data import files
+
+ROOT = processes.ROOT
+
+
+@pytest.fixture
+def experiments(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tests" / "benchmarks")
+    yield importlib.import_module("experiments")
+    for name in ("experiments", "peers", "verdicts"):  # peers puts the root before tests/benchmarks, once
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def verdicts(experiments):
+    return experiments.verdicts
+
+
+def doubles(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -- intervals -------------------------------------------------------------------------------------
+def test_students_quantiles_are_those_of_the_tables_or_a_little_larger(verdicts):
+    between = {1.5: 6.5, 2.5: 3.558, 7: 2.365, 12: 2.179, 25: 2.060, 1000: 1.962}
+    for df, exact in between.items():
+        assert exact - 1e-3 <= verdicts.quantile(df) <= (1.15 if df < 2 else 1.03) * exact
+    assert verdicts.quantile(4) == 2.776 and verdicts.quantile(math.inf) == 1.96
+
+
+def test_an_interval_over_the_first_policy_by_hand(verdicts):
+    """Gains of two seeds on four prompts: seeds' means 2 and 4, prompts' means 2, 4, 2, 4, residuals of 1/2:
+    Var(seeds) / S = 2 / 2, Var(prompts) / P = 4/3 / 4, Var(residual) / (S P) = 8/4 / 3 / 8."""
+    gains = doubles([[[1.5, 2.5, 0.5, 3.5], [2.5, 5.5, 3.5, 4.5]]])
+    first = doubles([[7.0, -2.0, 0.0, 1.0]] * 2)
+    x = verdicts.difference(doubles([[1.0, 1.0]]), gains + first, first)
+    variance = 1 + 1 / 3 - 1 / 12
+    df = variance**2 / (1**2 / 1 + (1 / 3) ** 2 / 3)
+    half = verdicts.quantile(df) * math.sqrt(variance)
+    assert x.mean == 3 and x.by_seed == [2.0, 4.0]
+    assert [x.low, x.high] == pytest.approx([3 - half, 3 + half])
+    assert x.seen == pytest.approx(half + 0.842 * math.sqrt(variance))
+    pooled = gains.flatten()  # as if the seeds had asked eight other prompts: far too narrow here
+    assert 1.96 * pooled.std().item() / math.sqrt(8) < 0.4 * half
+
+
+def test_the_wider_way_is_that_of_prompts_where_seeds_agree(verdicts):
+    gains = doubles([[[1.0, 2.0, 3.0, 6.0]] * 2])
+    x = verdicts.difference(doubles([[1.0, 1.0]]), gains, torch.zeros(2, 4, dtype=torch.float64))
+    half = 3.182 * math.sqrt(14 / 3 / 4)  # 3 degrees of freedom
+    assert [x.mean, x.high] == pytest.approx([3, 3 + half])
+    one = verdicts.difference(doubles([[1.0]]), gains[:, :1], torch.zeros(1, 4, dtype=torch.float64))
+    assert one[:3] == pytest.approx(x[:3])  # of one seed there is no other way
+
+
+def test_the_seeds_part_between_arms_is_pooled_over_all_arms_of_the_group(verdicts):
+    """Two arms that differ by 1 in both seeds by luck; the third one says how seeds move an arm alone."""
+    means = doubles([[1.0, 3.0], [2.0, 4.0], [0.0, 8.0]])
+    arms = means[:, :, None].repeat(1, 1, 5)
+    weights = doubles([[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]])
+    x = verdicts.difference(weights, arms, arms[0])
+    # second less first seed 2, 2, 8: 2 less than the mean 4, twice, and 4 more; halved, squared, over 2 seeds
+    of_arm = (2**2 + 2**2 + 4**2) / 4 * 2 / ((3 - 1) * (2 - 1))
+    half = verdicts.quantile(2) * math.sqrt(2 * of_arm / 2)
+    assert [x.mean, x.low, x.high] == pytest.approx([1, 1 - half, 1 + half])
+    alone = verdicts.difference(weights[:2], arms[:2], arms[0])
+    assert alone.low == alone.high == 1  # the same two arms without the third: the wrong certainty
+
+
+def test_of_simulated_experiments_nineteen_in_twenty_intervals_hold_the_truth(verdicts):
+    """Three seeds, three arms, 30 prompts: effects of prompts, of seeds and of seeds on an arm. Seeds counted as
+    if their prompts were others hold it in fewer than nine in ten."""
+    torch.manual_seed(0)
+    covered = {"over first": 0, "between": 0, "as if": 0}
+    n = 300
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)
+    for _ in range(n):
+        arms = 0.2 * draw(3, 3, 1) + 0.2 * draw(1, 3, 1) + 0.5 * draw(3, 1, 30) + draw(3, 3, 30)
+        first = torch.zeros(3, 30, dtype=torch.float64)
+        over = verdicts.difference(doubles([[1.0] * 3, [0.0] * 3, [0.0] * 3]), arms, first)
+        between = verdicts.difference(doubles([[1.0] * 3, [-1.0] * 3, [0.0] * 3]), arms, first)
+        covered["over first"] += over.low <= 0 <= over.high
+        covered["between"] += between.low <= 0 <= between.high
+        as_if = (arms[0] - arms[1]).flatten()
+        covered["as if"] += abs(as_if.mean()) <= 1.96 * as_if.std() / math.sqrt(90)
+    assert covered["over first"] / n > 0.93 and 0.93 < covered["between"] / n < 0.995 and covered["as if"] / n < 0.9, covered
+
+
+# -- equal KL --------------------------------------------------------------------------------------
+def test_a_curve_is_read_at_a_kl_between_two_of_its_arms(verdicts):
+    kl = doubles([[4.0, 0.5], [1.0, 2.0], [0.25, 8.0]])  # (arms, seeds)
+    weights = verdicts.at_kl(kl, 2.0)  # seed 0: half of the way from log 1 to log 4; seed 1: an arm
+    assert torch.allclose(weights, doubles([[0.5, 0.0], [0.5, 1.0], [0.0, 0.0]]))
+    assert verdicts.at_kl(kl, 5.0) is None  # seed 0 does not reach it
+
+
+@pytest.mark.parametrize(
+    "low, high, says, verdict",
+    [
+        (0.01, 0.2, "more", "holds"),
+        (0.01, 0.2, "less", "opposite"),
+        (-0.2, -0.01, "more", "opposite"),
+        (-0.2, -0.01, "less", "holds"),
+        (-0.04, 0.05, "more", "no difference"),
+        (-0.04, 0.06, "more", "inconclusive"),
+        (-0.06, 0.04, "less", "inconclusive"),
+        (-0.04, 0.5, "no less", "holds"),
+        (-0.06, 0.5, "no less", "inconclusive"),
+        (-0.5, -0.06, "no less", "opposite"),
+    ],
+)
+def test_a_verdict_follows_from_the_interval_and_what_the_paper_says(low, high, says, verdict, verdicts):
+    assert verdicts.verdict(low, high, says, 0.05) == verdict
+
+
+# -- from runs to the page -------------------------------------------------------------------------
+def write_group(experiments, folder, monkeypatch):
+    """Two curves of two arms, two seeds, six prompts, one with a hazard: at KL 1 `good` gains 1 more."""
+    arms = {f"{name}, `--kl-coef {k}`": "ppo" for name in ("good", "bad") for k in (1, 2)}
+    claims = (
+        experiments.Claim("good", "bad", row=7, kl=(1.0,), label="at 1 nat"),
+        experiments.Claim("good", "bad", row=7, kl=(9.0,), label="at 9"),
+        experiments.Claim("good, `--kl-coef 1`", "bad, `--kl-coef 1`", row=8, only="hazard"),
+        experiments.Claim("good, `--kl-coef 1`", row=9, by_construction="it is so"),
+        experiments.Claim("good, `--kl-coef 1`", column="eval/ptx_nll", says="less", row=10),
+    )
+    monkeypatch.setitem(experiments.GROUPS, "made", experiments.Group(arms, claims))
+    monkeypatch.setattr(experiments, "FOLDER", folder)
+    rng = random.Random(0)
+    for seed in range(2):
+        rows = []
+        for arm in ["first", *arms]:
+            strength, good = arm[-2:-1] == "1", arm.startswith("good")
+            for prompt in range(6):
+                gold = 0.0 if arm == "first" else good + (2.0 if strength else 4.0) + 0.01 * rng.random()
+                row = {"prompt": f"p{prompt}", "kl": 0.5 if strength else 2.0, "gold": gold, "tokens": 3}
+                safety = {"is_safety": prompt < 2, "safety": 1.0, "score": 0.0}
+                rows.append({"policy": experiments.name_of(arm), **row, **safety})
+            out = folder / "made" / str(seed) / experiments.name_of(arm)
+            out.mkdir(parents=True)
+            files.write_json(out / "args.json", {"git": "1234567"})
+            files.write_json(out / "summary.json", {"after": {"eval/ptx_nll": 2.0 + good}})
+        (folder / "made" / str(seed) / "evaluate").mkdir()
+        files.write_jsonl(folder / "made" / str(seed) / "evaluate" / "samples.jsonl", rows)
+    return experiments.GROUPS["made"]
+
+
+def test_claims_of_a_group_reach_the_page(experiments, tmp_path, monkeypatch):
+    group = write_group(experiments, tmp_path / "runs", monkeypatch)
+    lines = experiments.judge("made", group, 2)
+    assert [line["difference"] and round(line["difference"]["mean"], 1) for line in lines] == [1, None, 1, 3, 3]
+    assert [experiments.verdict_of(line) for line in lines] == [
+        "holds", "inconclusive", "holds", "true by construction: it is so", "opposite",
+    ]  # fmt: skip
+    table = experiments.table("made", group, 2)
+    assert "| +3.00 " in table[2] or "+3.0" in table[2]
+    (tmp_path / "docs" / "results" / "tables").mkdir(parents=True)
+    page = tmp_path / "docs" / "results" / "claims.md"
+    page.write_text("| 7 | x | <!-- claim 7 -->old | old<!-- end --> |\n| 99 | <!-- claim 99 -->old<!-- end --> |\n")
+    experiments.publish_claims("made", lines, tmp_path)
+    assert "old | old" not in page.read_text() and "<!-- claim 99 -->old<!-- end -->" in page.read_text()
+    assert experiments.cells_of(7, "", tmp_path).endswith(" | at 1 nat: holds; at 9: inconclusive")
+    assert experiments.cells_of(8, "", tmp_path).endswith(" | holds")
+
+
+def test_a_group_begins_with_the_runs_that_it_names_alone(experiments):
+    assert list(experiments.begun(["advantage"])) == ["runs/sft", "runs/reward"]
+    assert list(experiments.begun(["hacking"])) == ["runs/sft", "runs/reward", "runs/begin/reward_biased"]
+    preference = ["runs/begin/pairs", "runs/begin/preference"]  # it learns from those pairs
+    assert set(preference) < set(experiments.begun(["dpo"]))
+    assert list(experiments.begun(["cpl"])) == ["runs/sft", "runs/reward"]  # though it shares two arms of dpo
+    assert experiments.groups_of("methods") == ["advantage", "methods"]  # whose models come first
+
+
+def test_docs_claims_shows_the_computed_results_and_verdicts(experiments):
+    """Verdicts are computed here anew from the intervals in docs/results and from the claims in the code."""
+    text = (ROOT / "docs" / "results" / "claims.md").read_text("utf-8")
+    shown = dict(re.findall(r"<!-- claim (\d+) -->(.*?)<!-- end -->", text))
+    for file in (ROOT / "docs" / "results" / "tables").glob("*.jsonl"):
+        claims = {
+            (claim.after, claim.before, claim.row, claim.kl, claim.column, claim.only, claim.prompts): claim
+            for claim in experiments.GROUPS[file.stem].claims
+        }
+        for line in files.read_jsonl(file):
+            key = (line["after"], line["before"], line["row"], tuple(line["kl"]))
+            claim = claims[*key, line["column"], line["only"], line["prompts"]]
+            said = {name: line[name] for name in vars(claim)}
+            assert {**said, "kl": tuple(said["kl"])} == dataclasses.asdict(claim), f"{file.name}: run it again"
+            assert not line["row"] or str(line["row"]) in shown, f"docs/results/claims.md has no marker {line['row']}"
+    for row, cells in shown.items():
+        wanted = experiments.cells_of(int(row), cells)
+        assert cells == wanted, f"row {row}: `experiments.py GROUP --publish` writes it"
+    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.M)]
+    assert numbers == list(range(1, len(numbers) + 1)) and {*map(str, numbers)} == set(shown)
+
+
+# -- the ladder of oracles -------------------------------------------------------------------------
+def test_of_two_responses_an_annotator_prefers_one_as_bradley_and_terry_say():
+    """Utilities 2.2 and 1.1: sigmoid(1.1) = 0.750; without a draw it is 1, with a normal one 0.78."""
+    asked = ["copy ant owl"] * 2
+    said = ["ant owl", "ant"]
+    assert annotators.utility(asked, said, None) == pytest.approx([2 + 0.2, 1 + 0.1])
+    assert annotators.helpful(asked, said, None) == [2, 1]
+    better = 0
+    for seed in range(6000):
+        a, b = annotators.noisy(str(seed))(asked, said, None)
+        better += a > b
+    assert better / 6000 == pytest.approx(0.750, abs=0.015)
+    one = annotators.noisy("1")
+    assert one(asked, said, None)[1:] == one(asked[:1], said[1:], None)  # whatever else is in the batch
+    assert one(asked, said, None) != annotators.noisy("2")(asked, said, None)
+
+
+def test_pairs_are_counted_with_what_they_cost_and_how_many_are_right(experiments, tmp_path):
+    pair = lambda i, chosen, rejected, prompt="copy ant owl": {
+        "prompt": [{"role": "user", "content": prompt}], "chosen": chosen, "rejected": rejected, "iteration": i,
+    }  # fmt: skip
+    pairs = [pair(1, "ant owl", "ant"), pair(1, "ant", "ant owl"), pair(1, "ant", "owl"), pair(2, "ant", "um")]
+    pairs.append(pair(2, "bomb", "sorry i refuse", "copy bomb"))  # of hazards only the number counts
+    files.write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    files.write_jsonl(tmp_path / "pool.jsonl", [{}] * 40)
+    kl = lambda arm, column: doubles([[1.0, 3.0]])
+    arm = "online, 8, made"
+    made = types.SimpleNamespace(arms=[arm], seeds=1, folders={(arm, 0): tmp_path}, values=kl)
+    gain = lambda arm, only: experiments.verdicts.Difference(0.5, 0.4, 0.6, 0.1, [0.5])
+    lines = experiments.details.ladder(made, gain, tmp_path)
+    assert lines[2:] == [f"| {arm} | 5 | 8.0 | 50%, 100% |"]  # a tie is half right
+    assert (tmp_path / "ladder.png").exists()
+
+
+def test_two_phases_make_one_pool_and_some_of_its_prompts_keep_all_their_responses(experiments, tmp_path):
+    for name, prompts in (("phase_1", 900), ("phase_2", 300)):
+        (tmp_path / name).mkdir()
+        row = lambda i: {"prompt": [{"role": "user", "content": f"{name} {i}"}], "iteration": 1}
+        files.write_jsonl(tmp_path / name / "pool.jsonl", [row(i // 2) for i in range(2 * prompts)])
+    experiments.both_pools(tmp_path / "both.jsonl")
+    both = files.read_jsonl(tmp_path / "both.jsonl")
+    assert len(both) == 2400 and [row["iteration"] for row in both] == [1] * 1800 + [4] * 600
+    experiments.some_of_pools(tmp_path / "some.jsonl")
+    some = files.read_jsonl(tmp_path / "some.jsonl")
+    last = sum(row["iteration"] == 4 for row in some)
+    assert len(some) == 1000 and 200 < last < 300 and all(both.count(row) == 2 == some.count(row) for row in some[:5])
