@@ -1,0 +1,161 @@
+"""Print what the methods of docs/results/real_reward.sh gain and some of their answers, and draw their rollouts.
+
+python tests/benchmarks/real_reward.py FOLDER SEEDS"""
+
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+from experiments import markdown, publish
+from real_task import right
+
+from common.data import files
+from common.run import plots
+
+METHODS = {"ppo": "PPO", "grpo": "GRPO", "rejection_sampling": "rejection sampling", "dpo": "iterative DPO"}
+STUDENT = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # 97.5 % quantiles by degrees of freedom
+
+
+def differences(before: list[dict], after: list[dict]) -> list[float]:
+    """after - before of `right`, row by row. The rows are answers to the same prompts, in the same order."""
+    assert [row["prompt"] for row in before] == [row["prompt"] for row in after]
+    return [b["right"] - a["right"] for a, b in zip(before, after)]
+
+
+def spread(gains: list[list[float]]) -> tuple[float, int]:
+    """The standard deviation of a gain over seeds, pooled over methods, and its degrees of freedom. gains: of each
+    method those of its seeds."""
+    several = [of_seeds for of_seeds in gains if len(of_seeds) > 1]
+    freedom = sum(len(of_seeds) - 1 for of_seeds in several)
+    squares = sum((len(of_seeds) - 1) * statistics.variance(of_seeds) for of_seeds in several)
+    return math.sqrt(squares / freedom) if freedom else 0.0, freedom
+
+
+def gain(before: list[list[dict]], after: list[list[dict]], deviation=0.0, freedom=0) -> tuple[float, float]:
+    """The mean difference, after - before, and half of its 95 % interval: the wider one of two, which take the
+    prompts (all answers to one are a cluster) or the seeds as drawn at random. before, after: for each seed the
+    rows of its answers; the others: as spread gives them, where several seeds were measured."""
+    of_prompt = {}
+    for rows_before, rows_after in zip(before, after, strict=True):
+        for row, difference in zip(rows_before, differences(rows_before, rows_after)):
+            of_prompt.setdefault(str(row["prompt"]), []).append(difference)
+    n = sum(map(len, before))
+    mean = sum(map(sum, of_prompt.values())) / n
+    squares = sum(sum(x - mean for x in cluster) ** 2 for cluster in of_prompt.values())
+    half = 1.96 * math.sqrt(squares * len(of_prompt) / (len(of_prompt) - 1)) / n
+    if freedom:
+        half = max(half, STUDENT[min(freedom, len(STUDENT) - 1)] * deviation / math.sqrt(len(before)))
+    return mean, half
+
+
+def read(folders) -> dict[str, dict[Path, list[dict]]]:
+    """{policy: {folder of a seed that has it: the rows of its answers, with whether they are right}}."""
+    answers = {}
+    for folder in folders:
+        for row in right(folder / "answers" / "samples.jsonl", folder / "test.jsonl"):
+            answers.setdefault(row["policy"], {}).setdefault(folder, []).append(row)
+    return answers
+
+
+def minutes(folders) -> dict[str, float]:
+    """{step: its CPU minutes, mean over the seeds}, from times.txt."""
+    seconds = {}
+    for line in (folders[0].parent / "times.txt").read_text().splitlines():
+        seed, step, of_cpu = re.match(r"seed (\d+), (\w+): \d+ s, (\d+) s of CPU", line).groups()
+        if seed in [folder.name for folder in folders]:
+            seconds.setdefault(step, []).append(int(of_cpu))
+    return {step: statistics.fmean(values) / 60 for step, values in seconds.items()}
+
+
+def gains(folders) -> list[str]:
+    """The table: right answers to the held-out prompts before and after each method, in the seeds that have it."""
+    answers = read(folders)
+    of_cpu = minutes(folders)
+    tasks = [*dict.fromkeys(row["category"] for row in answers["sft"][folders[0]])]
+    of_seeds = lambda by_seed: [
+        statistics.fmean(differences(answers["sft"][folder], rows)) for folder, rows in by_seed.items()
+    ]
+    deviation, freedom = spread([of_seeds(by_seed) for policy, by_seed in answers.items() if policy != "sft"])
+    share = lambda rows: f"{100 * statistics.fmean(row['right'] for row in rows):.0f}"
+    lines = []
+    for policy, by_seed in answers.items():
+        rows = sum(by_seed.values(), [])
+        mean = lambda key: statistics.fmean(row[key] for row in rows)
+        right_ones = f"{share(rows)} %"
+        gained = ""
+        if policy != "sft":
+            before = [answers["sft"][folder] for folder in by_seed]
+            right_ones = f"{share(sum(before, []))} -> {right_ones}"
+            middle, half = gain(before, [*by_seed.values()], deviation, freedom)
+            gained = f"{middle:+.2f} [{middle - half:+.2f}, {middle + half:+.2f}]"
+        each = [share(by_seed[folder]) if folder in by_seed else "-" for folder in folders]
+        by_task = [f"{share([row for row in rows if row['category'] == task])} %" for task in tasks]
+        cells = [right_ones, gained, ", ".join(each), *by_task]
+        cells += [f"{mean('kl'):.1f}", f"{mean('finished'):.0%}", f"{of_cpu[policy]:.0f}"]
+        lines.append([METHODS.get(policy, "SFT"), *cells])
+    seeds = ", ".join(folder.name for folder in folders)
+    titles = ["", "right", "gain", f"right, seeds {seeds}, %", *tasks, "KL", "ended", "CPU minutes"]
+    return markdown(titles, lines)
+
+
+def samples(folders) -> list[str]:
+    """The first six held-out prompts of the last seed, with each policy's answer; what is right is bold."""
+    answers = {policy: by_seed[folders[-1]][:6] for policy, by_seed in read(folders[-1:]).items()}
+    lines = []
+    for same in zip(*answers.values()):
+        texts = [" ".join(row["response"].split()).replace("|", "\\|") for row in same]
+        cells = [f"**{text}**" if row["right"] else text for row, text in zip(same, texts)]
+        lines.append([same[0]["prompt"][-1]["content"], *cells])
+    return markdown(["prompt", *(METHODS.get(policy, "SFT") for policy in answers)], lines)
+
+
+def rollouts(run) -> tuple[int, list[float]]:
+    """The responses of a rollout of a run, and of each rollout the share that is right."""
+    args = files.read_json(run / "args.json")["args"]
+    shares = []
+    for row in files.read_jsonl(run / "metrics.jsonl"):
+        shares += [row[key] for key in ("reward/score", "pool/score") if key in row]
+    return args["prompts_per_iteration"] * args["n_samples"], shares
+
+
+def draw(folders, path):
+    """The share of right answers in each rollout by the responses sampled before it, and at the end that of the
+    held-out prompts; thin: a seed."""
+    drawing, [axis] = plots.figure(1, (6.4, 3.8))
+    ends = []
+    for number, (method, by_seed) in enumerate(list(read(folders).items())[1:]):
+        curves = []
+        for folder, rows in by_seed.items():
+            n, shares = rollouts(folder / method)
+            shares.append(statistics.fmean(row["right"] for row in rows))
+            curves.append([100 * share for share in shares])
+            x = [n * i for i in range(len(shares))]
+            axis.plot(x, curves[-1], color=f"C{number}", linewidth=0.6, alpha=0.5)
+        mean = [statistics.fmean(values) for values in zip(*curves)]
+        axis.plot(x, mean, color=f"C{number}", linewidth=2)
+        axis.plot(x[-1], mean[-1], "o", color=f"C{number}", markersize=6)
+        ends.append((x[-1], mean[-1], METHODS[method], f"C{number}"))
+    lowest = -math.inf
+    for x_end, y, title, color in sorted(ends, key=lambda end: end[1]):  # names do not cover each other
+        lowest = max(y, lowest + 5)
+        axis.text(x_end + 25, lowest, title, color=color, va="center")
+    axis.set_xlim(0, 1.3 * max(end[0] for end in ends))
+    axis.set(xlabel="responses sampled so far", ylabel="right answers, %", ylim=(0, 100))
+    axis.set_title("right answers of each rollout; the point: of held-out prompts", fontsize=9)
+    plots.save(drawing, path)
+
+
+def main(folder, seeds):
+    folders = [Path(folder, seed) for seed in seeds.split()]
+    name = "_".join(("real_reward", *Path(folder).name.split("+"), *seeds.split()))
+    for make, suffix in ((gains, ""), (samples, "_samples")):
+        lines = make(folders)
+        print("\n".join([*lines, ""]))
+        publish(name + suffix, lines)
+    draw(folders, Path(folder, "rewards.png"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
