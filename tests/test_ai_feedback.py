@@ -221,7 +221,7 @@ def test_two_of_a_ranking_are_drawn_by_the_rows_place_and_never_tie():
     score = {r["text"]: r["score"] for r in texts}
     every = [(a, b) for a in "abcd" for b in "abcd" if score[a] != score[b]]
     assert drawn == {(a, b, float(score[a] > score[b])) for a, b in every}  # all of them, in both orders
-    for scores, why in (((2, 2), "no response is better"), ((2, None), "no list of")):
+    for scores, why in (((2, 2), "no response is better"), ((2, None), "not a list of")):
         with pytest.raises(ValueError, match=why):
             some = [{"text": t, "score": s} for t, s in zip("ab", scores)]
             comparisons.pair_of({"prompt": "p", "responses": some}, "file:1")
@@ -760,7 +760,7 @@ def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_p
     }  # fmt: skip
     assert found.rows[-1] == {**rows[13], "row": 13}  # as it was, by its tags
     failed = collections.Counter(row["failed"] for row in found.failed)
-    assert failed == {"no list of tags and no category": 3, "its tags are in chosen rows already": 4}
+    assert failed == {"not a list of tags and no category": 3, "its tags are in chosen rows already": 4}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):

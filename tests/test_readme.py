@@ -137,16 +137,6 @@ def test_links_lead_somewhere_and_every_page_is_reached():
     assert set(PATHS[1:]) <= {ROOT / target for page, _, target in LINKS if page == PATHS[0]}
 
 
-def test_the_lines_below_the_equations_are_lines_of_losses():
-    losses = (ROOT / "common" / "losses.py").read_text()
-    block = README.partition("## The math, side by side")[2].partition("```\n")[2].partition("```")[0]
-    rows = re.findall(r"^(\w+) .*\n {22}(.+)$", block, re.M)
-    assert len(rows) == 14
-    for name, line in rows:
-        body = losses.partition(f"\ndef {name}(")[2].partition("\ndef ")[0]
-        assert re.sub(r"\s+", "", line) in re.sub(r"\s+", "", body), name
-
-
 def test_the_code_beside_the_formulas_of_math_is_that_of_losses():
     losses = (ROOT / "common" / "losses.py").read_text()
     page = (ROOT / "docs" / "learn" / "math.md").read_text()
