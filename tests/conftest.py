@@ -1,3 +1,5 @@
+"""Set up all tests: one thread, the order of the files, and garbage collection."""
+
 import gc
 import os
 import sys

@@ -1,10 +1,10 @@
-"""What test_dist.py asks of 2 ranks, in one launch: every function marked @case runs on all ranks, and what
-it returns on rank 0 goes into results.json, or the traceback.
+"""Cases that test_dist.py runs on 2 ranks, in one launch. Every function marked @case runs on all ranks;
+results.json gets its return value on rank 0, or the traceback.
 
-    torchrun --nproc-per-node 2 tests/dist_cases.py FOLDER        FOLDER: what test_dist.prepare() has made
-    torchrun --nproc-per-node 4 tests/dist_cases.py FOLDER 2 CASE ...     these alone, with --shard-size 2
+    torchrun --nproc-per-node 2 tests/dist_cases.py FOLDER        FOLDER: made by test_dist.prepare()
+    torchrun --nproc-per-node 4 tests/dist_cases.py FOLDER 2 CASE ...     only these, with --shard-size 2
 
-The functions above the cases are for 1 rank too: test_dist.py calls them in its own process and compares.
+The functions above the cases also work on 1 rank: test_dist.py calls them in its own process and compares.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a reader needs of any picture, asked of the figure."""
+"""Check that a picture can be read: its ticks, legends and margins."""
 
 import itertools
 

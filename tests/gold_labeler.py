@@ -1,9 +1,9 @@
-"""A labeler of the tiny world that answers by the gold reward, with a noise and a position bias that are
-known: `--model gold_labeler:exact`. What it gives can be worked out by hand.
+"""A labeler of the tiny world that answers by the gold reward, with a known noise and position bias, so that
+its labels can be worked out by hand: `--model gold_labeler:exact`.
 
     log-odds of "1"  = scale * (gold(first) - gold(second)) + noise(first) - noise(second) + place_bias
     P(rating s)      = 0.8 for s = rating(gold), 0.2 for the other end of the scale
-    generate         the perfect answer where it is to revise; a needless word more where it is to answer
+    generate         the perfect answer if asked to revise; with a needless extra word if asked to answer
 """
 
 import math

@@ -1,5 +1,5 @@
-"""What several test files share: small runs of the scorers, what they leave, the same scores by plain
-transformers; prompts, and rows of the pool."""
+"""Helpers that several test files share: small runs of the scorers, checks of the files that they write, the
+same scores by plain transformers, prompts, and rows of the pool."""
 
 import collections
 import json

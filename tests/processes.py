@@ -1,36 +1,36 @@
-"""The scripts as processes of their own: one python, torchrun with 2 ranks, or many quick ones.
+"""Run the scripts as processes: one python, torchrun with 2 ranks, or many fast ones.
 
 `script(name)` runs the command line of name.py in a child of a server that has imported everything and
-computed nothing, so that a command costs tenths of a second, not the seconds of importing torch. It has its
-own exit code, stdout and stderr, and can be made to end with kill -9 (SIGKILL) at a moment of choice:
+computed nothing, so that a command takes tenths of a second instead of the seconds of importing torch. The
+child has its own exit code, stdout and stderr, and can be ended by kill -9 (SIGKILL) at a chosen moment:
 
-    row N        the metrics row of step N is written (of ppo.py: of the iteration that ends at step N)
-    tensors N    the tensors of checkpoint N are written, the rest of it not
-    pointer N    checkpoint N is complete, but `latest` still names the one before
-    older N      `latest` names checkpoint N, the one before is not removed yet
+    row N        the metrics row of step N is written (ppo.py: of the iteration that ends at step N)
+    tensors N    the tensors of checkpoint N are written, its other files are not
+    pointer N    checkpoint N is complete, but `latest` still names the previous one
+    older N      `latest` names checkpoint N, the previous one is not removed yet
     results      training and the last evaluation are done, nothing is exported
     export       in the middle of writing model.tmp; export N: versions/N.tmp
     summary      model/ is complete, summary.json is not written
 
-of dpo_iterative.py
+dpo_iterative.py only:
 
-    pairs N      pairs.jsonl of iteration N is written, nothing of it is trained
+    pairs N      pairs.jsonl of iteration N is written, no step has trained on it
 
-and of rejection_sampling.py and dpo_iterative.py
+rejection_sampling.py and dpo_iterative.py:
 
     pool N       responses were appended to pool.jsonl for the N-th time
     scored N     the responses of iteration N are scored, the pool is not rewritten
-    version N    versions/N is written, not studied
-    studied N    versions/N is studied and the figures logged, versions/N.json is not written
-    model        model.tmp is complete, model/ is not there
+    version N    versions/N is written, not evaluated
+    studied N    versions/N is evaluated and its metrics are logged, versions/N.json is not written
+    model        model.tmp is complete, model/ does not exist
 
-or, no kill, `nan N RANK`: the N-th loss on that rank is NaN. Before a moment, another end than kill -9:
+`nan N RANK` does not kill: the N-th loss on that rank is NaN. A word before the moment replaces kill -9:
 
     interrupt    Ctrl-C
-    full         the disk is full from then on: no file grows (of the server's children alone)
-    rank1        kill -9 of rank 1 alone
-    copy         none: what kill -9 would leave is copied to "OUTPUT_DIR at MOMENT", and the run goes on, so
-                 that one run serves all moments of a list
+    full         the disk is full from then on: no file grows (only with the server's children)
+    rank1        kill -9 of rank 1 only
+    copy         the run continues; the files that kill -9 would leave are copied to "OUTPUT_DIR at MOMENT",
+                 so that one run serves a whole list of moments
 
     python tests/processes.py NAME MOMENT [arguments of NAME.py]    the same as a program, for torchrun
 """

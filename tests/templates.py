@@ -1,5 +1,5 @@
-"""Chat templates of public models, in short: all that decides which ids a dialogue has. And tokenizers to go
-with them: of bytes, or of SentencePiece's kind."""
+"""Chat templates of public models, reduced to the parts that decide the ids of a dialogue, and tokenizers to
+go with them: one on bytes, one of SentencePiece's kind."""
 
 import re
 

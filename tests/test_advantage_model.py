@@ -1,5 +1,5 @@
-"""advantage_model.py in one process: what a run leaves behind, eq. 6 and 8 of the paper, the expected reward,
-ratios to other policies and samples of the policy, resuming, and bad input."""
+"""advantage_model.py in one process: the files of a run, eq. 6 and 8 of the paper, the expected reward,
+ratios to other policies, samples of the policy, resuming, and bad input."""
 
 import math
 import re

@@ -1,5 +1,5 @@
-"""common/programs/ai_feedback.py: labels, ratings and revisions of a labeler whose answers are known, and of small
-random models against plain softmax; the run directory; the scripts that read what it writes."""
+"""common/programs/ai_feedback.py: labels, ratings and revisions of a labeler with known answers; small random
+models compared with plain softmax; the run directory; and the scripts that read its files."""
 
 import collections
 import functools

@@ -1,7 +1,8 @@
-"""--attention, and masks in numbers: equal to single texts and to masks of True and False, or refused in one line.
+"""--attention and float masks: results equal those of single texts and of boolean masks, or the flag is
+refused in one line.
 
-`pretend_flash` goes the way of flash attention through transformers' own code; only the kernels, which want a GPU,
-are these of torch on a CPU."""
+`pretend_flash` takes flash attention's path through transformers' own code. Only the kernels, which need a
+GPU, are replaced by torch ones for the CPU."""
 
 import math
 import sys

@@ -1,5 +1,5 @@
-"""common/batches.py: comparisons whose responses share a prompt score, and have log probabilities, as rows of
-their own; a rank's share of them."""
+"""common/batches.py: responses that share a prompt have the same scores and log probabilities as separate
+rows; the share of a rank."""
 
 from types import SimpleNamespace
 

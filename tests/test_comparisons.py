@@ -1,4 +1,4 @@
-"""common/data/comparisons.py: rows -> comparisons, and what is left out and why."""
+"""common/data/comparisons.py: rows become comparisons, or are dropped, and why."""
 
 import collections
 

@@ -1,5 +1,5 @@
-"""An algorithm copied into another project: the part of its script above the program, with the kit (seven files of
-common/), runs its whole loop on a plain transformers model and a reward of one's own, and learns."""
+"""Copy an algorithm into another project: the part of its script above the program, with the kit (seven files
+of common/), runs its whole loop on a plain transformers model and a custom reward, and learns."""
 
 import json
 import re

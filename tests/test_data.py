@@ -1,4 +1,4 @@
-"""common/data/ and load_tokenizer: rows -> messages -> ids -> batches, and how bad input is answered."""
+"""common/data/ and load_tokenizer: from rows to messages, ids and batches; and the response to bad input."""
 
 import functools
 import gzip

@@ -1,5 +1,5 @@
-"""common/dist.py and the scripts on 2 ranks (gloo, fp32), compared with 1 rank, which is this process.
-One launch serves all cases (dist_cases.py); what ends a job or starts it again has a torchrun of its own."""
+"""common/dist.py and the scripts on 2 ranks (gloo, fp32), compared with 1 rank, which is this process. One
+launch runs all cases (dist_cases.py); tests that end or restart a job have their own torchrun."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""dpo_iterative.py end to end: what a run leaves behind, the variants, resuming, oracles, and bad input."""
+"""dpo_iterative.py from start to end: the files of a run, the variants, resuming, oracles, and bad input."""
 
 import collections
 import dataclasses

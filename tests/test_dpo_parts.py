@@ -1,5 +1,5 @@
-"""dpo_iterative.py: its functions, each by hand or against plain transformers. Whole runs are in
-test_dpo_iterative.py."""
+"""The functions of dpo_iterative.py, by hand or against plain transformers. test_dpo_iterative.py tests whole
+runs."""
 
 import gc
 import math

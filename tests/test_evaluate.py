@@ -1,5 +1,5 @@
-"""common/programs/evaluate.py: games, ratings and figures against values worked by hand and against fits of another
-kind; the KL against plain softmax; whole runs of small random policies."""
+"""common/programs/evaluate.py: games, ratings and metrics against values worked by hand and independent fits;
+the KL against plain softmax; whole runs of small random policies."""
 
 import contextlib
 import io

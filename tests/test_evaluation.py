@@ -1,5 +1,5 @@
-"""common/scoring/evaluation.py and reward_evaluation.py: rows of samples.jsonl, figures. (What their objects say of a
-model: the tests of the scripts.)"""
+"""common/scoring/evaluation.py and reward_evaluation.py: the rows of samples.jsonl and the metrics. The tests
+of the scripts cover their evaluation of models."""
 
 import math
 from types import SimpleNamespace

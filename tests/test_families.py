@@ -1,5 +1,5 @@
-"""Families that differ in kind, as tiny random models, against transformers' own forwards. Their greedy answers are in
-test_sampler.py; all other families: tests/benchmarks/families.py."""
+"""Model families of different kinds, as tiny random models, against transformers' own forwards.
+test_sampler.py compares their greedy answers, and tests/benchmarks/families.py tries all other families."""
 
 import pytest
 import tiny_families

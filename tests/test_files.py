@@ -1,4 +1,5 @@
-"""common/data/files.py, and what a run does about each of its files when somebody or a crash has damaged it."""
+"""common/data/files.py, and the reaction of a run to each of its files when it is damaged by hand or by a
+crash."""
 
 import json
 import shutil

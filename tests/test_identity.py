@@ -1,4 +1,5 @@
-"""common/run/identity.py: what a resumed run is refused, and what it says; the table of docs/use/runs.md is the code's."""
+"""common/run/identity.py: the changes that a resumed run refuses, and the message. The table in
+docs/use/runs.md lists the same changes as the code."""
 
 import importlib
 import json

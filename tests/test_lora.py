@@ -1,3 +1,6 @@
+"""common/loading/lora.py: adapters by hand, the frozen base, the export, ranks, resuming, and refused
+models."""
+
 import math
 from types import SimpleNamespace
 

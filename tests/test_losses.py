@@ -1,4 +1,4 @@
-"""common/losses.py against values worked by hand; every loss also against the wrong variants it could be."""
+"""common/losses.py against values worked by hand; plausible wrong variants of every loss must fail."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The measures of samples and scorers (common/scoring/measures.py), by hand on a few and by simulation on many."""
+"""common/scoring/measures.py, the metrics of samples and scorers: by hand on a few items, by simulation on
+many."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""docs/learn/one_step.md: its code runs, and the notebook is the same page."""
+"""docs/learn/one_step.md: its code runs, and the notebook has the same content."""
 
 import json
 import shutil

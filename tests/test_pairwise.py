@@ -1,5 +1,5 @@
-"""common/programs/pairwise.py: the rows that it writes, what sft.py has a model learn of them, and what a model then
-says of two responses, in both orders."""
+"""common/programs/pairwise.py: the rows that it writes, the training of sft.py on them, and the preferences
+of a model between two responses, in both orders."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""common/run/plots.py: what stands in a figure, and whether it can be read."""
+"""common/run/plots.py: the content of a picture, and whether it can be read."""
 
 import itertools
 import random

@@ -1,4 +1,5 @@
-"""common/run/pool.py: the pool's file, an earlier run's pool, what is sampled again, and scores."""
+"""common/run/pool.py: the file of the pool, the pool of an earlier run, the chunks to sample again, and
+scores."""
 
 import json
 import math

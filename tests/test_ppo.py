@@ -1,4 +1,4 @@
-"""ppo.py in one process: its parts, one optimiser step, what a run leaves behind, resuming, and bad input."""
+"""ppo.py in one process: its parts, one optimiser step, the files of a run, resuming, and bad input."""
 
 import functools
 import math

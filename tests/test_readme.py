@@ -1,5 +1,5 @@
-"""README.md and docs/ say what is so: their commands are understood; their links, files, lines of code, metrics and
-pictures are there."""
+"""Check that README.md and docs/ are true: commands parse, and the links, files, code lines, metrics and
+pictures that they name exist."""
 
 import ast
 import importlib

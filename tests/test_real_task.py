@@ -1,5 +1,5 @@
-"""The tasks of docs/results/real_model.sh: different prompts, one right answer, labels of which a tenth is wrong. And the
-table of docs/results/real_reward.sh."""
+"""The tasks of docs/results/real_model.sh: all prompts differ, each has one correct answer, and a tenth of
+the labels is wrong. And the table of docs/results/real_reward.sh."""
 
 import random
 import sys

@@ -1,4 +1,5 @@
-"""common/programs/rehearsal.py: what is selected, the embeddings, and the rows as ppo.py and sft.py take them."""
+"""common/programs/rehearsal.py: its selection, the embeddings, and the rows as ppo.py and sft.py read
+them."""
 
 import math
 from types import SimpleNamespace

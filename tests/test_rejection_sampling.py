@@ -1,5 +1,5 @@
-"""rejection_sampling.py: what is selected and learnt, what a run leaves behind, the variants, resuming, and bad
-input."""
+"""rejection_sampling.py: the responses that it selects and learns, the files of a run, the variants,
+resuming, and bad input."""
 
 import collections
 import copy

@@ -1,7 +1,7 @@
-"""Reliability, of all six scripts alike: a kill -9 at random moments, a full disk, an output directory that
-cannot be written, a rank that dies, Ctrl-C, another number of ranks, and data files of nonsense.
+"""Reliability of all six scripts: kill -9 at random moments, a full disk, an output directory that cannot be
+written, a rank that dies, Ctrl-C, another number of ranks, and invalid data files.
 
-Kills at exact moments, and what else is one script's own, are in that script's test file."""
+Kills at exact moments, and cases of one script only, are in the test file of that script."""
 
 import functools
 import gzip

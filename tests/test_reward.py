@@ -1,4 +1,4 @@
-"""reward.py in one process: what a run leaves behind, its loss, its variants, resuming, and bad input."""
+"""reward.py in one process: the files of a run, its loss, its variants, resuming, and bad input."""
 
 import math
 import re

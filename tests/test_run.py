@@ -1,4 +1,4 @@
-"""common/run/cli.py, run.py and logs.py: the command line, how errors end, the run directory, metrics.jsonl."""
+"""common/run/cli.py, run.py and logs.py: the command line, errors, the run directory, and metrics.jsonl."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""common/sampler.py against transformers' generate and plain forwards, which know nothing of it."""
+"""common/sampler.py against transformers' generate and plain forwards, which share no code with it."""
 
 import collections
 import gc

@@ -1,4 +1,4 @@
-"""common/scoring/scorers.py: scores of responses by models, functions and what compares two of them."""
+"""common/scoring/scorers.py: scores by models, by functions, and by scorers that compare two responses."""
 
 import importlib
 import json

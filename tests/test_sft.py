@@ -1,4 +1,4 @@
-"""sft.py in one process: its command line, what a run leaves behind, the loss, resuming, and bad input."""
+"""sft.py in one process: its command line, the files of a run, the loss, resuming, and bad input."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""common/data/tiny.py: its rewards, probabilities and labels are exact, its data are what the scripts need."""
+"""common/data/tiny.py: its rewards, probabilities and labels are exact, and its data suit the scripts."""
 
 import collections
 import functools

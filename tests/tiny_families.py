@@ -1,5 +1,5 @@
-"""Tiny random models of the families of transformers that people train, with every type of layer that each
-has: for tests/test_families.py and tests/benchmarks/families.py."""
+"""Tiny random models of the transformers families that people train, with every type of layer of each family,
+for tests/test_families.py and tests/benchmarks/families.py."""
 
 import torch
 import transformers
