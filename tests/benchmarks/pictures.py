@@ -18,7 +18,7 @@ PICTURES = {  # name in docs/ -> (plot of a run, what makes it)
     "dpo_tiny": ("dpo_iterative/iterations.png", "python dpo_iterative.py"),
     "tiny_frontier": ("evaluate/frontier.png", "python -m common.programs.evaluate"),
     "tiny_reward_kl": ("frontier/frontier.png", "docs/results/frontier.md's sweep --output-dir runs/frontier"),
-    "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/learn/ppo.md's ppo.py --output-dir runs/ppo_weak"),
+    "ppo_overoptimisation": ("ppo_weak/frontier.png", "docs/results/ppo.md's ppo.py --output-dir runs/ppo_weak"),
     "calibration": ("calibration.png", "tests/benchmarks/calibration.py --plot runs/calibration.png"),
     "real_reward": ("real_reward/upper+extract/rewards.png", "docs/results/real_reward.sh"),
     "reward_scaling": ("scaling/scaling.png", "tests/benchmarks/scaling.py"),
