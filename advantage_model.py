@@ -20,10 +20,10 @@ metrics.jsonl, samples.jsonl with the held-out scores, plots, summary.json, and 
     torchrun --nproc-per-node 8 advantage_model.py advantage_model
 
 Differences from the paper: the paper does not say how e is computed; here it is an output of the same head.
-  Ratios
-are clipped, have no gradient, and count as 1 if they are unknown (evaluation, PPO). A prompt is computed once
-for its responses, responses that are too long are left out instead of cut, AdamW's betas are 0.9 and 0.95, a
-soft label counts as its more likely side, and the tiny recipe starts from random weights. """
+Ratios are clipped, have no gradient, and count as 1 if they are unknown (evaluation, PPO). A prompt is
+computed once for its responses, responses that are too long are left out instead of cut, AdamW's betas are
+0.9 and 0.95, a soft label counts as its more likely side, and the tiny recipe starts from random weights.
+"""
 
 import math
 from dataclasses import dataclass, replace

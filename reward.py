@@ -18,10 +18,10 @@ samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, fr
     torchrun --nproc-per-node 8 reward.py llama2
 
 Differences from the papers: a prompt is computed once for all its responses; responses that are too long are
-  left
-out instead of cut; AdamW's betas are 0.9 and 0.95; a margin derived from scores is the largest margin, times
-the pair's score difference as a share of the largest one in its data set; the tiny recipe starts from random
-weights. """
+left out instead of cut; AdamW's betas are 0.9 and 0.95; a margin derived from scores is the largest margin,
+times the pair's score difference as a share of the largest one in its data set; the tiny recipe starts from
+random weights.
+"""
 
 import math
 from dataclasses import dataclass, replace

@@ -140,7 +140,7 @@ def pack_evenly(lengths: list[int], size: int, multiple: int) -> list[list[int]]
 
     Documents go, longest first, to the shortest block so far. The number of blocks is the smallest multiple
     for which all blocks hold at most `size` tokens. If there are fewer documents than blocks, each has its
-    own. """
+    own."""
     first_fit = pack(lengths, size)
     longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     n = math.ceil(len(first_fit) / multiple) * multiple
