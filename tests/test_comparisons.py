@@ -170,16 +170,16 @@ REASONS = [  # (row, part of the reason)
     ({"chosen": HH.replace(" bear", "") + " dog", "rejected": HH + " eel"}, "an earlier answer is empty"),
     (pair(chosen=[{**bot("ant"), "tool_calls": [{}]}]), "a message has tool_calls"),
     (pair(rejected=[{**bot(""), "content": [{"type": "image"}]}]), "a part of type 'image'"),
-    ({"prompt": "copy ant", "completion": "ant", "label": True}, "no other completion of its prompt has"),
+    ({"prompt": "copy ant", "completion": "ant", "label": True}, "no other completion of the same prompt has"),
     ({"prompt": "copy ant", "completion": "ant", "label": None}, "match no format of preference rows"),
     ({"prompt": "copy ant", "completion": "ant", "label": "maths"}, "label 'maths' is not a finite number"),
     ({"question": "copy ant", "completion": "ant", "label": True}, "match no format of preference rows"),
     (pair(chosen=["ant", 5], rejected=["cat"]), ""),  # neither texts nor messages
     (pair(margin=10**400), "margin 1000"),  # an integer beyond float
     ({"prompt": "copy ant", "responses": responses(ant=10**400, cat=1)}, "not a list of {text, score}"),
-    (pair(preference=True), "preference True is not a finite number"),
-    (pair(chosen_score=1, rejected_score=3), "the chosen score is less than 0.0 higher"),
-    (pair("please tell me what the capital of france is", "paris", "rome"), "is it the right --model?"),
+    (pair(preference=True), "preference True is not a number from 0 to 1"),
+    (pair(chosen_score=1, rejected_score=3), "the chosen score is not 0.0 or more higher"),
+    (pair("please tell me what the capital of france is", "paris", "rome"), "check --model"),
 ]
 
 
