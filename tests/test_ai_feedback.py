@@ -760,7 +760,7 @@ def test_of_categories_there_are_equally_many_and_what_is_left_out_is_said(tmp_p
     }  # fmt: skip
     assert found.rows[-1] == {**rows[13], "row": 13}  # as it was, by its tags
     failed = collections.Counter(row["failed"] for row in found.failed)
-    assert failed == {"not a list of tags and no category": 3, "its tags are in chosen rows already": 4}
+    assert failed == {"no list of tags and no category": 3, "its tags are in chosen rows already": 4}
 
 
 def test_hindsight_says_what_each_response_achieved(tmp_path):
