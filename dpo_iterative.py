@@ -124,7 +124,7 @@ class Args:
     """One row for a prompt and both its responses, so that the prompt is computed once; with
     --no-share-prompt, one row per response."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
+    """Rank of LoRA adapters; 0: none. Only the adapters are trained, at ten times --lr."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
     more time."""
@@ -152,9 +152,9 @@ def best_against_worst(pairs, scores, iteration, args):
 
     pairs: [(prompt, response)]. scores: one number for each. iteration: becomes the source of the
       comparisons.
-    Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same", all responses have one
-    text; "tied", all have one score; "unfinished", the best one did not end (learning it would teach the
-    policy not to end), has no words or contains a special token."""
+    Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same", all, or the best
+    and the worst, have one text; "tied", all have one score; "unfinished", the best one did not end (learning
+    it would teach the policy not to end), has no words or contains a special token."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for (prompt, response), score in zip(pairs, scores, strict=True):
         groups.setdefault(prompt.key, []).append((prompt, response, score))
@@ -273,8 +273,8 @@ def learn(model, optimizer, plan, steps, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm in another project, copy everything above this line except the second block of imports,
-# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line, without the imports that only the
+# program needs, and the kit, seven files of common/. README.md ("Copying an algorithm") shows how.
 # responses.answers of the kit samples, and you bring the scores. main numbers the four steps of an iteration.
 def check(args):
     """Check the flags before anything is loaded."""
@@ -515,7 +515,7 @@ RECIPES = {
             epochs=1.0,
             lr=5e-7,
             warmup_ratio=0.1,
-            batch_size=128,  # 8 GPUs with 8 pairs, 2 of them accumulated
+            batch_size=128,  # 8 GPUs x 8 pairs x 2 accumulation steps
             micro_batch_size=8,
             max_length=1024,
             eval_prompts=0,  # ours: no scorer is needed

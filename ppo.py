@@ -22,8 +22,9 @@ summary.json, best/ if --patience is given, and checkpoint/, from which --resume
     torchrun --nproc-per-node 8 ppo.py llama2 --model DIR --scorer runs/reward
 
 Differences from the papers: old log probabilities come from the training forward instead of the sampler, so
-the ratio is exactly 1 on the first minibatch. If the two disagree, as in bfloat16, each token is weighted by
-their ratio (--importance-cap). The value after the last token of a truncated response is 0.
+the ratio is exactly 1 on the first minibatch. In bfloat16 sampler and training forward differ, so a token's
+advantage is weighted by the capped ratio of their probabilities (--importance-cap). The value after the last
+token of a truncated response is 0.
 """
 
 import math
@@ -79,11 +80,11 @@ class Args:
     iterations: int = 30
     """Number of rollouts."""
     prompts_per_iteration: int = 64
-    """Prompts per rollout, unused ones while there are any."""
+    """Prompts per rollout, new ones as long as any remain."""
     n_samples: int = 2
     """Responses per prompt."""
     temperature: float = 1.0
-    """Sampling temperature of rollouts; the logits behind all log probabilities are divided by it too."""
+    """Sampling temperature of rollouts. PPO's log probabilities use it too; the optional losses do not."""
     top_p: float = 1.0
     """Probability mass of nucleus sampling in rollouts; 1: off. Log probabilities are over all tokens."""
     max_new_tokens: int = 32
@@ -164,7 +165,8 @@ class Args:
     freeze_layers: int = 0
     """Number of the policy's first decoder layers to freeze."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
+    """Rank of the policy's LoRA adapters, trained instead of its weights at ten times --lr; 0: none. The
+    value model is trained in full."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
     more time."""
@@ -176,8 +178,8 @@ class Args:
     eval_prompts: int = 1000
     """Held-out prompts answered once in each evaluation, at temperature 1."""
     patience: int = 0
-    """Number of evaluations without a better held-out reward after which the run stops and exports the best
-    version; 0: never."""
+    """Number of evaluations without a better held-out reward after which the run stops. The best version is
+    then exported, not the last; 0: never stop."""
     save_every: int = 10
     """Iterations between checkpoints, of which the last is kept. A checkpoint is also written every ten
     minutes. 0: none."""
@@ -221,7 +223,7 @@ class Rollout:
     entropies: torch.Tensor | None = None  # entropy of pi_old
     ref_logprobs: torch.Tensor | None = None  # log pi_0
     old_values: torch.Tensor | None = None  # V_old
-    advantages: torch.Tensor | None = None  # A, whitened
+    advantages: torch.Tensor | None = None  # A, whitened, times the importance weights
     returns: torch.Tensor | None = None  # R = A before whitening, plus V_old
 
     def in_batch(self, x, batch):
@@ -273,7 +275,7 @@ def sampler_weights(rollout, args):
 
 
 def estimate_advantages(rollout, args):
-    """Compute the rollout's advantages and returns; return the mean KL to the reference, nats a response."""
+    """Compute the rollout's advantages and returns; return the mean KL to the reference, nats per row."""
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
     token_rewards = -args.kl_coef * kl
     last = rollout.mask.sum(1) - 1  # the end-of-sequence token, or the last one before the cut
@@ -289,9 +291,10 @@ def update(agent, rollout, minibatch, extra, policy_learns, args):
     """Take one optimiser step of the value model and, after its warm-up, of the policy.
 
     Every rank has the whole rollout and computes its share of the minibatch.
-    minibatch: numbers of responses. extra: {"ptx" or "rehearsal": documents} for the optional losses.
+    minibatch: indices of responses in the rollout.
+    extra: {"ptx" or "rehearsal": documents} for the optional losses.
     policy_learns: False during the value model's warm-up.
-    Returns sums over tokens and gradient norms, by name. Raises NotFinite for a loss or gradient."""
+    Returns sums over tokens and gradient norms, by name. Raises NotFinite if one of them is not finite."""
     n = int(rollout.mask[minibatch].sum())  # response tokens over all micro-batches and ranks
     blocks = blocks_of(rollout.documents, minibatch, args)
     sums = dist.Sums()
@@ -329,7 +332,7 @@ def nll_backward(policy, name, documents, sums, args):
     """Add the gradient of one of the optional losses, times its coefficient.
 
     name: "ptx", the pretrained gradient, is a mean over tokens. "rehearsal" (arXiv:2309.10202, eq. 9) is a
-      sum over the tokens of a row, averaged over rows."""
+      sum over the tokens of a row (or their mean, --rehearsal-norm), averaged over rows."""
     coef = args.ptx_coef if name == "ptx" else args.rehearsal_coef
     blocks = blocks_of(documents, range(len(documents)), args)
     for batch in my_micro_batches(blocks, policy, args.micro_batch_size):
@@ -402,7 +405,7 @@ def run_iteration(
       optional losses.
     lap: function called with the name of each of the four steps when it is done.
     Returns (Rollout, {metric: number}). Raises NothingToLearn if no response ended and there is a penalty for
-    that, Diverged if the KL exceeds --max-kl, NotFinite for a loss or gradient."""
+    that, Diverged if the KL exceeds --max-kl, NotFinite if a loss or gradient is not finite."""
     # 1. sample: n responses to each prompt. Ranks sample different prompts, then exchange the responses
     seed = dist.seed_of(args.seed, "rollout", iteration)
     options = {"n": args.n_samples, "temperature": args.temperature, "top_p": args.top_p}
@@ -452,8 +455,8 @@ def run_iteration(
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm in another project, copy everything above this line except the second block of imports,
-# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line, without the imports that only the
+# program needs, and the kit, seven files of common/. README.md ("Copying an algorithm") shows how.
 def check(args):
     """Check the flags before anything is loaded."""
     size = args.prompts_per_iteration * args.n_samples  # responses of a rollout

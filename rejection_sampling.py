@@ -225,8 +225,8 @@ def fine_tune(model, optimizer, plan, steps, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm in another project, copy everything above this line except the second block of imports,
-# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line, without the imports that only the
+# program needs, and the kit, seven files of common/. README.md ("Copying an algorithm") shows how.
 # responses.answers of the kit samples, and you bring the scores. main numbers the four steps of an iteration.
 def check(args):
     """Check the flags before anything is loaded."""

@@ -172,8 +172,8 @@ def update(model, optimizer, batch, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm in another project, copy everything above this line except the second block of imports,
-# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line, without the imports that only the
+# program needs, and the kit, seven files of common/. README.md ("Copying an algorithm") shows how.
 def main(args: Args):
     run = Run(args, "reward", plots=[plots.scorer])
     if run.finished:

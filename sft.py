@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: teach a model good answers. Every other script starts from the result.
+"""Supervised fine-tuning: teach a model good answers. RL and DPO start from the result.
 
     L(theta) = -(1/n) sum_t log pi_theta(y_t | x, y_<t)        over the n response tokens of an optimiser step
 
@@ -14,8 +14,8 @@ metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which -
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
-Differences from RLHF Workflow: documents of a block do not attend to each other, as they do in the authors'
-packing; AdamW's betas are 0.9 and 0.95.
+Differences from RLHF Workflow: documents of a block do not attend to each other; in the authors' packing they
+do. AdamW's betas are 0.9 and 0.95.
 """
 
 import math
@@ -73,7 +73,7 @@ class Args:
     micro_batch_size: int = 8
     """Largest number of blocks in one forward on one rank."""
     lora_rank: int = 0
-    """Rank of LoRA adapters, trained instead of all weights at ten times --lr; 0: no adapters."""
+    """Rank of LoRA adapters; 0: none. Only the adapters are trained, at ten times --lr."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
     more time."""
@@ -125,8 +125,8 @@ def update(model, optimizer, blocks, args):
 
 
 # -- the program around the algorithm --------------------------------------------------------------
-# To use the algorithm in another project, copy everything above this line except the second block of imports,
-# and the kit, seven files of common/. README.md ("Copying an algorithm") and tests/test_copying.py show how.
+# To use the algorithm in another project, copy everything above this line, without the imports that only the
+# program needs, and the kit, seven files of common/. README.md ("Copying an algorithm") shows how.
 PANELS = {"loss": ["loss/nll", "eval/nll"], "rate": ["optim/lr"], "norm": ["optim/grad_norm"]}
 PLOTS = [partial(plots.curves, panels=PANELS)]
 

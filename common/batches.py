@@ -214,16 +214,16 @@ def my_micro_batches(blocks: list[list[Document]], model, size: int):
         yield collate(share, model.config.pad_token_id, model.device)
 
 
-ROW = 64  # tokens; rows of packed trees are at least this long, even if the longest tree is shorter
+ROW = 64  # tokens; a row of packed trees may hold this many, even if the longest tree is shorter
 
 
 class Comparison(NamedTuple):
     """A prompt and K responses to it, ranked by an annotator."""
 
     prompt: list[dict]  # messages
-    texts: list[str]  # K responses; in a pair the chosen one comes first
+    texts: list[str]  # K responses; in a pair the chosen one first, unless a soft label favours the other
     prompt_ids: torch.Tensor  # (P,) int32
-    response_ids: list[torch.Tensor]  # K of (R,) int32, including the end-of-sequence token
+    response_ids: list[torch.Tensor]  # K of (R,) int32, with the end-of-sequence token if there is one
     ranks: torch.Tensor  # (K,), 0 is the best; a difference below 1 is a tie
     source: str  # data set, for metrics and tables
     row: Row
@@ -282,8 +282,8 @@ def my_comparison_batches(comparisons, model, micro_batch_size, share_prompt):
 def collate_comparisons(comparisons, pad_id: int, share_prompt=True, device="cpu") -> ComparisonBatch:
     """Make a batch of comparisons.
 
-    share_prompt: True packs trees, a prompt with all its responses, into rows as long as the longest tree (at
-      least ROW). False makes one row per response, for models that support no such masks or positions.
+    share_prompt: True packs trees, a prompt with all its responses, into rows of at most
+      max(ROW, longest tree) tokens. False makes one row per response, for models without support for this.
     Without comparisons the batch is one row of padding, where no output is read."""
     trees = []  # (index of the comparison, [prompt ids, response ids, ...])
     for i, c in enumerate(comparisons):

@@ -257,7 +257,7 @@ def shard(model, device, compute_dtype=None):
     for layer in layers:
         if all(owners[weight] == 1 for weight in layer.parameters()):  # else the root's
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a scalar head stays in fp32
+    if isinstance(getattr(model, "score", None), torch.nn.Linear):  # a score head stays in fp32
         fully_shard(model.score, mesh=mesh, mp_policy=MixedPrecisionPolicy())
     # Embeddings, final norm and head: tied weights share this group
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -302,10 +302,10 @@ def consolidated(model):
     Without this, FSDP gathers all weights at every decoding step. Llama 2 (arXiv:2307.09288, section 3.2.3)
     found that about 20 times slower, and consolidates once per rollout.
 
-    Inside the context a forward communicates nothing, so ranks may decode different numbers of steps, and no
-    gradient is computed. Each rank needs memory for one copy of the weights in compute_dtype. If
-    `ranks_per_copy` ranks share a copy (tensor_parallel.py), they run the same rows together. On one process
-    the weights are only cast to compute_dtype."""
+    Inside the context gradients are off. Unless ranks share a copy, a forward communicates nothing, so ranks
+    may decode different numbers of steps. Each rank needs memory for one copy of the weights in
+    compute_dtype. If `ranks_per_copy` ranks share a copy (tensor_parallel.py), they run the same rows together.
+    On one process the weights are only cast to compute_dtype."""
     if getattr(model, "is_consolidated", False):  # the caller did it already, for several calls
         yield model
         return
@@ -349,7 +349,7 @@ def adamw(model, lr, args):
 
 
 def set_lr(optimizer, lr: float) -> float:
-    """Set the learning rate, times lr_factor in groups that have one; return lr."""
+    """Set the learning rate of each group to lr times its lr_factor; return lr."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
     return lr

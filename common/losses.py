@@ -1,8 +1,9 @@
 """The math of every script: pure functions of tensors, torch only. Copy this file anywhere.
 
 Shapes: B rows of T tokens. Per-token tensors are (B, T-1): index t describes the state after tokens 0..t and
-the action taken in it, which is token t+1. A mask is True at the values to KEEP. All reductions go through
-masked_sum and masked_mean, which use torch.where, so masked values have no effect, even if they are NaN.
+the action taken in it, which is token t+1. A mask is True at the values to KEEP. Reductions under a mask
+use torch.where, so masked values have no effect, even if they are NaN. Functions of whole rollouts also take
+(B, R), column t for response token t, as ppo.py does.
 
 A loss returns (loss, metrics). It is divided by n_tokens or n_rows: the number of response tokens or pairs in
 the whole optimiser step, over all micro-batches and ranks. Gradients of micro-batches then add up to the
@@ -38,7 +39,7 @@ def masked_mean(x, mask, dim=None):
 
 
 def whiten(x, mask):
-    """Shift and scale x to mean 0 and variance 1: (x - mean) / sqrt(var).
+    """Shift and scale x to mean 0 and variance 1: (x - mean) / sqrt(var + 1e-8).
 
     Mean and variance (divided by n, not n - 1) are those of the values where mask is True.
     x: any shape. mask: bool, same shape as x.
@@ -235,7 +236,7 @@ def gae(rewards, values, action_mask, gamma=1.0, lam=0.95):
 
 
 def group_advantages(rewards, n, leave_one_out=False, scale=True):
-    """Compare each response with the n responses to the same prompt: advantages without a value model.
+    """Compare each of the n responses to a prompt with the others: advantages without a value model.
 
     GRPO      (r_i - mean of r) / (std of r + 1e-4)           (DeepSeekMath, arXiv:2402.03300, section 4.1.2)
     Dr. GRPO  r_i - mean of r, with scale=False               (Liu et al., arXiv:2503.20783, section 3.2)

@@ -215,7 +215,7 @@ def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
 
     A document's sum is divided by the average number of response tokens, so the mean over documents equals
     the mean over all response tokens.
-    blocks: from batches.make_blocks. Every rank must call this, and gets the same list, in documents' order.
+    blocks: from batches.make_blocks. Every rank must call this and gets the same list, in blocks' order.
     """
     documents = [document for block in blocks for document in block]
     sums = []
@@ -230,7 +230,7 @@ def nll_of_each(model, blocks, micro_batch_size) -> list[float]:
 
 
 def _computing(model, input_ids):
-    """Return the context of a forward: autocast to the model's compute dtype, which is bf16 on a GPU.
+    """Return the context of a forward: autocast to the model's compute dtype (dist.compute_dtype_of).
 
     FSDP casts a sharded model itself. Its root weights stay gathered after the forward only if a backward
     will follow, or the model is consolidated."""
@@ -252,7 +252,7 @@ def _scaled(logits, config):
 
 
 def _chunk(model, hidden, targets, temperature, entropy):
-    """Compute (log probabilities, entropies) of one chunk of hidden states; entropies are 0 if not asked."""
+    """Compute (log probabilities, entropies) of one chunk of hidden states; entropies: 0 if not asked for."""
     logits = model.get_output_embeddings()(hidden).float()  # (n, V); a log-softmax in bf16 is off by 1e-2
     logits = _scaled(logits, model.config.get_text_config())
     logits = logits if temperature == 1 else logits / temperature
@@ -271,8 +271,9 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
     even if the body does not, because rounded scores would tie.
 
     input_ids: (B, T), right-padded. token_indices: (2, n), row and column of the tokens to read.
-    position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True where a query may attend, for rows whose
-      responses share a prompt (batches.collate_comparisons). None: plain causal rows.
+    position_ids, attention_mask: (B, T) and (B, 1, T, T) bool, True if a query may attend. Both: rows whose
+      responses share a prompt (batches.collate_comparisons). position_ids only: packed documents. Neither:
+      plain causal rows.
     Returns (n, number of outputs), fp32."""
     with _computing(model, input_ids):
         hidden = _last_hidden(model, input_ids, position_ids, attention_mask)
@@ -282,8 +283,8 @@ def head_outputs(model, input_ids, token_indices, position_ids=None, attention_m
 def rewards_and_expected(model, batch):
     """Compute an advantage model's two outputs on a batches.ComparisonBatch.
 
-    Returns (rewards r at the end of each response, (responses,); the second output, which predicts the
-    expected reward, at the end of each prompt, (comparisons,))."""
+    Returns (rewards, expected). rewards: (n_responses,), r at the end of each response. expected:
+    (n_comparisons,), the second output, e, at the end of each prompt."""
     token_indices = torch.cat([batch.response_ends, batch.prompt_ends], 1)
     outputs = model.head_outputs(batch.input_ids, token_indices, batch.position_ids, batch.attention_mask)
     n = batch.response_ends.shape[1]

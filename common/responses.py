@@ -43,7 +43,7 @@ class Response(NamedTuple):
     finished: bool  # True: ended by an end-of-sequence token; False: cut at max_new_tokens
     clean: bool = True  # False if there is a special token before the end, which `text` does not show
     logprobs: tuple[float, ...] = ()  # of each id, nats, under the sampler's distribution; () if unknown
-    written: str = ""  # the text including special tokens, for reward functions; "" if there are none
+    written: str = ""  # text with special tokens shown, for reward functions; "" if it contains none
 
 
 def my_responses(model, tokenizer, prompts: list[list[int]], *, n=1, **options) -> list[Response]:

@@ -81,7 +81,8 @@ def sample(
     seed: seeds a generator used by this call only; None uses torch's global generator. A row's draws depend
       on the rows that decode with it: the same call repeats exactly, but a different number of slots does
       not.
-    progress: True shows a tqdm bar; a bar of your own needs tqdm's `update`.
+    max_new_tokens: length limit of a response. pad_id: fills response_tokens after the end of a response.
+    progress: True shows a tqdm bar; or pass an object with an `update(n)` method.
     Raises ValueError for arguments out of range, unsupported models and NaN logits."""
     usable = {
         "n": n >= 1, "max_new_tokens": max_new_tokens >= 1, "slots": slots >= 1,
@@ -368,7 +369,7 @@ class RaggedCache(Cache):
         self.held = longest_prompt  # length of the longest row so far
 
     def fill(self, slot, prefilled, row, length):
-        """Copy a prefilled prompt of `length` tokens, row `row` of that cache, into a slot."""
+        """Copy a prefilled prompt of `length` tokens, row `row` of the cache `prefilled`, into a slot."""
         for layer, prefilled_layer in zip(self.layers, prefilled.layers):
             layer.fill(slot, self.end, prefilled_layer, row, length)
 
@@ -401,6 +402,7 @@ class RaggedCache(Cache):
 def _prefill(model, prompts, which):
     """Run one left-padded batch of prompts: the first of `which`, and later ones that fit.
 
+    which: indices of waiting prompts, longest first.
     A batch has prompts of similar length (SIMILAR_LENGTH) and at most PREFILL_TOKENS tokens.
     Returns {prompt: (cache of the batch, row in it, logits after the prompt (V,))}."""
     device = next(model.parameters()).device
@@ -486,8 +488,8 @@ def _check_model(model, prompts, max_new_tokens):
     if getattr(model, "ragged_cache_works", False):
         return
     check_attention(config, type(model))
-    # Two rows of similar length are prefilled together, a shorter one by itself, all longer than a small
-    # window. If the model ignored mask, positions or cache, padding or tokens outside the window would change
+    # Two rows of similar length, both longer than a small window, are prefilled together, a shorter one by
+    # itself. If the model ignored mask, positions or cache, padding or tokens outside the window would change
     # its logits
     layers = DynamicCache(config=config).layers
     windows = [getattr(layer, "sliding_window", 0) for layer in layers] + [getattr(config, "window_size", 0)]

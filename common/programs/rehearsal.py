@@ -144,7 +144,7 @@ class Args:
     model: str = "runs/sft"
     """First policy of the PPO run, which writes the responses."""
     criterion: Literal["score", "entropy", "length", "random"] = "score"
-    """Criterion of the best responses: highest score, lowest mean entropy, shortest, or, as a control, random."""
+    """Criterion of the best: highest score, lowest mean entropy, shortest, or random, as a control."""
     scorer: str = "runs/reward"
     """Scorer for the criterion score: a run of reward.py or advantage_model.py, a hub model, or
     FILE.py:function."""
