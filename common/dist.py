@@ -304,8 +304,8 @@ def consolidated(model):
 
     Inside the context gradients are off. Unless ranks share a copy, a forward communicates nothing, so ranks
     may decode different numbers of steps. Each rank needs memory for one copy of the weights in
-    compute_dtype. If `ranks_per_copy` ranks share a copy (tensor_parallel.py), they run the same rows together.
-    On one process the weights are only cast to compute_dtype."""
+    compute_dtype. If `ranks_per_copy` ranks share a copy (tensor_parallel.py), they run the same rows
+    together. On one process the weights are only cast to compute_dtype."""
     if getattr(model, "is_consolidated", False):  # the caller did it already, for several calls
         yield model
         return
