@@ -333,9 +333,9 @@ def plan_of(offline, first_prompts, prompts, args) -> str:
 
 def why_none(dropped, iteration) -> str:
     """Explain why no prompt gave a pair."""
-    reasons = "{same} had one response, {tied} one score only, {unfinished} a best one".format(**dropped)
-    reasons += " that did not end within --max-new-tokens"
-    return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons}"
+    reasons = "in {same} all responses, or the best and the worst, are the same; in {tied} all have one "
+    reasons += "score; in {unfinished} the best one did not end within --max-new-tokens, or is empty"
+    return f"iteration {iteration}: no pair in {sum(dropped.values())} prompts: {reasons.format(**dropped)}"
 
 
 def new_pairs_of(pool, prompts, iteration, args):

@@ -416,8 +416,8 @@ def run_iteration(
     drawn = torch.tensor([x for _, response in pairs for x in response.logprobs])
     rollout.sample_logprobs = torch.zeros(rollout.mask.shape).masked_scatter(rollout.mask, drawn)
     if not finished.any() and args.missing_eos_penalty:
-        why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens (raise "
-        why += "--max-new-tokens, teach the model to end first, sft.py, or --missing-eos-penalty 0)"
+        why = f"iteration {iteration}: no response ended within {args.max_new_tokens} tokens: raise "
+        why += "--max-new-tokens, or let sft.py teach the model to end first, or set --missing-eos-penalty 0"
         raise NothingToLearn(why)
     lap("rollout")
 
@@ -475,7 +475,7 @@ def check(args):
         ("patience", not args.patience or (args.eval_every and args.eval_prompts), "0 without evaluations"),
         ("ptx_coef", args.ptx_coef == 0 or args.ptx_dataset, "0 without --ptx-dataset"),
         ("importance_cap", not args.importance_cap or args.importance_cap >= 1, "0, or 1 or more"),
-        ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "--rehearsal-data"),
+        ("hold_out_rehearsed", args.rehearsal_data or not args.hold_out_rehearsed, "also --rehearsal-data"),
         ("value_warmup_steps", args.value_warmup_steps <= before_last, f"{moves} would never move"),
     )
 

@@ -254,7 +254,7 @@ BASE = Args(
 )
 LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkpointing=True)  # ours: memory
 RECIPES = {
-    "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
+    "tiny": ("the tiny world, from random weights: the default, about a minute on two CPU cores", Args()),
     "base": (
         "a pretrained chat model: the default where the model or the data are not the tiny world's",
         BASE,

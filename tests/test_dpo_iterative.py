@@ -749,7 +749,7 @@ def test_after_five_iterations_without_a_pair_the_run_stops(small, tmp_path):
 
 def test_an_oracle_that_ties_everywhere_is_one_line_and_another_goes_on_with_the_pool(small, tmp_path):
     ended = run(small, tmp_path, scorer="mine:same", iterations=1, **ONE_STEP)
-    assert_error(ended, f"iteration 1: no pair in {PROMPTS} prompts", "one score only")
+    assert_error(ended, f"iteration 1: no pair in {PROMPTS} prompts", "all have one score")
     rows = of_iteration(tmp_path, "pool")
     assert len(rows) == PROMPTS * K and {r["score"] for r in rows} == {1.0}
     assert not (tmp_path / "pairs.jsonl").exists() and not (tmp_path / "versions" / "1").exists()
