@@ -209,9 +209,8 @@ def reward_bench_2(rows) -> dict[str, float]:
     of_subset = lambda name: [row for row in rows if row["category"] == name]
     if not of_subset("Ties"):
         return {}
-    best = {name: best_of_n_accuracy(of_subset(name)) for name in SUBSETS}
-    scores = {name: metrics.get("best_of_n_accuracy", math.nan) for name, metrics in best.items()}
-    scores["Ties"] = ties_score(of_subset("Ties"))
+    best_of_n = lambda name: best_of_n_accuracy(of_subset(name)).get("best_of_n_accuracy", math.nan)
+    scores = {name: best_of_n(name) for name in SUBSETS[:-1]} | {"Ties": ties_score(of_subset("Ties"))}
     scores = {name: x for name, x in scores.items() if not math.isnan(x)}
     return {**scores, "score": statistics.fmean(scores.values())} if len(scores) == len(SUBSETS) else scores
 

@@ -7,13 +7,12 @@ hidden size 256, on a CPU; with masks of True and False, as transformers makes t
 
 import sys
 import time
-import weakref
 from pathlib import Path
 from unittest import mock
 
 import torch
 import tyro
-from torch.utils._python_dispatch import TorchDispatchMode
+from memory import Storages
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
 
@@ -24,21 +23,14 @@ from common.data import progress
 DOCUMENTS, LAYERS = 8, 4
 
 
-class Count(TorchDispatchMode):
+class Count(Storages):
     """The most bytes of tensors at once, of those that are made while it is on."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.peak = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            storage = isinstance(x, torch.Tensor) and x.untyped_storage()
-            if storage and storage._cdata not in self.sizes:
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-                self.peak = max(self.peak, sum(self.sizes.values()))
+            if isinstance(x, torch.Tensor):
+                self.count(x.untyped_storage())
         return out
 
 

@@ -46,12 +46,31 @@ SHAPES = {
 }
 
 
-class Pretend(TorchDispatchMode):
+class Storages(TorchDispatchMode):
+    """The most bytes at once of the storages that a subclass hands to `count`, each until it is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.live, self.peak = {}, 0, 0
+
+    def count(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            weakref.finalize(storage, self.forget, key)
+        self.live += storage.size() - self.sizes.get(key, 0)
+        self.sizes[key] = storage.size()
+        self.peak = max(self.peak, self.live)
+
+    def forget(self, key):
+        self.live -= self.sizes.pop(key)
+
+
+class Pretend(Storages):
     """What a model computes is a fake tensor, whose storage is counted; ids, masks and lengths are real."""
 
     def __init__(self):
         super().__init__()
-        self.fake, self.sizes, self.live, self.peak = FakeTensorMode(allow_non_fake_inputs=True), {}, 0, 0
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, aten = kwargs or {}, torch.ops.aten
@@ -84,17 +103,6 @@ class Pretend(TorchDispatchMode):
             if isinstance(x, FakeTensor):
                 self.count(x.untyped_storage())
         return out
-
-    def count(self, storage):
-        key = storage._cdata
-        if key not in self.sizes:
-            weakref.finalize(storage, self.forget, key)
-        self.live += storage.size() - self.sizes.get(key, 0)
-        self.sizes[key] = storage.size()
-        self.peak = max(self.peak, self.live)
-
-    def forget(self, key):
-        self.live -= self.sizes.pop(key)
 
     def peak_of(self, run, *inputs):
         self.peak = self.live
