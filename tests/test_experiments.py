@@ -13,8 +13,10 @@ import annotators
 import processes
 import pytest
 import torch
+import trained_labeler
 
-from common.data import files
+from common.data import files, tiny
+from common.programs import ai_feedback, pairwise
 
 ROOT = processes.ROOT
 
@@ -256,3 +258,50 @@ def test_two_phases_make_one_pool_and_some_of_its_prompts_keep_all_their_respons
     some = files.read_jsonl(tmp_path / "some.jsonl")
     last = sum(row["iteration"] == 4 for row in some)
     assert len(some) == 1000 and 200 < last < 300 and all(both.count(row) == 2 == some.count(row) for row in some[:5])
+
+
+# -- labelers --------------------------------------------------------------------------------------
+def test_a_trained_labeler_says_how_likely_the_first_response_is_better(monkeypatch):
+    """By a preference model that likes length, log odds 1 a word; `label` asks in both orders."""
+    words = lambda text: len(text.split())
+    monkeypatch.setattr(pairwise, "oracle", lambda path: lambda duels: [words(a) - words(b) for _, a, b in duels])
+    labeler = trained_labeler.same_size()
+    item = ai_feedback.Item(0, "", {}, [{"role": "user", "content": "copy ant owl"}], ["ant", "ant owl"], 0.0)
+    [row] = ai_feedback.label([item], labeler, ("",), ai_feedback.Args())
+    assert row["chosen"] == "ant" and row["preference"] == pytest.approx(1 / (1 + math.e))
+    assert row["ai"]["orders"] == [pytest.approx(1 / (1 + math.e))] * 2 and row["ai"]["mass"] == 1
+
+
+def test_half_of_each_has_every_pair_once_with_one_label(experiments, tmp_path):
+    people = tiny.rows("preferences", "train")
+    labelled = [
+        {"prompt": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"], "preference": 0.3, "row": i}
+        for i, row in enumerate(people)
+    ]
+    (tmp_path / "labels_same_size").mkdir()
+    files.write_jsonl(tmp_path / "labels_same_size" / "rows.jsonl", labelled)
+    experiments.half_of_each(tmp_path / "halves.jsonl")
+    rows = files.read_jsonl(tmp_path / "halves.jsonl")
+    pair = lambda row: (row["prompt"], row["chosen"], row["rejected"])
+    assert list(map(pair, rows)) == list(map(pair, people))
+    assert [("preference" in row) for row in rows] == [False] * 6000 + [True] * 6000
+
+
+def test_agreement_of_labels_is_counted_by_hand(experiments, tmp_path):
+    row = lambda preference, human, chosen="ant", rejected="ant owl": {
+        "prompt": "copy ant owl", "chosen": chosen, "rejected": rejected, "preference": preference, "human": human,
+    }  # fmt: skip
+    rows = [row(0.2, 0.0), row(0.9, 1.0), row(0.5, 1.0), row(0.7, 1.0, "owl", "ant")]  # truly worse, and a true tie
+    for name in ("smaller", "same_size", "larger"):
+        (tmp_path / "0" / f"labels_{name}").mkdir(parents=True)
+        files.write_jsonl(tmp_path / "0" / f"labels_{name}" / "rows.jsonl", rows)
+    lines = experiments.details.labels(None, None, tmp_path)
+    assert lines[3:] == [f"| {name} | 87.5% | 50.0% |" for name in ("smaller", "same size", "larger")]
+    assert lines[2].startswith("| people | 100.0% |")
+
+
+def test_what_sft_trained_on_pairs_is_a_pairwise_scorer(experiments):
+    arm = "same_size_labeler=runs/a=b"
+    wanted = "same_size_labeler=common.programs.pairwise:oracle=runs/a=b"
+    assert experiments.scorer_of(experiments.labeler(128), arm) == wanted
+    assert experiments.scorer_of(experiments.others(), arm) == arm

@@ -8,6 +8,7 @@ import peers  # noqa: F401 (it puts the project into sys.path)
 
 from common.data import files, tiny
 from common.run import plots
+from common.scoring import measures
 
 REFUSAL = " ".join(tiny.REFUSAL)
 
@@ -94,4 +95,19 @@ def ladder(results, gain, folder) -> list[str]:
     right.xaxis.set_major_formatter("{x:g}")
     plots.label_points(right, labels)
     plots.save(drawing, folder / "ladder.png")
+    return lines
+
+
+def labels(results, gain, folder) -> list[str]:
+    """How often the labels of the 12,000 pairs agree with people's and with the true helpfulness, in percent."""
+    people = [{**row, "preference": 1.0, "human": 1.0} for row in tiny.rows("preferences", "train")]
+    of = lambda name: files.read_jsonl(folder / "0" / f"labels_{name}" / "rows.jsonl")
+    labelled = {"people": people, "smaller": of("smaller"), "same size": of("same_size"), "larger": of("larger")}
+    lines = ["| who labels | agrees with people | with the truth |", "|---|---|---|"]
+    for name, rows in labelled.items():
+        gold = lambda row, side: tiny.gold_reward(question(row), row[side])
+        truths = [(row["preference"] - 0.5, gold(row, "chosen") - gold(row, "rejected")) for row in rows]
+        human = [(row["preference"] - 0.5) * (row["human"] - 0.5) for row in rows]
+        shares = [measures.accuracy(human), measures.accuracy([p * x for p, x in truths if x])]
+        lines.append(f"| {name} | {shares[0]:.1%} | {shares[1]:.1%} |")
     return lines

@@ -20,6 +20,7 @@ from typing import Literal
 
 import details
 import peers
+import scaling
 import torch
 import tyro
 import verdicts
@@ -123,12 +124,23 @@ def cpl(flags):
     return f"{{out}}/cpl {flags}"
 
 
-def labels(labeler):
+def labels(labeler, module="gold_labeler", flags=""):
     rows = f"{{out}}/labels_{labeler}/rows.jsonl"
     return {
-        f"labels_{labeler}": f"{FEEDBACK} label --model gold_labeler:{labeler} --dataset tiny",
-        f"reward_{labeler}": f"reward --dataset {rows} --eval-dataset tiny --sft-model runs/sft",
+        f"labels_{labeler}": f"{FEEDBACK} label --model {module}:{labeler} --dataset tiny",
+        f"reward_{labeler}": f"reward {SCORER} --dataset {rows} --eval-dataset tiny {flags}",
     }
+
+
+def trained(flags):
+    """A model learns which of two responses people prefer (pairwise.py); a step has about 32 pairs, as of reward.py."""
+    rows = "--dataset {out}/pairs/train.jsonl --eval-dataset {out}/pairs/held_out.jsonl"
+    quiet = "--sample-prompts 0 --eval-every 0 --save-every 0"
+    return f"sft {rows} --weight-decay 0.1 --batch-size 8 {quiet} {flags}"
+
+
+def labeler(width):
+    return trained(f"--model {{out}}/models/{width}_0 --epochs 1 --lr 1e-3")
 
 
 def sweep(name, flag, values, command):
@@ -142,10 +154,12 @@ def rung(scorer, prompts, flags=""):
 
 
 BARE = "--eval-prompts 0 --save-every 0"  # evaluate looks at the policies
+PAIRWISE = "common.programs.pairwise:oracle="  # of what sft.py made of labelled pairs
 FEEDBACK = "-m common.programs.ai_feedback"
 PPO = f"ppo {BARE} --eval-every 0"
 SCORER = "--length-prompts 0 --eval-every 0 --save-every 0"
 CHAIN = "runs/experiments/advantage/{seed}"  # SFT and scorers of a seed's own
+RATES = ("3e-4", "1e-3", "3e-3")
 PTX = ("0", "0.03", "0.1", "0.3")
 STRENGTHS = ("0.1", "0.3", "1")
 FROM = f"dpo_iterative {BARE} --model {CHAIN}/sft"
@@ -155,6 +169,7 @@ AM = f"ppo --scorer runs/advantage_model --dataset {HALF} --reward-norm none"
 TWO = f"{PPO} --dataset tiny:commands=first+ends"  # hard enough that the other six commands are forgotten
 HARD = f"{TWO} --lr 1e-3 --kl-coef 0.3"
 REHEARSAL = "-m common.programs.rehearsal --model runs/sft --clusters 8 --per-cluster 64 --max-prompts 4000"
+LABELERS = {"smaller": 32, "same-size": 128, "larger": 192}  # of group labelers: their width
 ROWS = "runs/experiments/forgetting/{seed}"
 ONCE = "--iterations 1"  # all responses are SFT's own
 ANNOTATORS = "annotators:noisy={seed}"  # of tests/annotators.py
@@ -489,15 +504,34 @@ GROUPS = {
         ),
     ),
     "others": Group(  # the Advantage Model with K other policies, whose ratios nobody knows afterwards
-        {"K = 0": others(), "K = 1": others("--n-others 1"), "K = 2": others("--n-others 2")},
+        {
+            "K = 0": others(),
+            "K = 1": others("--n-others 1"),
+            "K = 2": others("--n-others 2"),
+            "K = 1, N = 8": others("--n-others 1 --n-policies 8 --ratio-clip 7"),  # few ratios reach 7
+        },
         first="",
         claims=tuple(
-            Claim(f"K = {k}", "K = 0", row=21, column="right", margin=0.01, label=f"K = {k}") for k in (1, 2)
+            Claim(arm, "K = 0", row=21, column="right", margin=0.01, label=arm)
+            for arm in ("K = 1", "K = 2", "K = 1, N = 8")
         ),
     ),
     "ppo_others": Group(
         {f"K = {k}": f"ppo --scorer runs/experiments/others/{{seed}}/K_{k}" for k in range(3)},
         claims=(Claim("K = 1", "K = 0"), Claim("K = 2", "K = 0")),
+    ),
+    "pairwise": Group(  # from the same SFT model, two passes over the same pairs, a search of the rates of both
+        {f"reward model, lr {lr}": f"reward {SCORER} --model runs/sft --lr {lr}" for lr in RATES}
+        | {f"pairwise, lr {lr}": trained(f"--model runs/sft --epochs 2 --lr {lr}") for lr in RATES},
+        first="",
+        begin={"pairs": "-m common.programs.pairwise --model runs/sft"},
+        claims=tuple(
+            Claim(
+                f"pairwise, lr {lr}", f"reward model, lr {lr}", row=26, says="no less", column="right", margin=0.01,
+                label=f"lr {lr}",
+            )
+            for lr in RATES
+        ),
     ),
     "margin": Group(
         margins() | margins(" --max-steps 100"),
@@ -556,11 +590,11 @@ GROUPS = {
     ),
     "rlaif": Group(  # labelers of tests/gold_labeler.py: they know the true reward, safety included
         {
-            "people's labels": "=ppo/the_recipe",
-            "labels of `exact`": "ppo --scorer {out}/reward_exact",
-            "labels of `noisy`": "ppo --scorer {out}/reward_noisy",
-            "labels of `biased`": "ppo --scorer {out}/reward_biased",
-            "ratings of `exact`": "ppo --scorer common.programs.ai_feedback:rater=gold_labeler:exact",
+            "people's labels": "=gate/helpfulness_alone",
+            "labels of `exact`": f"{PPO} --scorer {{out}}/reward_exact",
+            "labels of `noisy`": f"{PPO} --scorer {{out}}/reward_noisy",
+            "labels of `biased`": f"{PPO} --scorer {{out}}/reward_biased",
+            "ratings of `exact`": f"{PPO} --scorer common.programs.ai_feedback:rater=gold_labeler:exact",
             "`revise` by `exact`, `sft.py`": "sft --model runs/sft --dataset {out}/revisions/rows.jsonl",
         },
         claims=(
@@ -572,7 +606,9 @@ GROUPS = {
                 "`revise` by `exact`, `sft.py`", row=34, column="harmless",
                 by_construction="this labeler revises into the perfect answer",
             ),
-            Claim("labels of `exact`", "labels of `noisy`", row=48),
+            Claim(
+                "labels of `exact`", "labels of `noisy`", row=48, label="labels of `exact` over those of `noisy`"
+            ),
             Claim("ratings of `exact`", "labels of `exact`", row=31, label="true reward"),
             Claim("ratings of `exact`", "labels of `exact`", row=31, column="harmless", label="harmless"),
         ),
@@ -581,6 +617,62 @@ GROUPS = {
         | labels("biased")
         | {"revisions": f"{FEEDBACK} revise --model gold_labeler:exact --dataset tiny"},
     ),
+    "labelers": Group(  # three sizes, trained on people's labels of 24,000 other pairs; the policy has a width of 128
+        {f"{size} labeler": labeler(width) for size, width in LABELERS.items()},
+        first="",
+        begin={
+            "models": "models of three sizes",
+            "pairs": "-m common.programs.pairwise --dataset tiny:seed=1,tiny:seed=3 --eval-dataset tiny",
+        },
+        claims=tuple(
+            Claim(
+                f"{after} labeler", f"{before} labeler", row=52, column="right", margin=0.01,
+                label=f"{after} over {before}",
+            )
+            for before, after in (("smaller", "same-size"), ("same-size", "larger"))
+        ),
+        seeds=1,
+    ),
+    "labels": Group(  # who labels the same 12,000 pairs, of which a reward model sees one pass; by group labelers
+        {
+            "people's": f"{PPO} --scorer {{out}}/reward_people",
+            "the smaller labeler's": f"{PPO} --scorer {{out}}/reward_smaller",
+            "the same-size labeler's": f"{PPO} --scorer {{out}}/reward_same_size",
+            "the larger labeler's": f"{PPO} --scorer {{out}}/reward_larger",
+            "half people's, half the same-size labeler's": f"{PPO} --scorer {{out}}/reward_halves",
+            "each pair twice: people's and the same-size labeler's": f"{PPO} --scorer {{out}}/reward_both",
+            "each pair twice: people's": f"{PPO} --scorer {{out}}/reward_people_twice",
+        },
+        claims=(
+            Claim("the same-size labeler's", row=53),
+            Claim(
+                "the larger labeler's", "the smaller labeler's", row=48,
+                label="labels of a larger trained labeler over those of a smaller one",
+            ),
+            Claim("the larger labeler's", "the same-size labeler's"),
+            Claim("the same-size labeler's", "the smaller labeler's"),
+            Claim("the same-size labeler's", "people's"),
+            Claim(
+                "people's", "half people's, half the same-size labeler's", row=54, says="no less",
+                label="people's alone over half of each",
+            ),
+            Claim(
+                "each pair twice: people's", "each pair twice: people's and the same-size labeler's", row=54,
+                says="no less", label="people's twice over each pair by both",
+            ),
+        ),
+        begin={"reward_people": f"reward {SCORER} --epochs 1", "reward_people_twice": f"reward {SCORER}"}
+        | labels("smaller", "trained_labeler", "--epochs 1")
+        | labels("same_size", "trained_labeler", "--epochs 1")
+        | labels("larger", "trained_labeler", "--epochs 1")
+        | {
+            "halves.jsonl": "half of each",
+            "reward_halves": f"reward {SCORER} --dataset {{out}}/halves.jsonl --eval-dataset tiny --epochs 1",
+            "reward_both": f"reward {SCORER} --dataset tiny,{{out}}/labels_same_size/rows.jsonl --epochs 1 "
+            "--eval-dataset tiny",
+        },
+        seeds=2,
+    ),  # fmt: skip
     "readme": Group(
         {
             "`rejection_sampling.py`": "=rejection_sampling/the_recipe",
@@ -639,7 +731,19 @@ def some_of_pools(file):
     files.write_jsonl(file, [row for row in rows if row["prompt"][-1]["content"] in chosen])
 
 
+def three_sizes(folder):
+    for width in LABELERS.values():
+        scaling.model_of(width, 0, folder.parent)
+
+
+def half_of_each(file):
+    """People's labels of the first 6,000 pairs, the same-size labeler's of the others."""
+    labelled = files.read_jsonl(file.parent / "labels_same_size" / "rows.jsonl")
+    files.write_jsonl(file, tiny.rows("preferences", "train")[:6000] + [row for row in labelled if row["row"] >= 6000])
+
+
 MADE_HERE = {"prompts": prompts, "half": half, "cpl": patched}
+MADE_HERE |= {"models of three sizes": three_sizes, "half of each": half_of_each}
 MADE_HERE |= {"both pools": both_pools, "some of both pools": some_of_pools}
 
 
@@ -720,6 +824,11 @@ def times(name, group, seeds) -> str:
     return f"{len(took)} runs, {sum(took) / 60:.0f} minutes"
 
 
+def scorer_of(command, arm) -> str:
+    """evaluate's name for NAME=FOLDER; what sft.py trained compares two responses."""
+    return arm.replace("=", f"={PAIRWISE}", 1) if command.startswith("sft ") else arm
+
+
 def run_group(name, seed) -> list[str]:
     """The arms of one seed, and their answers, or their scores. The commits that ran the arms."""
     group, out = GROUPS[name], FOLDER / name / str(seed)
@@ -728,6 +837,7 @@ def run_group(name, seed) -> list[str]:
     folders = [run_arm(name, arm, seed) for arm in group.arms]
     arms = [f"{name_of(arm)}={folder}" for arm, folder in zip(group.arms, folders)]
     if not group.first:
+        arms = [scorer_of(command, arm) for arm, command in zip(arms, group.arms.values())]
         run(f"-m common.programs.evaluate --dataset tiny --scorers {shlex.join(arms)}", out / "evaluate", seed)
     for number, dataset in enumerate(group.prompts if group.first else ()):
         command = f"-m common.programs.evaluate --policies first={group.first.format(seed=seed)} {shlex.join(arms)} --reference first "
