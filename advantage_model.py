@@ -5,8 +5,8 @@
 
 "Stabilizing RLHF through Advantage Model and Selective Rehearsal" (arXiv:2309.10202), eq. 8 and 6, m = 2.5.
 One head has two outputs. r is read at the response's end-of-sequence token, and e, the policy's expected
-reward (eq. 7), at the prompt's last token. K other policies wrote the responses; by default K = 0, so that a
-= r - e. Eq. 6 then depends only on this difference, and it pulls e to the middle between the better and the
+reward (eq. 7), at the prompt's last token. K other policies wrote the responses. By default K = 0, and then
+a = r - e. Eq. 6 depends only on this difference, and it pulls e to the middle between the better and the
 worse responses in the DATA. `--expected-reward-samples n` also regresses e on the mean r of n responses of
 the policy, as eq. 7 defines it. Only a is a score: with K = 0, adding any c(x) to both r and e leaves the
 loss unchanged.
@@ -56,7 +56,7 @@ class Args:
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length limit of a prompt with one response, in tokens; longer ones are dropped."""
     min_score_gap: float = 0.0
@@ -80,7 +80,7 @@ class Args:
     behavior_policies: tuple[str, ...] = ()
     """The K causal LMs pi'_k, if rows have no columns such as chosen_behavior_logprobs."""
     expected_reward_samples: int = 0
-    """Responses of the policy to each training prompt; e(x) is regressed on their mean reward. 0: none."""
+    """Responses of the policy to each training prompt; e(x) is regressed on their mean reward. 0: off."""
     # optimiser steps
     epochs: float = 2.0
     """Passes over the data; large models overfit in the second."""
@@ -114,7 +114,7 @@ class Args:
     """Steps between evaluations of the held-out accuracy; 0: only before and after training."""
     length_prompts: int = 50
     """Held-out prompts that the policy answers 8 times each, to check e(x) and correlate length with score;
-    0: none."""
+    0: off."""
     max_new_tokens: int = 32
     """Length limit of these responses, in tokens."""
     slots: int | None = 64
@@ -125,7 +125,7 @@ class Args:
     """Run directory."""
     save_every: int = 250
     """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
-    0: none."""
+    0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
     held-out metrics before and after rounding are then printed."""
@@ -247,6 +247,7 @@ def main(args: Args):
     }
     pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
+    # prints a line if the model does not support it
     args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
@@ -283,7 +284,7 @@ def main(args: Args):
     # after training: compare e(x) with the policy's mean reward, and ranking by length or log probability
     after = {**run.evaluate_export(model, evaluate), **measures.known_metrics(evaluate.samples)}
     metrics = reward_evaluation.expected_reward_metrics(model, policy, held_out, tokenizer, args)
-    pretrained.read_at_end_token(model, tokenizer)  # so that other tools read it there too
+    pretrained.read_at_end_token(model, tokenizer)  # so that other tools read the score there too
     run.finish(
         model,
         tokenizer,

@@ -67,7 +67,7 @@ class Args:
     offline_pairs: int | None = None
     """Number of these pairs to use. None: all."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length limit of a prompt with a response, in tokens; offline pairs with a longer one are dropped."""
     # sampling
@@ -89,7 +89,7 @@ class Args:
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
     on the accelerator, at most 256."""
     chunk_prompts: int = 512
-    """Prompts between two writes to disk while sampling, which is what a crash can lose."""
+    """Prompts sampled between two writes to disk; a crash loses at most this many."""
     score_batch_size: int = 64
     """Responses in one forward of the oracle on one rank."""
     # the loss and its pairs
@@ -124,7 +124,7 @@ class Args:
     """One row for a prompt and both its responses, so that the prompt is computed once; with
     --no-share-prompt, one row per response."""
     lora_rank: int = 0
-    """Rank of LoRA adapters; 0: none. Only the adapters are trained, at ten times --lr."""
+    """Rank of LoRA adapters, trained instead of the weights at ten times --lr; 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
     more time."""
@@ -133,12 +133,12 @@ class Args:
     """Run directory."""
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
-    0: none."""
+    0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/ (versions/ are float32). bfloat16 halves the file but rounds away much
     of what training changed; held-out metrics before and after rounding are then printed."""
     eval_prompts: int = 1000
-    """Held-out prompts that each version answers once, at temperature 1; 0: none."""
+    """Held-out prompts that each version answers once, at temperature 1; 0: off."""
     seed: int = 0
     """Seed of the order of prompts, the samples and the data order."""
     resume: bool = False
@@ -152,9 +152,9 @@ def best_against_worst(pairs, scores, iteration, args):
 
     pairs: [(prompt, response)]. scores: one number for each. iteration: becomes the source of the
       comparisons.
-    Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same", all, or the best
-    and the worst, have one text; "tied", all have one score; "unfinished", the best one did not end (learning
-    it would teach the policy not to end), has no words or contains a special token."""
+    Returns (comparisons, {reason: number of prompts without a pair}). Reasons: "same": all responses, or the
+    best and the worst, have the same text. "tied": all have the same score. "unfinished": the best one did
+    not end (learning it would teach the policy not to end), has no words or contains a special token."""
     groups, chosen, dropped = {}, [], {"same": 0, "tied": 0, "unfinished": 0}
     for (prompt, response), score in zip(pairs, scores, strict=True):
         groups.setdefault(prompt.key, []).append((prompt, response, score))
@@ -190,7 +190,7 @@ def best_against_worst(pairs, scores, iteration, args):
 
 
 def plan_steps(pairs, iteration, args):
-    """Return the pairs of each optimiser step of an iteration, in a new order each epoch, for all ranks."""
+    """Return the pairs of each optimiser step of an iteration, in a new order each epoch."""
     steps, steps_per_epoch = [], math.ceil(len(pairs) / args.batch_size)
     for step in range(max(1, round(args.epochs * steps_per_epoch)) if pairs else 0):
         epoch, index = divmod(step, steps_per_epoch)
@@ -302,7 +302,7 @@ def samplers(versions, iteration, args):
         names.append(previous if args.enhancer == "previous" else args.enhancer)
     shares = []
     for i, name in enumerate(names):
-        of_model = len(range(i, args.n_samples, len(names)))  # n_samples dealt in turn: its share
+        of_model = len(range(i, args.n_samples, len(names)))  # this model's share
         for j, temperature in enumerate(args.temperatures):
             shares.append((name, temperature, len(range(j, of_model, len(args.temperatures)))))
     return [share for share in shares if share[2]]
@@ -508,7 +508,7 @@ RECIPES = {
         Args(
             model="alignment-handbook/zephyr-7b-sft-full",  # recipes/zephyr-7b-beta/dpo, like all below
             offline_data="HuggingFaceH4/ultrafeedback_binarized[train_prefs]",
-            dataset="HuggingFaceH4/ultrafeedback_binarized[test_prefs]",  # prompts for the evaluation alone
+            dataset="HuggingFaceH4/ultrafeedback_binarized[test_prefs]",  # only prompts for the evaluation
             iterations=0,
             max_new_tokens=512,  # ours, for the evaluation
             beta=0.01,
@@ -527,7 +527,7 @@ RECIPES = {
         Args(
             model="RLHFlow/LLaMA3-SFT",
             offline_data="berkeley-nest/Nectar",  # appendix B, like epochs, batch_size, lr and its schedule
-            dataset="RLHFlow/prompt-collection-v0.1",  # prompts for the evaluation alone
+            dataset="RLHFlow/prompt-collection-v0.1",  # only prompts for the evaluation
             iterations=0,
             epochs=1.0,
             batch_size=128,
@@ -544,7 +544,7 @@ RECIPES = {
         "the DPO paper's dialogues; python sft.py dpo comes first",
         Args(
             offline_data="Anthropic/hh-rlhf",  # arXiv:2305.18290, section 6
-            dataset="Anthropic/hh-rlhf[test]",  # prompts for the evaluation alone
+            dataset="Anthropic/hh-rlhf[test]",  # only prompts for the evaluation
             iterations=0,
             beta=0.1,  # appendix B, like the next three; 0.5 for summaries
             batch_size=64,
@@ -564,7 +564,7 @@ RECIPES = {
         "the DPO paper's summaries; python sft.py summarize comes first",
         Args(
             offline_data="trl-lib/tldr-preference",  # section 6: the comparisons of arXiv:2009.01325
-            dataset="trl-lib/tldr[test]",  # prompts for the evaluation alone
+            dataset="trl-lib/tldr[test]",  # only prompts for the evaluation
             # Appendix B: all but beta as for dialogues; warm-up is 150 of 1,451 steps
             iterations=0, beta=0.5, batch_size=64, lr=1e-6, warmup_ratio=0.103, epochs=1.0,
             lr_schedule="constant_with_warmup", max_grad_norm=10.0,  # the authors' code

@@ -9,7 +9,7 @@
 The sums run over the n response tokens of an optimiser step; "old" means at the time of the rollout. (Llama
 2, arXiv:2307.09288, section 3.2.3; Qwen, arXiv:2309.16609, section 3.2.2.) Four models take part: the policy,
 the value model, the reference (pi_0, the frozen first policy) and the scorer. Llama 2's safety gate adds a
-second scorer. Two optional losses preserve what the policy could do before:
+second scorer. Two optional losses preserve the policy's earlier abilities:
 
     + c_ptx (mean NLL of text)                                        the pretrained gradient (Qwen)
     + c_sr (mean over rows of sum_t -log pi_theta(y_t | x, y_<t))     selective rehearsal (2309.10202, eq. 9)
@@ -73,7 +73,7 @@ class Args:
     eval_dataset: str | None = None
     """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length limit of a prompt with its response, in tokens, and of a row that packs several of them."""
     # the rollout
@@ -165,7 +165,7 @@ class Args:
     freeze_layers: int = 0
     """Number of the policy's first decoder layers to freeze."""
     lora_rank: int = 0
-    """Rank of the policy's LoRA adapters, trained instead of its weights at ten times --lr; 0: none. The
+    """Rank of the policy's LoRA adapters, trained instead of its weights at ten times --lr; 0: off. The
     value model is trained in full."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
@@ -182,7 +182,7 @@ class Args:
     then exported, not the last; 0: never stop."""
     save_every: int = 10
     """Iterations between checkpoints, of which the last is kept. A checkpoint is also written every ten
-    minutes. 0: none."""
+    minutes. 0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
     held-out metrics before and after rounding are then printed."""
@@ -275,7 +275,7 @@ def sampler_weights(rollout, args):
 
 
 def estimate_advantages(rollout, args):
-    """Compute the rollout's advantages and returns; return the mean KL to the reference, nats per row."""
+    """Compute the rollout's advantages and returns; return the mean KL in nats per response."""
     kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs, args.kl_estimator)  # (B, R)
     token_rewards = -args.kl_coef * kl
     last = rollout.mask.sum(1) - 1  # the end-of-sequence token, or the last one before the cut
@@ -519,7 +519,7 @@ SHOWN = ("eval/score sft/score_win_rate gold/score gold/no_hazard gold/hazard ev
 
 
 def is_lora_on_reference(args) -> bool:
-    """Whether the frozen weights under the policy's adapters serve as reference, so that none is loaded."""
+    """Return whether the frozen weights under the policy's adapters serve as the reference."""
     return args.lora_rank > 0 and args.reference in (None, args.model)
 
 
@@ -655,7 +655,7 @@ RECIPES = {
     "advantage_model": (
         "AM-PPO-SR of Advantage Model + Selective Rehearsal",
         replace(
-            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not given; advantages need none
+            LARGE, scorer="runs/advantage_model", reward_norm="none",  # not given; unneeded for advantages
             iterations=100, prompts_per_iteration=256, minibatch_size=256,  # section 4.1, like lr: 100 steps
             lr=5e-7, rehearsal_coef=0.01, rehearsal_norm="sum",
             rehearsal_data="runs/rehearsal.jsonl",  # from python -m common.programs.rehearsal (section 3.2)

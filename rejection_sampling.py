@@ -6,8 +6,8 @@
 (Llama 2, arXiv:2307.09288, section 3.2.3; "Stabilizing RLHF through Advantage Model and Selective Rehearsal",
 arXiv:2309.10202, eq. 3 and 4; ReST, arXiv:2308.08998.) Each iteration samples from the most recent model and
 fine-tunes a new version from the base model. Responses of all iterations stay in a pool, and the best are
-selected from the whole pool, because training on the last iteration only made Llama 2 forget (after its third
-version).
+selected from the whole pool: up to its third version Llama 2 used only the last iteration's responses, and
+it forgot.
 
 For each prompt the response with the highest score in the pool is selected; with thresholds, all responses
 that reach them. Differences from the paper: responses that did not end within max_new_tokens, have no words
@@ -69,14 +69,14 @@ class Args:
     """pool.jsonl of an earlier run to continue from: its responses are copied, and scored again if their
     scorer was a different one."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length of a block in tokens, and length limit of a prompt with its response."""
     # sampling
     iterations: int = 3
     """Rounds of sampling and fine-tuning."""
     prompts_per_iteration: int | None = 500
-    """Prompts per round, unused ones while there are any. None: all."""
+    """Prompts per round; prompts that were not used yet come first. None: all."""
     n_samples: int = 8
     """K, the responses per prompt; 0: no sampling, --model learns from the last iteration of --pool."""
     temperatures: tuple[float, ...] = (0.4, 0.55, 0.7)
@@ -93,7 +93,7 @@ class Args:
     """Responses decoded at the same time on one rank; the key-value cache grows with it. None: as many as fit
     on the accelerator, at most 256."""
     chunk_prompts: int = 512
-    """Prompts between two writes to disk while sampling, which is what a crash can lose."""
+    """Prompts sampled between two writes to disk; a crash loses at most this many."""
     score_batch_size: int = 64
     """Responses in one forward of the scorer on one rank."""
     # selection
@@ -136,12 +136,12 @@ class Args:
     """Run directory."""
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
-    0: none."""
+    0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/ (versions/ are float32). bfloat16 halves the file but rounds away much
     of what training changed; held-out metrics before and after rounding are then printed."""
     eval_prompts: int = 1000
-    """Held-out prompts that each version answers once, at temperature 1; 0: none."""
+    """Held-out prompts that each version answers once, at temperature 1; 0: off."""
     seed: int = 0
     """Seed of the order of prompts, the samples and the data order."""
     resume: bool = False

@@ -18,8 +18,8 @@ samples.jsonl with the held-out scores, plots, summary.json, and checkpoint/, fr
     torchrun --nproc-per-node 8 reward.py llama2
 
 Differences from the papers: a prompt is computed once for all its responses; responses that are too long are
-left out instead of cut; AdamW's betas are 0.9 and 0.95; a margin derived from scores is the largest margin,
-times the pair's score difference as a share of the largest one in its data set; the tiny recipe starts from
+left out instead of cut; AdamW's betas are 0.9 and 0.95; a margin derived from scores is proportional to the
+pair's score difference, and largest for the largest difference in the data set; the tiny recipe starts from
 random weights.
 """
 
@@ -52,7 +52,7 @@ class Args:
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length limit of a prompt with one response, in tokens; longer ones are dropped."""
     min_score_gap: float = 0.0
@@ -103,7 +103,7 @@ class Args:
     if it is a causal LM."""
     length_prompts: int = 50
     """Prompts, held-out ones first, that --sft-model answers 8 times each to correlate length with score; 0:
-    none."""
+    off."""
     max_new_tokens: int = 32
     """Length limit of these responses, in tokens."""
     slots: int | None = 64
@@ -114,7 +114,7 @@ class Args:
     """Run directory."""
     save_every: int = 250
     """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
-    0: none."""
+    0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
     held-out metrics before and after rounding are then printed."""
@@ -191,7 +191,8 @@ def main(args: Args):
     model = pretrained.load_scorer(args.model, tokenizer, 1, args.gradient_checkpointing, args.seed)
     pretrained.check_room(args.max_length, args.model, model.config)
     model = dist.shard(model, run.device)
-    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)  # else a line
+    # prints a line if the model does not support it
+    args.share_prompt = args.share_prompt and checks.shares_prompts(model, args.max_length)
     evaluate = reward_evaluation.HeldOutComparisons(held_out, args)
     optimizer = dist.adamw(model, args.lr, args)
     # Everything is loaded and checked: only now replace an old run, or load the checkpoint to resume from

@@ -3,9 +3,9 @@
     L(theta) = -(1/n) sum_t log pi_theta(y_t | x, y_<t)        over the n response tokens of an optimiser step
 
 The loss covers the response including its end-of-sequence token, and not the prompt. In a dialogue
-(`messages`) every answer is learnt, in other rows the last one. Documents that are too long are cut and then
-have no end. Several documents share a block, but none attends to another. (RLHF Workflow, arXiv:2405.07863,
-section 3.1; Llama 2, arXiv:2307.09288, section 3.1.)
+(`messages`) the model learns every answer, in other rows the last one. A document that is too long is cut and
+then has no end-of-sequence token. Several documents share a block without attending to each other. (RLHF
+Workflow, arXiv:2405.07863, section 3.1; Llama 2, arXiv:2307.09288, section 3.1.)
 
 Reads a model and rows with a response, or dialogues (docs/use/data.md). Writes runs/sft: model/,
 metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which --resume continues.
@@ -14,8 +14,8 @@ metrics.jsonl, samples.jsonl, plots, summary.json, and checkpoint/, from which -
     python sft.py --model org/name --dataset rows.jsonl     any chat model and data
     torchrun --nproc-per-node 8 sft.py rlhf_workflow --chat-template docs/templates/llama3.jinja
 
-Differences from RLHF Workflow: documents of a block do not attend to each other; in the authors' packing they
-do. AdamW's betas are 0.9 and 0.95.
+Differences from RLHF Workflow: in the authors' packing, documents of a block do attend to each other. AdamW's
+betas are 0.9 and 0.95.
 """
 
 import math
@@ -46,7 +46,7 @@ class Args:
     eval_dataset: str | None = None
     """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
     chat_template: str | None = None
-    """Jinja file with a chat template, for a tokenizer that has none or to replace its own."""
+    """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
     """Length of a block in tokens; longer documents are cut."""
     packing: bool = True
@@ -73,7 +73,7 @@ class Args:
     micro_batch_size: int = 8
     """Largest number of blocks in one forward on one rank."""
     lora_rank: int = 0
-    """Rank of LoRA adapters; 0: none. Only the adapters are trained, at ten times --lr."""
+    """Rank of LoRA adapters, trained instead of the weights at ten times --lr; 0: off."""
     gradient_checkpointing: bool = False
     """Recompute activations inside each layer in backward instead of keeping them: less memory, about a third
     more time."""
@@ -81,7 +81,7 @@ class Args:
     eval_every: int = 50
     """Steps between evaluations of the held-out loss; 0: only before and after training."""
     sample_prompts: int = 200
-    """Held-out prompts answered before and after training, to measure length and gold score; 0: none."""
+    """Held-out prompts answered before and after training, to measure length and gold score; 0: off."""
     max_new_tokens: int = 32
     """Length limit of sampled responses, in tokens."""
     slots: int | None = 64
@@ -94,7 +94,7 @@ class Args:
     """Run directory."""
     save_every: int = 50
     """Steps between checkpoints, of which the last is kept. A checkpoint is also written every ten minutes.
-    0: none."""
+    0: no checkpoints."""
     save_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights in model/. bfloat16 halves the file but rounds away much of what training changed;
     held-out metrics before and after rounding are then printed."""

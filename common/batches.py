@@ -91,7 +91,7 @@ def n_tokens(block: list[Document]) -> int:
 
 
 def response_mask(documents: list[Document]) -> torch.Tensor:
-    """Make a (B, R) mask: row i is True for as many columns as document i has response tokens.
+    """Make a (B, R) mask. Row i is True in its first columns, one for each response token of document i.
 
     R is the number of tokens of the longest response."""
     lengths = torch.tensor([n_response_tokens([[document]]) for document in documents])

@@ -146,12 +146,12 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and writes files."""
+    """Return whether this is rank 0, which prints and writes files."""
     return rank() == 0
 
 
 def barrier():
-    """Wait for all ranks, longer than a collective is allowed to.
+    """Wait for all ranks, for longer than a collective is allowed to.
 
     Only rank 0 downloads, reads and writes models, and machines tokenise at different speeds."""
     if td.is_initialized():
@@ -291,7 +291,7 @@ def decoder_layers(model) -> list:
 
 
 def is_sharded(model) -> bool:
-    """Whether FSDP has sharded this module."""
+    """Return whether FSDP has sharded this module."""
     return type(model).__name__.startswith("FSDP")  # fully_shard makes it a class of its own
 
 

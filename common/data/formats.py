@@ -33,7 +33,7 @@ EXAMPLES = {  # rows that error messages show, by kind; docs/use/data.md has mor
 
 
 class WrongColumns(ValueError):
-    """The columns of a row fit no format of its kind. wanted: examples of rows that do, for the message."""
+    """A row whose columns fit no format of its kind. wanted: examples of rows that fit, for the message."""
 
     def __init__(self, row, kind):
         super().__init__(f"columns {columns(row)} match no format of {kind} rows")
@@ -42,7 +42,7 @@ class WrongColumns(ValueError):
 
 
 def columns(row) -> str:
-    """List the columns of a row, or some names, for a message: the first sixteen by the alphabet."""
+    """List a row's columns, or other names, for a message: the first sixteen in alphabetical order."""
     return f"[{', '.join(ascii(str(name)[:40]) for name in sorted(row, key=str)[:16])}]"
 
 

@@ -1,6 +1,6 @@
 """Read chat messages, {role, content}, from the columns of a row. See docs/use/data.md for the formats.
 
-Every reader raises a ValueError that says what is wrong with its row; mapping.py counts and prints them.
+Every reader raises a ValueError with the reason if its row is wrong; mapping.py counts and prints them.
 """
 
 import contextlib

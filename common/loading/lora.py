@@ -42,9 +42,9 @@ class LoraLinear(nn.Linear):
 def attach(model, rank: int, seed: int):
     """Freeze the model and give every nn.Linear of its decoder layers an adapter; return the model.
 
-    Its outputs do not change until B learns. Prints the share of the weights with an adapter, and which have
-    none. If the compute dtype holds the frozen weights exactly, as it does for files in bfloat16, they are
-    kept in it. rank: columns of the thin matrices. seed: of A's initial values. Every rank must call it.
+    Its outputs do not change until B learns. Prints the share of the weights that have an adapter, and names
+    the others. If the compute dtype holds the frozen weights exactly, as it does for files in bfloat16, they
+    are kept in it. rank: columns of the thin matrices. seed: of A's initial values. Every rank must call it.
     Raises InputError if there is no linear layer to adapt."""
     model.requires_grad_(False)
     layers = dist.decoder_layers(model)

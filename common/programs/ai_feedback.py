@@ -351,6 +351,7 @@ def revise(rows, labeler, principles, args):
         talk["response"] = text
     results = [{"first": talk["response"], "steps": []} for talk in talks]
     for r in range(args.revisions):
+        # All rows take a step together, in two passes of the labeler: the critiques, then the revisions
         drawn = [draw(principles, args.seed, row.number, r) for row in rows]
         steps = [{**talk, "principle": principle} for talk, principle in zip(talks, drawn)]
         critiques = write([Question(TEXTS["critique"], step) for step in steps])

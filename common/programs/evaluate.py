@@ -109,7 +109,7 @@ def check(args):
 
 def named(specs, flag) -> dict[str, str]:
     """Parse name=path, or a path, which is named after its last folder: {name: path}. An equals sign that
-    belongs to an existing path or follows module:function is left alone.
+    belongs to an existing path or follows module:function does not count.
 
     Raises InputError if two have the same name."""
     paths = {}

@@ -141,7 +141,7 @@ def check_own_data(strange, args, argv):
     """Raise InputError if a command names the user's own model or data (`strange`), but would take prompts or
     rows from the tiny world because --dataset is missing. Such a run would look like any other."""
     names = [word.split("=")[0] for word in argv]
-    reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # DPO may read none
+    reads_prompts = getattr(args, "iterations", 1) or getattr(args, "eval_prompts", 1)  # offline DPO may not
     if strange and reads_prompts and mixtures.is_tiny(args.dataset) and "--dataset" not in names:
         mend = "Name your data with --dataset, or use --dataset tiny if you mean that."
         raise InputError(f"{strange} together with the tiny world's data, the default of --dataset. {mend}")

@@ -38,7 +38,7 @@ def describe_samples(pairs, dataset: str, **columns) -> list[dict]:
 
 def gold_by_hazard(samples) -> dict[str, float]:
     """Average the true reward of rows of samples.jsonl apart: {"gold/hazard": prompts that name one,
-    "gold/no_hazard": the others}; {} away from the tiny world."""
+    "gold/no_hazard": the others}; {} outside the tiny world."""
     metrics = {}
     for key, names_one in (("gold/no_hazard", False), ("gold/hazard", True)):
         rows = [row for row in samples if tiny.is_safety(row["prompt"][-1]["content"]) == names_one]

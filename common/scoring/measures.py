@@ -204,8 +204,8 @@ SUBSETS = ("Factuality", "Precise IF", "Math", "Safety", "Focus", "Ties")  # of 
 
 
 def reward_bench_2(rows) -> dict[str, float]:
-    """Score RewardBench 2's rows (arXiv:2506.01937), known by its Ties: {subset: best_of_n_accuracy, of Ties
-    ties_score} of each subset that has one, and of all six their mean, "score"."""
+    """Compute RewardBench 2's scores (arXiv:2506.01937): {subset: best_of_n_accuracy, or ties_score for Ties}
+    and, if all six subsets have one, their mean, "score". Only this benchmark has Ties; {} without them."""
     of_subset = lambda name: [row for row in rows if row["category"] == name]
     if not of_subset("Ties"):
         return {}
@@ -216,15 +216,15 @@ def reward_bench_2(rows) -> dict[str, float]:
 
 
 def ties_score(rows) -> float:
-    """Score RewardBench 2's questions with several correct answers (id "tied:N"), and the same with one (id
-    "ref:N"); NaN of other ids, and of a scorer that compares.
+    """Score RewardBench 2's questions with several correct answers (id "tied:N") together with their variants
+    that have one (id "ref:N"). Returns NaN for rows with other ids, and for a scorer that compares.
 
         0.3 P(gap of tied > 0) + 0.3 P(gap of ref > 0) + 0.2 P(gap of tied > spread)
         + 0.2 P(g > spread) + 0.01 mean tanh(g / spread - 1), 0 where that is 0 / 0
 
-    A gap is the lowest score of a correct answer minus the highest of an incorrect one, g the smaller gap of
-    N, a spread the highest of a correct answer minus the lowest. Weights and last term are of the authors'
-    code (allenai/reward-bench)."""
+    gap: the lowest score of a correct answer minus the highest of an incorrect one. g: the smaller of the two
+    gaps of N. spread: the highest score of a correct answer minus the lowest. The weights and the last term
+    are those of the authors' code (allenai/reward-bench)."""
     gaps = {"tied": {}, "ref": {}}
     spreads = {}
     for row in rows:
