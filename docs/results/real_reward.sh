@@ -5,7 +5,7 @@
 # finished is not run again:
 #
 #     bash docs/results/real_reward.sh                                       seed 0
-#     SEEDS="12 13" MODEL=path/to/SmolLM2-135M-Instruct TASKS=upper+extract bash docs/results/real_reward.sh
+#     SEEDS="14 15 16" MODEL=path/to/SmolLM2-135M-Instruct TASKS=upper+extract bash docs/results/real_reward.sh
 #     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    these steps alone, in the order below
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -35,16 +35,17 @@ for seed in $seeds; do
     run sft sft.py --model "$model" --chat-template "$out/chat.jinja" --dataset "$out/sft.jsonl" \
         --no-packing --batch-size 16 --micro-batch-size 16 --lr 3e-5 --epochs 2 --sample-prompts 0 --eval-every 0
 
-    # each method: 192 prompts, to each 4 responses (DPO 8, for it learns from the best and the worst alone)
+    # each method samples 1,024 responses, 4 to a prompt (DPO 1,536, 8 to a prompt: it learns from the best and the
+    # worst of them only)
     sample=(--model "$sft" --scorer $task:correct --dataset "$out/prompts.jsonl" --max-new-tokens 13)
     sample+=(--slots 64 --score-batch-size 64 --eval-prompts 0)
-    online=("${sample[@]}" --iterations 12 --prompts-per-iteration 16 --n-samples 4 --epochs 1)
+    online=("${sample[@]}" --iterations 16 --prompts-per-iteration 16 --n-samples 4 --epochs 1)
     online+=(--minibatch-size 16 --micro-batch-size 16 --lora-rank 16 --lr 5e-5 --kl-coef 0.02)
     online+=(--missing-eos-penalty 0.5 --eval-every 0)
     run ppo ppo.py "${online[@]}"
     patch -s -o "$out/grpo.py" ppo.py docs/learn/grpo.patch
     run grpo "$out/grpo.py" "${online[@]}"
-    run rejection_sampling rejection_sampling.py "${sample[@]}" --iterations 1 --prompts-per-iteration 192 \
+    run rejection_sampling rejection_sampling.py "${sample[@]}" --iterations 1 --prompts-per-iteration 256 \
         --n-samples 4 --threshold 1 --temperatures 1 --sweep-prompts 0
     run dpo dpo_iterative.py "${sample[@]}" --iterations 3 --prompts-per-iteration 64 --epochs 3
 

@@ -8,6 +8,7 @@ import statistics
 import sys
 from pathlib import Path
 
+import verdicts
 from experiments import markdown, publish
 from real_task import right
 
@@ -15,7 +16,6 @@ from common.data import files
 from common.run import plots
 
 METHODS = {"ppo": "PPO", "grpo": "GRPO", "rejection_sampling": "rejection sampling", "dpo": "iterative DPO"}
-STUDENT = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31)  # 97.5 % quantiles by degrees of freedom
 
 
 def differences(before: list[dict], after: list[dict]) -> list[float]:
@@ -46,7 +46,7 @@ def gain(before: list[list[dict]], after: list[list[dict]], deviation=0.0, freed
     squares = sum(sum(x - mean for x in cluster) ** 2 for cluster in of_prompt.values())
     half = 1.96 * math.sqrt(squares * len(of_prompt) / (len(of_prompt) - 1)) / n
     if freedom:
-        half = max(half, STUDENT[min(freedom, len(STUDENT) - 1)] * deviation / math.sqrt(len(before)))
+        half = max(half, verdicts.quantile(freedom) * deviation / math.sqrt(len(before)))
     return mean, half
 
 
