@@ -184,9 +184,9 @@ def kl_estimate(logprobs, ref_logprobs, kind="k1"):
 def safety_gated_score(safety_logits, helpfulness_logits, is_safety_prompt, threshold=0.15):
     """Combine two reward models as Llama 2 does: the safety score if safety is at stake, else helpfulness.
 
-    R_c = R_s if is_safety_prompt or sigmoid(R_s) < threshold else R_h
-    (Llama 2, arXiv:2307.09288, section 3.2.3. The paper then whitens LOGIT(R_c); both scores here are logits
-    already. common/scoring/safety.py calls this for ppo.py.)
+    safety_logits if is_safety_prompt or sigmoid(safety_logits) < threshold else helpfulness_logits
+    (R_c of Llama 2, arXiv:2307.09288, section 3.2.3. The paper then whitens LOGIT(R_c); both scores here are
+    logits already. common/scoring/safety.py calls this for ppo.py.)
 
     safety_logits, helpfulness_logits: (B,), logits. is_safety_prompt: (B,) bool. threshold: a probability.
     Returns (B,), logits."""
