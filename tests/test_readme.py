@@ -157,9 +157,9 @@ def test_metrics_that_are_named_are_logged():
     code = "\n".join(path.read_text() for path in [*ROOT.glob("*.py"), *(ROOT / "common").glob("**/*.py")])
     quoted = {str(node.value) for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)}
     words = set(re.findall(r"[a-z]+", code))
-    tables = PAGES[ROOT / "docs" / "use" / "runs.md"].partition("## Reading metrics")[2]
-    cells = re.findall(r"^\| (`.*?) \| ", tables, re.M)
-    names = {name for cell in cells for name in re.findall(r"`([\w-]+/[a-z_]+)`", cell)}
+    lists = PAGES[ROOT / "docs" / "use" / "runs.md"].partition("## Metrics")[2]
+    lines = re.findall(r"^- (`.*?): ", lists, re.M)
+    names = {name for line in lines for name in re.findall(r"`([\w-]+/[a-z_]+)`", line)}
     assert len(names) > 80
     for name in names:
         group, _, rest = name.partition("/")
