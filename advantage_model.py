@@ -311,7 +311,7 @@ BASE = Args(
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, under a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

@@ -284,7 +284,7 @@ def check(args):
     cli.check_flags(
         args,
         ("iterations", args.iterations >= 1 or args.offline_data, "1 or more without --offline-data"),
-        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, for so many ways to sample"),
+        ("n_samples", args.n_samples >= max(2, ways), f"{max(2, ways)} or more, one for each way to sample"),
         ("temperatures", warm, "one or more above 0: greedy responses are all the same"),
         ("top_p", 0 < args.top_p <= 1, "more than 0, at most 1"),
         ("label_smoothing", 0 <= args.label_smoothing < 0.5, "0 or more, below 0.5"),
@@ -473,7 +473,7 @@ BASE = Args(
 RECIPES = {
     "tiny": ("the tiny world: the default, under a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

@@ -488,7 +488,7 @@ def plan_of(prompts, args) -> str:
     plan += f"({args.iterations * n_prompts / len(prompts):.2g} passes over {len(prompts):,} prompts); "
     plan += f"{steps:,} optimiser steps"
     if args.value_warmup_steps:
-        plan += f", the first {args.value_warmup_steps} or more of the value model alone"
+        plan += f", the first {args.value_warmup_steps} or more only for the value model"
     return plan
 
 
@@ -510,7 +510,7 @@ def load_policy(args, tokenizer, device):
     for layer in dist.decoder_layers(policy)[: args.freeze_layers]:
         layer.requires_grad_(False)
     if not any(weight.requires_grad for weight in policy.parameters()):
-        raise InputError(f"--freeze-layers {args.freeze_layers}: that is all that --lora-rank would train")
+        raise InputError(f"--freeze-layers {args.freeze_layers} with --lora-rank leaves nothing to train")
     return dist.shard(policy, device)
 
 
@@ -619,7 +619,7 @@ LARGE = Args(  # values that no paper gives, for 7B
 RECIPES = {
     "tiny": ("the tiny world: the default, about a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         Args(
             kl_coef=0.04,  # Qwen (arXiv:2309.16609), section 3.2.2
             # Ours, chosen by experiment (docs/use/recipes.md): the papers' 1e-6 needs hundreds of rollouts

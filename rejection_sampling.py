@@ -258,7 +258,7 @@ def why_none(pairs, scores, iteration, threshold, args) -> str:
         return f"iteration {iteration}: no response ended within --max-new-tokens {args.max_new_tokens}"
     if threshold is None:
         same = f"every response has the score {ranked[0]:g}"
-        return f"iteration {iteration}: {same}, so none is the better one"
+        return f"iteration {iteration}: {same}, so none is better than the others"
     return (
         f"iteration {iteration}: no response reaches --threshold {threshold:g}: of {len(ranked)} the best "
         f"has {ranked[-1]:.3g}, the median {ranked[len(ranked) // 2]:.3g}"
@@ -401,7 +401,7 @@ RECIPES = {
         Args(),
     ),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (

@@ -257,7 +257,7 @@ LARGE = dict(micro_batch_size=4, max_new_tokens=512, slots=None, gradient_checkp
 RECIPES = {
     "tiny": ("the tiny world, from random weights: the default, about a minute on two CPU cores", Args()),
     "base": (
-        "a pretrained chat model: the default where the model or the data are not the tiny world's",
+        "a pretrained chat model: the default if the model or the data are not the tiny world's",
         BASE,
     ),
     "large": (
@@ -332,7 +332,7 @@ RECIPES = {
         ),
     ),
     "rlaif": (
-        "RLAIF's, on what python -m common.programs.ai_feedback label wrote",
+        "RLAIF's, on the rows of python -m common.programs.ai_feedback label",
         Args(
             model="Qwen/Qwen2.5-7B-Instruct",  # the paper's, PaLM 2 XS, is not public
             dataset="runs/labels/rows.jsonl",

@@ -107,7 +107,7 @@ def test_the_message_explains_why_nothing_is_selected():
     why = why_none("A ant 1.5, A cat 0.25, A dog -2, A eel 9 cut", 2.0)
     assert why.endswith("no response reaches --threshold 2: of 3 the best has 1.5, the median 0.25")
     why = why_none("A ant 0, A cat 0, B bear 0, B dog 0", None)
-    assert why == "iteration 1: every response has the score 0, so none is the better one"
+    assert why == "iteration 1: every response has the score 0, so none is better than the others"
 
 
 # -- documents and steps -----------------------------------------------------------------
