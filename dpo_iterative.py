@@ -60,12 +60,12 @@ class Args:
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     offline_data: str | None = None
     """Pairs or rankings in reward.py's formats for the first iteration (for every iteration with --start-from
     sft)."""
     offline_pairs: int | None = None
-    """Number of these pairs to use. None: all."""
+    """Number of these pairs to use. Default: all."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128

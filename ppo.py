@@ -57,7 +57,7 @@ class Args:
     model: str = "runs/sft"
     """Policy to start from: a run directory, a model folder or a hub name."""
     reference: str | None = None
-    """Reference pi_0 of the KL penalty. None: the policy that training starts from."""
+    """Reference pi_0 of the KL penalty. Default: the policy that training starts from."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
     (docs/use/scorers.md)."""
@@ -71,7 +71,7 @@ class Args:
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
@@ -119,7 +119,7 @@ class Args:
     """Clipping range epsilon of the policy ratio."""
     importance_cap: float | None = None
     """Cap of the weight pi_old / q of a token that the sampler drew from its own distribution q; 0: no
-    weights. None: 2 if models compute in bfloat16 or float16, else 0."""
+    weights. Default: 2 if models compute in bfloat16 or float16, else 0."""
     clip_value: float = 0.15
     """Clipping range c of the value, in units of the normalised reward."""
     # other losses

@@ -54,14 +54,14 @@ class Args:
     model: str = "runs/sft"
     """Base model that each version is fine-tuned from: a run directory, a model folder or a hub name."""
     policy: str | None = None
-    """Model that the first iteration samples from, for example runs/ppo. None: the base model."""
+    """Model that the first iteration samples from, for example runs/ppo. Default: the base model."""
     scorer: str = "runs/reward"
     """Source of scores: a run of reward.py or advantage_model.py, a hub reward model, or FILE.py:function
     (docs/use/scorers.md)."""
     dataset: str = "tiny"
     """Prompts: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out prompts. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out prompts. Default: tiny's held-out split, else 5 % of the prompts, at most 500."""
     sft_dataset: str | None = None
     """Rows in sft.py's formats, for example the original SFT data, mixed in equal number with the selected
     responses and drawn anew for each fine-tuning."""

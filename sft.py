@@ -44,7 +44,7 @@ class Args:
     dataset: str = "tiny"
     """Training data: tiny, a hub name, a file (docs/use/data.md), or a mixture such as a:0.7,b:0.3."""
     eval_dataset: str | None = None
-    """Held-out data in the same formats. None: tiny's held-out split, or 5 % of the prompts, at most 500."""
+    """Held-out data in the same formats. Default: tiny's held-out split, else 5 % of prompts, at most 500."""
     chat_template: str | None = None
     """Jinja file with a chat template, for a tokenizer without one, or to replace its own."""
     max_length: int = 128
