@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# RL with a correct reward (docs/results/real_model.md): SFT of SmolLM2-135M-Instruct on 160 demonstrations,
-# then PPO, GRPO, rejection sampling and iterative DPO, each with the check of the answer as its scorer and the recipe
-# `base`; then all of them answer the same held-out prompts. Each step prints how long it took; finished steps are
-# not repeated:
+# RL with a reward that is right (docs/results/real_model.md): SFT of SmolLM2-135M-Instruct on 160 demonstrations,
+# then PPO, GRPO, rejection sampling and iterative DPO, each with the check of the answer as its scorer, by their
+# recipes `base`; then all of them answer the same held-out prompts. Each step says how long it took; what is
+# finished is not run again:
 #
 #     bash docs/results/real_reward.sh                                       seed 0
 #     SEEDS="12 13" MODEL=path/to/SmolLM2-135M-Instruct TASKS=upper+extract bash docs/results/real_reward.sh
-#     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    only these steps, in the order below
+#     STEPS="data sft ppo answers table" bash docs/results/real_reward.sh    these steps alone, in the order below
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct} tasks=${TASKS:-upper+extract}
