@@ -194,7 +194,7 @@ def test_a_program_prints_its_machine_first(monkeypatch, capsys):
     "kind, ranks, device", [(None, 2, "cpu"), ("xpu", 2, "xpu:1"), ("mps", 1, "mps:1"), ("mps", 2, "cpu")]
 )
 def test_the_device_is_torchs_accelerator(kind, ranks, device, monkeypatch, capsys):
-    """On Apple's, which ranks cannot share, they use the CPU and print a line."""
+    """But of Apple's, which ranks cannot share, the CPU, and a line says so."""
     seen, backend = [], {"cpu": "gloo", "xpu:1": "cpu:gloo,xpu:xccl"}
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: kind and torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "set_device_index", seen.append)

@@ -43,7 +43,7 @@ def test_the_true_reward_is_averaged_separately_for_prompts_with_a_hazard():
     assert evaluation.gold_by_hazard(evaluation.describe_samples(pairs, "rows.jsonl")) == {}
 
 
-def test_held_out_wins_are_counted_against_the_first_policy():
+def test_held_out_prompts_are_won_tied_and_lost_against_the_first_policy_whatever_came_between():
     """The first scores 0, 2, 4 have a deviation of sqrt(8 / 3), so differences up to 0.163 are ties. The last
     scores 1, 2.1 and 3 win, tie and lose against these. Against the scores between, 5, 5 and -1, they would win
     once and lose twice."""

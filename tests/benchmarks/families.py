@@ -1,5 +1,5 @@
-"""Test which models work: a tiny random model of each common family of transformers, written with save_pretrained,
-goes through the sampler and four scripts. Prints the table of docs/use/models.md.
+"""Which models work: a tiny random model of each family of transformers that people train, written with
+save_pretrained, through the sampler and four scripts. Prints the table of docs/use/models.md.
 
     python tests/benchmarks/families.py                       all families, some 20 minutes on two CPU cores
     python tests/benchmarks/families.py --only "Gemma 3" gpt-oss --stages sampler sft
